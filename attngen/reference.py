@@ -88,6 +88,24 @@ def naive_entropy(
     return -terms.masked_fill(empty, 0.0).sum(-1)
 
 
+def naive_key_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sink: torch.Tensor | None = None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> torch.Tensor:
+    """The weight that all queries give each key, before dropout, [B, Hq, Nk]; arguments as those of naive_attention."""
+    scores = _masked_scores(q, k, mask, scale, modify, multiply).detach()
+    if sink is not None:
+        scores = torch.cat([scores, sink.detach().to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+    return weights[..., : k.shape[2]].sum(2)
+
+
 def _masked_scores(
     q: torch.Tensor,
     k: torch.Tensor,

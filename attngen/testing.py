@@ -15,12 +15,13 @@ import torch
 
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import OUTPUTS
+from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.parts import Part, Sizes
 from attngen.reference import (
     dropout_weight,
     naive_attention,
     naive_entropy,
+    naive_key_mass,
     naive_max_score,
     reference_mask,
     reference_scores,
@@ -282,6 +283,7 @@ def run_case(
         more = {
             "entropy": lambda: naive_entropy(q, k, mask, factor, modify, sink, multiply),
             "max_score": lambda: naive_max_score(q, k, mask, factor, modify, multiply),
+            "key_mass": lambda: naive_key_mass(q, k, mask, factor, modify, sink, multiply),
         }
         results = naive_attention(q, k, v, mask, factor, weight, modify, sink, rounded, multiply)
         return *results, *(more[name]() for name in spec.outputs if name in more)
@@ -377,8 +379,9 @@ def _exact(
             sums[1:] = [total + x for total, x in zip(sums[1:], found[1:])]
         for name, x in zip(results, made):
             parts[name].append(x.detach())
+    whole_results = {key: sum(x) if key in OF_KEYS else torch.cat(x, 2) for key, x in parts.items()}
     exact, *rounded = (dict(zip(names[len(results) :], (torch.cat(dq, 2), *more))) for dq, *more in gradients)
-    return {**{key: torch.cat(x, 2) for key, x in parts.items()}, **exact}, *rounded
+    return {**whole_results, **exact}, *rounded
 
 
 def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:

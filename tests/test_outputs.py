@@ -1,4 +1,4 @@
-"""What calls give beside the output: the entropy and the largest score of each query."""
+"""What calls give beside the output: the entropy and the largest score of each query, and the weight that each key gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attngen.lang.names import NAME as NAME_OF_INPUT
 from attngen.passes.pipeline import lower
 from attngen.reference import naive_max_score, reference_mask
 from attngen.spec import Spec, make_spec
-from attngen.testing import Case, heads_for, make_inputs, run_case, torch_dtype
+from attngen.testing import Case, heads_for, make_all_gradients, make_inputs, run_case, torch_dtype
 from tests.conftest import CUDA
 from tests.helpers import built, module_of
 from tests.helpers import spec as spec_of
@@ -99,6 +99,41 @@ def test_results_come_in_the_order_of_the_arguments(device: str) -> None:
         assert all(a.equal(b) for a, b in zip((out, *every), attention(q, k, v, **{f"return_{name}": True for name in names})))
 
 
+def test_a_column_of_weights_sums_to_the_queries_that_see_a_key(device: str) -> None:
+    """The last key is seen by the last query alone, where queries are as many as keys."""
+    q, k, v = problem(device, 50, 50)
+    out, lse, key_mass = built(NAME).attention(q, k, v, return_lse=True, return_key_mass=True)
+    assert key_mass.shape == (*q.shape[:2], k.shape[2]) and key_mass.dtype == torch.float32 and not key_mass.requires_grad
+    torch.testing.assert_close(key_mass.sum(2), torch.full_like(key_mass[..., 0], 50.0))
+    keys = k.repeat_interleave(2, 1)
+    last = ((q[:, :, -1] * keys[:, :, -1]).float().sum(-1) * 0.125 - lse[:, :, -1]).exp()
+    torch.testing.assert_close(key_mass[..., -1], last.detach(), rtol=1e-3, atol=1e-3)
+
+
+def test_operators_and_compiled_calls(device: str) -> None:
+    """Schemas, stand-ins under tracers and autograd of all operators; one graph without breaks, and the same bits and gradients."""
+    module, asked = built(NAME), {f"return_{name}": True for name in spec_of(NAME).outputs}
+    q, k, v = problem(device, 20, 30)
+    grads = make_all_gradients(spec_of(NAME), Case(2, *heads_for(spec_of(NAME)), 20, 30), torch.float16, device)
+    torch.library.opcheck(module.FORWARD, (q, k, v, 0.125))
+    plain = [x.detach() for x in (q, k, v)]
+    out, lse, entropy, *_ = module.FORWARD(*plain, 0.125)
+    torch.library.opcheck(module.MASS, (*plain[:2], lse, 0.125))
+    torch.library.opcheck(module.BACKWARD, (*grads, *plain, out, lse, entropy, 0.125, True, True))
+    torch.library.opcheck(module.BACKWARD, (grads[0], None, grads[2], *plain, out, lse, entropy, 0.125, False, True))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return module.attention(q, k, v, **{**asked, "return_max_score": "head"})
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="inductor" if CUDA else "aot_eager", fullgraph=True)
+    found = [(*r, *torch.autograd.grad(r[:3], (q, k, v), grads)) for r in (call(q, k, v), compiled(q, k, v))]
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    for at in range(3):  # of each result alone
+        made = [torch.autograd.grad(f(q, k, v)[at], (q, k), grads[at]) for f in (call, compiled)]
+        assert all(a.equal(b) for a, b in zip(*made)) and any(x.any() for x in made[0])
+
+
 def test_wrong_calls_are_refused(device: str) -> None:
     q, k, v = problem(device)
     with pytest.raises(ValueError, match=r'return_max_score is "row"; expected True, for each query, or "head", for each head$'):
@@ -116,6 +151,7 @@ def test_wrong_calls_are_refused(device: str) -> None:
             {"outputs": ["max_score"], "cache": "contiguous", "backward": False},
             "asks for `max_score`, which calls over a cache",
         ),
+        ({"outputs": ["key_mass"], "cache": {"paged": {}}, "backward": False}, "asks for `key_mass`, which calls over a cache do not give"),
         ({"outputs": ["max_score"], "schedule": {"order": "kv_outer"}}, "asks for `max_score`, which `order: kv_outer` does not give"),
         (
             {"outputs": ["max_score"], "mask": {"expr": "kv_idx < results", "params": {"results": {"scalar": "int"}}}},

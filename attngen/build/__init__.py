@@ -9,6 +9,7 @@ from attngen.build.backward import build_delta, build_dkdv, build_dkdv_end, buil
 from attngen.build.blocks import build_blocks
 from attngen.build.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.build.host import build_hosts
+from attngen.build.key_mass import build_key_mass
 from attngen.build.packed import PACKED
 from attngen.build.programs import add_programs
 from attngen.build.results import with_results
@@ -46,6 +47,7 @@ def build_module(spec: Spec) -> Module:
     if not unfused(spec):
         backward += (build_fused, build_dq_end)
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
+    kernels += (build_key_mass(spec),) if "key_mass" in spec.outputs else ()
     ways = [way for way in WAYS if way.applies(spec)]
     kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))
     module = Module(

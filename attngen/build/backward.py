@@ -212,7 +212,7 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
-def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
+def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed."""
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
@@ -373,7 +373,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
         b.load("dq", "DQ_ACC", ("b", head, "q", "d_qk"), "step")
     b.draw(head, "BLOCK_KV", "BLOCK_Q")
     b.dot("dp", "v", "do", "D_V", "step")
-    factor, *slopes = _probabilities(b, "k", "q", factor, *slopes)
+    factor, *slopes = probabilities(b, "k", "q", factor, *slopes)
     p = b.dropped("p")
     dscore = _score_gradients(b, p, factor, learns=bool(gradients))
     for x, slope in zip(gradients, slopes):
@@ -541,7 +541,7 @@ def build_dq(spec: Spec) -> Kernel:
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
-    factor, *slopes = _probabilities(b, "q", "k", factor, *slopes)
+    factor, *slopes = probabilities(b, "q", "k", factor, *slopes)
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.dot("dp", "do", "v", "D_V", "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")

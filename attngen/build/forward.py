@@ -14,7 +14,7 @@ from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
-from attngen.ir.names import OUTPUTS
+from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
 from attngen.spec import Spec
@@ -59,7 +59,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     if spec.rope:
         signature = of_latent(signature)
     if "LSE" in signature.writes:
-        signature = signature._replace(writes=("O", *(OUTPUTS[name] for name in spec.outputs)))
+        signature = signature._replace(writes=("O", *(OUTPUTS[name] for name in spec.outputs if name not in OF_KEYS)))
     sink = sink_of(spec)
     b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
     b.deal = deal

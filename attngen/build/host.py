@@ -48,6 +48,7 @@ def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
     """
     data = module.blocks is not None and module.blocks.data
     programs = [_forward(module, ways), *([_backward(module)] if trains else [])]
+    programs += [_key_mass(module)] if "key_mass" in module.outputs else []
     if module.blocks:
         programs += [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
     return replace(module, hosts=tuple(programs))
@@ -116,25 +117,31 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
     """The arguments after q, k and v: what mask, modifiers and dropout read, block lists and numbers.
 
     Lists that are the same for all sequences or heads are repeated for these. Where keys are in a cache, in the direction `decode`, one of
-    each key has room for all keys that a sequence may have.
+    each key has room for all keys that a sequence may have. In the direction `key_mass` they are those of this kernel, which drops nothing.
     """
-    read = {a.name.lower() for kernel in module.kernels for a in kernel.args}
+    alone = direction == "key_mass"
+    kernels = [module.kernel(direction)] if alone else module.kernels
+    read = {a.name.lower() for kernel in kernels for a in kernel.args}
     given = {i.name: (i.dtype, i.shape) for i in module.inputs if i.shape and i.name in read}
     derived = [d for d in module.derived if not (d.program and direction == "decode")]  # programs are part of @decode
-    given |= {name: (d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes)}
+    given |= {name: (d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes) if not alone or name in read}
     for name, (dtype, dims) in given.items():
         shape = tuple("Nc" if d == "Nk" and direction == "decode" else d for d in dims)
         b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
     lists = {own: block_lists(own, module.blocks.data) if module.blocks else {} for own in ("q", "kv")}
-    for name, dims in (lists["q"] | lists["kv"]).items():
-        b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
-    if module.dropout:
+    walked = {"forward": ("q",), "key_mass": ("kv",)}.get(direction, ("q", "kv"))
+    for own in walked if alone else lists:
+        for name, dims in lists[own].items():
+            b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
+    drops = module.dropout and not alone
+    if drops:
         b.add(Arg("SEED", "in", Type("i64", (), "hbm")))
-    numbers = {i.name: i.dtype for i in module.inputs if not i.shape} | (DROPOUT_SCALARS if module.dropout else {})
+    numbers = {i.name: i.dtype for i in module.inputs if not i.shape and (not alone or i.name in read)} | (DROPOUT_SCALARS if drops else {})
     for name, dtype in (numbers | {"scale": "f32"}).items():
         b.add(Arg(name, "scalar", Type(dtype, (), "reg")))
-    for name, dims in (lists["q"] | (lists["kv"] if direction == "backward" else {})).items():
-        b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))
+    for own in walked:
+        for name, dims in lists[own].items():
+            b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))
 
 
 def _forward(module: Module, ways: Iterable[Way]) -> Host:
@@ -143,7 +150,7 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
     for name in ("Q", "K", "V"):
         b.tensor(name)
     operands(b, module, "forward")
-    rows = [OUTPUTS[name] for name in module.outputs]
+    rows = [OUTPUTS[name] for name in module.by_query]
     b.alloc("O", like="Q")
     for name in rows:
         b.alloc(name)
@@ -166,10 +173,23 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
     return b.host()
 
 
+def _key_mass(module: Module) -> Host:
+    """The weight that all queries give each key."""
+    b = HostBuilder("key_mass")
+    for name in ("Q", "K", "LSE"):
+        b.tensor(name)
+    operands(b, module, "key_mass")
+    b.alloc("KEY_MASS")
+    b.branch("Launched", "launches", of=("KEY_MASS",))
+    b.give(KEY_MASS="KEY_MASS")
+    b.launch("key_mass", "launches")
+    return b.host()
+
+
 def _backward(module: Module) -> Host:
     """The gradients of q, k, v and learned inputs. A gradient that is not needed has no elements."""
     b = HostBuilder("backward")
-    smooth = [OUTPUTS[name] for name in module.outputs if name not in FLAT]
+    smooth = [OUTPUTS[name] for name in module.by_query if name not in FLAT]
     for name in ("dO", *(f"d{output}" for output in smooth), "Q", "K", "V", "O", *smooth):
         b.tensor(name)
     operands(b, module, "backward")
@@ -269,7 +289,7 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
     b.branch("By_rows", "rows_alone", "statistics", of=("O",))
     b.launch("delta", "rows_alone")
     b.branch("By_key", "keys", block, of=("dK",))
-    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv" and kernel.dots and not kernel.adds]
+    owners = [kernel for kernel in module.kernels if kernel.writes & {"dK", "dV"} and kernel.dots and not kernel.adds]
     if any(sharing(kernel.grid) for kernel in owners):
         _launch_sharing(b, owners, "keys", "parts")
     else:

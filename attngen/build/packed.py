@@ -56,7 +56,7 @@ def view_rows(b: HostBuilder, block: str, outputs: tuple[str, ...] = ("lse",)) -
 
 def launch(b: HostBuilder, block: str, module: Module) -> None:
     """Launch `packed` on views whose rows are the queries of all heads of a group."""
-    names = view_rows(b, block, module.outputs)
+    names = view_rows(b, block, module.by_query)
     b.launch("packed", block, tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.add(Copy("copy_0", "O_rows", "O"), block)
 

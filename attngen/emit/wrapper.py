@@ -66,9 +66,9 @@ class Wrapper:
 
     @property
     def asked(self) -> list[tuple[str, str]]:
-        """Each output that a call may ask for, with its value as the call gives it."""
+        """Each output of the forward that a call may ask for, with its value as the call gives it."""
         values = {"max_score": "runtime.largest(max_score, return_max_score)"}
-        return [(name, values.get(name, name)) for name in self.module.outputs]
+        return [(name, values.get(name, name)) for name in self.module.by_query]
 
     @property
     def asks(self) -> str:
@@ -330,17 +330,30 @@ class Wrapper:
     @property
     def schema(self) -> str:
         """The declaration of the operands to torch."""
-        kinds = {"SEED": "Tensor?"}
-        return ", ".join(
-            f"{kinds.get(a.name, 'Tensor') if a.role == 'in' else _SCHEMA.get(a.name, _SCHEMA[a.type.dtype])} {a.name.lower()}"
-            for a in self.operands
-        )
+        return _declared(self.operands)
 
     @property
     def passed(self) -> list[str]:
         """The value that a call gives for each operand."""
+        return self._passed(self.operands)
+
+    @property
+    def key_mass_schema(self) -> str:
+        """The declaration of the operator that sums weights over queries."""
+        return f"(Tensor q, Tensor k, Tensor lse, {_declared(self._of_key_mass)}) -> Tensor"
+
+    @property
+    def passed_for_key_mass(self) -> list[str]:
+        """The value that a call gives for each of its arguments after the LSE."""
+        return self._passed(self._of_key_mass)
+
+    @property
+    def _of_key_mass(self) -> list[Arg]:
+        return [a for a in self.module.host("key_mass").args if a.name not in ("Q", "K", "LSE")]
+
+    def _passed(self, operands: list[Arg]) -> list[str]:
         found = []
-        for name in (a.name.lower() for a in self.operands):
+        for name in (a.name.lower() for a in operands):
             of_plan = name in self.fields or (self.data and name in self.lists)
             found.append(f"plan.{name}" if of_plan else f"blocks.{name}" if name in self.lists else name)
         return found
@@ -356,7 +369,7 @@ class Wrapper:
             args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
         args += [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else []
         args += [f"results={TORCH[self.results]}"] if self.results != "T" else []
-        outputs = self.module.outputs
+        outputs = self.module.by_query
         rows = tuple_text([f'"{name}"' for name in outputs])
         return args + ([f"rows={rows}", f"flat={sum(name in FLAT for name in outputs)}"] if len(outputs) > 1 else [])
 
@@ -441,6 +454,15 @@ class Program:
     def shapes(self) -> list[str]:
         """The source of the shape of each result."""
         return [tuple_text(list(dims)) for dims in self.derived.shapes]
+
+
+def _declared(operands: list[Arg]) -> str:
+    """The declaration of arguments of an operator to torch."""
+    kinds = {"SEED": "Tensor?"}
+    return ", ".join(
+        f"{kinds.get(a.name, 'Tensor') if a.role == 'in' else _SCHEMA.get(a.name, _SCHEMA[a.type.dtype])} {a.name.lower()}"
+        for a in operands
+    )
 
 
 def _call(d: Derived, names: dict[str, str]) -> str:

@@ -56,6 +56,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
             given |= run("count", {"BLOCK_Q": module.blocks.size, "BLOCK_KV": STRIP})
         given |= {name.lower(): x for name, x in run("lists").items()}
     given |= run("forward")
+    given |= run("key_mass") if "key_mass" in module.outputs else {}
     found = run("backward") if module.trains else {}
     gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV") if module.trains}
     return {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}, **gradients, **found}

@@ -16,7 +16,7 @@ from attngen.errors import VerifyError
 from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.expr import Bool, Expr, floordiv, select, symbol
 from attngen.ir.host import Host
-from attngen.ir.names import DIRECTIONS, block_lists
+from attngen.ir.names import DIRECTIONS, OF_KEYS, block_lists
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -739,6 +739,11 @@ class Module:
 
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)
+
+    @property
+    def by_query(self) -> tuple[str, ...]:
+        """Those of its outputs that the forward gives, which are numbers of each query."""
+        return tuple(name for name in self.outputs if name not in OF_KEYS)
 
     @property
     def directions(self) -> tuple[str, ...]:

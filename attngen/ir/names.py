@@ -147,6 +147,7 @@ SHAPES = {
     "dENTROPY": ("B", "Hq", "Nentropy"),
     "DENTROPY2": ("B", "Hq", "Nq"),
     "MAX_SCORE": ("B", "Hq", "Nq"),
+    "KEY_MASS": ("B", "Hq", "Nk"),
     "O_PARTS": ("Hkv", "items", "Nq", "D_V"),
     "LSE2_PARTS": ("Hkv", "items", "Nq"),
 }
@@ -156,11 +157,14 @@ GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whos
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
 # How generated Python calls tensors that it does not name by their small letters.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse", "dENTROPY": "grad_entropy"}
-# What calls can give beside the output: numbers of each query, by the names that specs know, with their tensors. FLAT ones have no
-# gradient, and come last.
-OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE"}
-FLAT = ("max_score",)
-STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS", "ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE")
+# What calls can give beside the output, by the names that specs know, with their tensors: numbers of each query from the forward, of which
+# FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
+OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
+FLAT, OF_KEYS = ("max_score",), ("key_mass",)
+STATISTICS = (
+    *("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS"),
+    *("ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE", "KEY_MASS"),
+)
 SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # of what a cache holds in 8 bits
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS", *SCALES.values())
 INT32 = ("DQ_TURNS", "DKDV_TURNS", "CACHE_SEQLENS", "PAGE_TABLE")
@@ -202,6 +206,7 @@ WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "dista
 # Names that modules with more outputs than the LSE have besides, in kernels and in functions.
 OF_OUTPUTS = {f"{word}{name}{rows}" for name in OUTPUTS for word, rows in (("", ""), ("return_", ""), ("", "_rows"))}
 OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "pull", "terms"}
+OF_OUTPUTS |= {"mass", "mass_init", "mass_next"}
 OF_OUTPUTS |= {"e", "e_init", "e_next", "e_tile", "e_sink", "e_all", "grown", "grown_all", "log2_sink"}
 # Names that modules with a cache have besides, in kernels and in functions.
 OF_CACHE = {

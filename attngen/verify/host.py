@@ -42,7 +42,7 @@ def structure(module: Module, host: Host) -> Iterator[str]:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected in, scalar or flag, of @entry"
     learned = tuple(f"d_{i.name}" for i in module.inputs if i.grad) if host.name == "backward" else ()
     derived = tuple(name.upper() for d in module.derived if d.program == host.name for name in d.names)
-    results = {"forward": ("O", *(OUTPUTS.get(name, name) for name in module.outputs)), "backward": GRADIENTS}
+    results = {"forward": ("O", *(OUTPUTS.get(name, name) for name in module.by_query)), "backward": GRADIENTS, "key_mass": ("KEY_MASS",)}
     expected = (*results.get(host.name, derived), *learned)
     if expected and tuple(host.results) != expected:
         yield f"it gives {', '.join(host.results) or 'nothing'}; expected {', '.join(expected)}"

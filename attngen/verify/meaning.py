@@ -264,7 +264,7 @@ def _inside() -> list[Bool]:
     return [symbol(f"{axis}_idx") < symbol(AXIS_EXTENT[axis]) for axis in ("q", "kv")]
 
 
-def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[Expr]]]:
+def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[Expr]]]:
     """The ops that turn scores into weights: (op, its exponent of 2, terms that may be subtracted from the score).
 
     The online softmax subtracts its running maximum itself. A kernel that recomputes weights subtracts the log2 of the row's sum: an
@@ -290,8 +290,8 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from _sinks(kernel, Header(module, kernel), Values(kernel))
         return
     header, values = Header(module, kernel), Values(kernel)
-    softmaxes = list(_softmaxes(kernel, values))
-    weights = {op.name for op, _, _ in softmaxes}
+    made_by = list(softmaxes(kernel, values))
+    weights = {op.name for op, _, _ in made_by}
     scored = any(values.of(op.name) == PRODUCT for op in kernel.dots)
     if scored and not weights and any(arg.name in ROW_SUMS for arg in kernel.args):
         yield "makes no weights of its scores: expected a softmax_step, or exp2 of scores less an element of LSE2"
@@ -300,7 +300,7 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
         strangers = {n for n in strangers if not is_logarithm(kernel, values, kernel.op(n))}
         if isinstance(op, Mask) and weights and strangers:
             yield f"%{min(strangers)} reads the masked scores %{op.name}, and makes no weights of them"
-    for op, exponent, subtracted in softmaxes:
+    for op, exponent, subtracted in made_by:
         masked = {
             s: values.others[s] for s in exponent.free_symbols if s in values.others and isinstance(kernel.op(values.others[s]), Mask)
         }
@@ -354,7 +354,7 @@ def masks_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
     """A kernel hides the same pairs of a query and a key as the header's mask, among pairs that exist."""
     header, values = Header(module, kernel), Values(kernel)
     said = conjuncts(header.where)
-    used = [(op, ref) for op, exponent, _ in _softmaxes(kernel, values) for ref in _scores_of(kernel, op)]
+    used = [(op, ref) for op, exponent, _ in softmaxes(kernel, values) for ref in _scores_of(kernel, op)]
     ends = used or [(op, op.name) for op in kernel.ops() if isinstance(op, Mask) and not _masked_again(kernel, op)]
     for op, ref in ends:
         done, _ = values.conditions(ref)

@@ -9,10 +9,10 @@ import sympy
 from attngen.ir.expr import Expr, exp2, log2, select, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import OUTPUTS
-from attngen.ir.ops import AXIS_DIM, Loop, Reduce, SoftmaxStep, Store, Yield
+from attngen.ir.ops import AXIS_DIM, Init, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import normal, same
 from attngen.verify.joins import LN2, ONE, is_
-from attngen.verify.meaning import LOG2E, Header, Values
+from attngen.verify.meaning import LOG2E, Header, Values, softmaxes
 
 KEPT = {"entropy": ("m", "l", "e"), "max_score": ("m",)}  # what a loop over keys carries of each row for it
 
@@ -21,13 +21,16 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     """A forward stores all outputs of the module, made of what its loop over keys carries.
 
     The largest score of a query is the maximum that the softmax keeps, without a sink. The entropy, with its sink, is made of `l`, the sum
-    of weights, and `e`, that of weights times their logarithms to base 2: log2(l) - e / l, in nats.
+    of weights, and `e`, that of weights times their logarithms to base 2: log2(l) - e / l, in nats. What all queries give a key is the sum
+    of their weights.
     """
     stored = {kernel.accessed(op)[0].name: op.value for op in kernel.ops() if isinstance(op, Store)}
+    if "KEY_MASS" in stored:
+        yield from _sum_of_weights(kernel, stored["KEY_MASS"])
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     if not steps or "LSE" not in stored:
         return
-    if missing := [OUTPUTS[name] for name in module.outputs if OUTPUTS[name] not in stored]:
+    if missing := [OUTPUTS[name] for name in module.by_query if OUTPUTS[name] not in stored]:
         yield f"it stores no {' and no '.join(missing)}; expected it to, as the header says `outputs`"
         return
     values, last = Values(kernel), kernel.loops[-1]
@@ -46,6 +49,19 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     if "entropy" in module.outputs:
         yield from is_(values, given["e"], _next(kernel, values, last, steps[0], scale))
         yield from is_(values, stored["ENTROPY"], _entropy(Header(module, kernel), scale * ends["m"], ends["l"], ends["e"]))
+
+
+def _sum_of_weights(kernel: Kernel, ref: str) -> Iterator[str]:
+    """The loops sum the weights of each turn over its queries, from 0 on."""
+    values, last = Values(kernel), kernel.loops[-1]
+    weights = {op.name for op, _, _ in softmaxes(kernel, values)}
+    sums = [op for op in kernel.ops() if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["q"]) and op.value in weights]
+    field = ref.partition(".")[2]
+    start = kernel.op(dict(kernel.loops[0].carry).get(field, ref))
+    if ref != f"{last.name}.{field}" or len(sums) != 1 or not isinstance(start, Init) or start.value != 0:
+        yield f"%{ref} is stored in KEY_MASS; expected what the loop over queries sums of their weights, from 0 on"
+        return
+    yield from is_(values, _yielded(kernel, last)[field], values.of(field) + values.of(sums[0].name))
 
 
 def _yielded(kernel: Kernel, loop: Loop) -> dict[str, str]:

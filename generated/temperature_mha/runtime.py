@@ -1699,12 +1699,29 @@ class Operators:
             return self.apply(q, k, v, *operands, shapes), *self.no_rows
         return self.host_forward(q, k, v, *operands, shapes)
 
-    def _through_dispatcher(self, *args: Any) -> Results:
-        """Call the operator. Triton's interpreter cannot multiply what NumPy has not, such as bf16, so there it gets fp32."""
+    def define_key_mass(self, schema: str, kernel: Callable[..., Any]) -> Any:
+        """Define `attngen::NAME_key_mass`, (q, k, lse, *operands) -> [B, Hq, Nk] fp32, which the host program `kernel` computes."""
+
+        def run(*args: Any) -> Any:
+            q, k, *rest = self._multiplied(*args)
+            return kernel(addressable(q), addressable(k), *rest)
+
+        def fake(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return q.new_empty((*q.shape[:2], k.shape[2]), dtype=torch.float32)
+
+        return self.define("key_mass", schema, run, fake)
+
+    def _multiplied(self, *args: Any) -> tuple[Any, ...]:
+        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
         dtype = args[0].dtype
         if self.interpreted and dtype not in _OF_NUMPY:
-            args = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
-        out, *rows = self.forward(*args)
+            return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
+        return args
+
+    def _through_dispatcher(self, *args: Any) -> Results:
+        """Call the operator; in the interpreter, with what that can multiply."""
+        dtype = args[0].dtype
+        out, *rows = self.forward(*self._multiplied(*args))
         return out.to(self.signature.results or dtype), *rows
 
     # ------------------------------------------------------------------ what the dispatcher calls

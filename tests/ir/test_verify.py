@@ -601,6 +601,13 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("causal_outputs_gqa", "expr(alpha*(e - grown*l) + e_tile)", "expr(alpha*(e - l) + 0*grown + e_tile)", "kernel @fwd: %e_next is `"),
         ("causal_outputs_gqa", "select(alpha > 0, -m*qk_scale + m_next", "select(alpha > 0, m*qk_scale + m_next", "%e_next is `"),
         ("causal_outputs_gqa", "%terms = map expr(log2_p*p)", "%terms = map expr(log2_p + 0*p)", " + sum_of_terms`"),
+        (
+            "causal_outputs_gqa",
+            "%mass_init = init 0",
+            "%mass_init = init 1",
+            "%queries_partial.mass is stored in KEY_MASS",
+        ),
+        ("causal_outputs_gqa", "%mass_next = map expr(mass + p_sum)", "%mass_next = map expr(mass - p_sum)", "%mass_next is `"),
         ("causal_outputs_gqa", "LN2*(-e/l + log2(l))", "LN2*(e/l + log2(l))", "%entropy is `"),
     ],
     "live": [

@@ -41,7 +41,15 @@ from attngen.parts import Sizes
 from attngen.passes.base import Pass
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.pipeline import lower, passes
-from attngen.reference import dropout_keep, naive_attention, naive_entropy, naive_max_score, reference_mask, reference_scores
+from attngen.reference import (
+    dropout_keep,
+    naive_attention,
+    naive_entropy,
+    naive_key_mass,
+    naive_max_score,
+    reference_mask,
+    reference_scores,
+)
 from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies
@@ -202,6 +210,7 @@ def naive(spec: Spec, call: Call) -> Results:
     out, lse = naive_attention(q, k, v, mask, spec.head_dim.qk**-0.5, weight, modify, sink)
     entropy = naive_entropy(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)
     outputs = {"entropy": entropy, "max_score": naive_max_score(q, k, mask, spec.head_dim.qk**-0.5, modify)}
+    outputs |= {"key_mass": naive_key_mass(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)}
     more = {name: outputs[name].detach().numpy() for name in spec.outputs if name in outputs}
     leaves = {"dq": q, "dk": k, "dv": v, **{f"d_{name}": x for name, x in learned.items()}}
     smooth = (out, lse, *([entropy] if "entropy" in spec.outputs else []))
