@@ -31,7 +31,7 @@ MASK = (
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
 CACHES = "expected `contiguous`, {paged: {page_size: 64}}, {dtype: fp8_e4m3}, or both of these keys"
-KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, schedule, score"
+KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, outputs, schedule, score"
 
 
 def message(text: str) -> str:
