@@ -1,6 +1,7 @@
 """attngen: a compiler from declarative attention specs to Triton forward and backward kernels.
 
 `attngen.build` compiles a spec and imports the module; `attngen.load` imports a module that `attngen build` has written.
+`attngen.flex_attention` is FlexAttention's call; `attngen.spec_from_mods` writes the spec that FlexAttention's functions say.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "build", "load"]
+__all__ = ["__version__", "build", "flex_attention", "load", "spec_from_mods"]
+_HOMES = {
+    "build": "attngen.api",
+    "load": "attngen.api",
+    "flex_attention": "attngen.frontends.flex",
+    "spec_from_mods": "attngen.frontends.flex",
+}
 
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # read when sympy is first imported; 1,000 by default, which one module exceeds
 
 if TYPE_CHECKING:
     from attngen.api import build as build
     from attngen.api import load as load
+    from attngen.frontends.flex import flex_attention as flex_attention
+    from attngen.frontends.flex import spec_from_mods as spec_from_mods
 else:
 
     def __getattr__(name: str) -> Any:
         """Import what the API gives when it is first asked for, so that `import attngen` stays cheap."""
-        if name not in __all__:
+        if name not in _HOMES:
             raise AttributeError(f"module `attngen` has no attribute `{name}`")
         import importlib
 
-        api = importlib.import_module("attngen.api")
-        globals().update(build=api.build, load=api.load)
+        globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return globals()[name]

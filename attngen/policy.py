@@ -58,6 +58,11 @@ JOINED_EACH = 4  # columns of a row that each thread has, where several warps sh
 # ---------------------------------------------------------------- lists of blocks that data gives
 
 LISTED = 128  # rows and columns of a block: the largest tile, since tiles divide blocks
+# A mask without data is listed too, if lists cost less than this share of what its bounds leave, in a sample: of so many rows of blocks, of
+# so many positions. A tile that is masked costs more than a full one, by this share (docs/perf-log.md, section 34).
+WORTH_LISTING = 0.75
+SAMPLED_ROWS, SAMPLED_LENGTHS = 8, (8192, 16384, 32768)
+MASKED_TILE = 0.2
 STRIP = 32  # keys in one of Ts strips of a row of blocks, for which the kernel `blocks` counts what is visible
 
 # ---------------------------------------------------------------- for how many rows a schedule is chosen

@@ -33,11 +33,8 @@ def naive_attention(
     before they meet v; multiply: how matrices are multiplied. Returns (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees
     nothing gives zeros and LSE -inf, and zero gradients.
     """
-    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = multiply(q, k.transpose(-1, -2)) * scale
-    scores = modify(scores) if modify else scores
-    scores = scores.masked_fill(~mask, -torch.inf)
+    scores = _masked_scores(q, k, mask, scale, modify, multiply)
+    v = v.repeat_interleave(q.shape[1] // v.shape[1] if v.shape[1] else 1, 1)
     if sink is not None:  # a key of that score, and no value
         column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
@@ -53,6 +50,75 @@ def naive_attention(
         return scores.new_zeros(*scores.shape[:-1], v.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
     probabilities = probabilities.to(rounded).to(v.dtype) if rounded else probabilities
     return multiply(probabilities, v), lse.masked_fill(empty[..., 0], -torch.inf) if scores.shape[-1] else lse
+
+
+def naive_max_score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> torch.Tensor:
+    """The largest score that each query sees, [B, Hq, Nq], -inf for one that sees nothing; arguments as those of naive_attention."""
+    scores = _masked_scores(q, k, mask, scale, modify, multiply).detach()
+    return scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+
+
+def naive_entropy(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sink: torch.Tensor | None = None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> torch.Tensor:
+    """The entropy in nats of each query's weights and its sink's, -sum p ln p, [B, Hq, Nq]; arguments as those of naive_attention.
+
+    Dropout has no part in it. It is 0 for a query that sees nothing, which has zero gradients.
+    """
+    scores = _masked_scores(q, k, mask, scale, modify, multiply)
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    hidden = scores.detach() == -torch.inf
+    empty = hidden.all(-1, keepdim=True)
+    logarithms = torch.log_softmax(scores.masked_fill(empty, 0.0), -1)
+    terms = logarithms.exp() * logarithms.masked_fill(hidden, 0.0)  # 0 ln 0 is 0
+    return -terms.masked_fill(empty, 0.0).sum(-1)
+
+
+def naive_key_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sink: torch.Tensor | None = None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> torch.Tensor:
+    """The weight that all queries give each key, before dropout, [B, Hq, Nk]; arguments as those of naive_attention."""
+    scores = _masked_scores(q, k, mask, scale, modify, multiply).detach()
+    if sink is not None:
+        scores = torch.cat([scores, sink.detach().to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
+    return weights[..., : k.shape[2]].sum(2)
+
+
+def _masked_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    modify: Callable[[torch.Tensor], torch.Tensor] | None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The scores [B, Hq, Nq, Nk] of the softmax, -inf where a query does not look."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1] if k.shape[1] else 1, 1)
+    scores = multiply(q, k.transpose(-1, -2)) * scale
+    scores = modify(scores) if modify else scores
+    return scores.masked_fill(~mask, -torch.inf)
 
 
 class _TruncatedProduct(torch.autograd.Function):

@@ -29,7 +29,7 @@ from attngen.over_cache import CacheCase, cache_cases, make_call, result_of
 from attngen.policy import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
-from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, torch_dtype
+from attngen.testing import KEYS, Case, asked, heads_for, load_module, make_all_gradients, make_inputs, torch_dtype
 
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
@@ -154,11 +154,11 @@ def runs(
             yield list(module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True))
         return
     q, k, v, inputs = make_inputs(spec, case, torch_dtype(dtype), device, seed)
-    grads = make_gradients(spec, case, torch_dtype(dtype), device, seed)
+    grads = make_all_gradients(spec, case, torch_dtype(dtype), device, seed)
     for _ in range(times):
         leaves = [x.detach().requires_grad_(spec.trains) for x in (q, k, v)]
-        results = module.attention(*leaves, **inputs, return_lse=True)
-        yield [*results, *(torch.autograd.grad(results, leaves, grads) if spec.trains else ())]
+        results = module.attention(*leaves, **inputs, **asked(spec))
+        yield [*results, *(torch.autograd.grad(results[: len(grads)], leaves, grads) if spec.trains else ())]
 
 
 def failures(tables: Sequence[Table]) -> list[str]:

@@ -14,10 +14,14 @@ import torch
 from attngen.imported import import_folder
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
+from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.parts import Part, Sizes
 from attngen.reference import (
     dropout_weight,
     naive_attention,
+    naive_entropy,
+    naive_key_mass,
+    naive_max_score,
     reference_mask,
     reference_scores,
     relative_error,
@@ -26,7 +30,8 @@ from attngen.reference import (
 )
 from attngen.spec import Spec
 
-KEYS = ("out", "lse", "dq", "dk", "dv")  # results of every module, and gradients of every one that has a backward
+GRADIENTS = ("dq", "dk", "dv")
+KEYS = ("out", "lse", *GRADIENTS)  # results of every module, and gradients of every one that has a backward
 LAYOUTS = ("bhnd", "bnhd", "packed", "expanded", "island")
 TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
 BAR = 2.0  # our error over naive's, at most
@@ -65,9 +70,10 @@ class Case:
 class Result:
     """Errors of one case, ours and naive's in the same dtype, both against fp64.
 
-    Keys: `out lse dq dk dv` are relative errors of whole tensors; the same with ` row` are those of the worst row, over the row's
-    size or the typical one if that is larger (absolute for the LSE), which a mistake in few rows cannot hide from. `rounding` is
-    what rounding alone gives: storing the exact results in the dtype, and fp32's own for the statistics.
+    Keys: `out lse dq dk dv`, and what else a spec asks for, are relative errors of whole tensors; the same with ` row` are those of the
+    worst row, over the row's size or the typical one if that is larger (absolute for numbers of each query, as the LSE), which a mistake
+    in few rows cannot hide from. `rounding` is what rounding alone gives: storing the exact results in the dtype, and fp32's own for the
+    statistics.
     """
 
     case: Case
@@ -111,8 +117,13 @@ def load_module(folder: Path) -> ModuleType:
 
 
 def result_names(spec: Spec) -> tuple[str, ...]:
-    """The results and gradients of a spec's module: those of every module, and the gradients of learned inputs."""
-    return (*(KEYS if spec.trains else KEYS[:2]), *(f"d{i.name}" for i in spec.learned()))
+    """The results and gradients of a spec's module: the output, what else it gives, and the gradients, also of learned inputs."""
+    return ("out", *spec.outputs, *(GRADIENTS if spec.trains else ()), *(f"d{i.name}" for i in spec.learned()))
+
+
+def asked(spec: Spec) -> dict[str, Any]:
+    """The arguments by which a call asks for all that a spec's module gives: it comes in the order of `result_names`."""
+    return {f"return_{name}": True for name in spec.outputs}
 
 
 def heads_for(spec: Spec, q_heads: int = 4) -> tuple[int, int]:
@@ -199,6 +210,15 @@ def make_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed
     return grad_out, grad_lse
 
 
+def make_all_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """The gradients of all results of a spec's module that have one: those of make_gradients, and that of the entropy."""
+    grads = make_gradients(spec, case, dtype, device, seed)
+    if "entropy" not in spec.outputs:
+        return grads
+    shape = (case.batch, case.n_q, case.q_heads)  # with heads inside rows, as calls may give it
+    return *grads, torch.randn(shape, generator=torch.Generator().manual_seed(seed + 2)).to(device).transpose(1, 2)
+
+
 def _island(x: torch.Tensor) -> torch.Tensor:
     """The same values in the midst of a larger buffer that holds NaN elsewhere: a read past an end shows."""
     b, h, n, d = x.shape
@@ -225,13 +245,13 @@ def run_case(
     Where outputs have a dtype of their own, naive attention computes in that, and rounds its weights to the dtype of q, k and v. Where
     products are in TF32, so are naive attention's; the interpreter multiplies in fp32 there.
 
-    Gradients flow into both the output and the LSE. `inputs` replaces mask inputs, which are random otherwise. Modules with dropout
-    drop by SEED, and naive attention what the oracle says that this drops.
+    Gradients flow into the output, the LSE, and what else has one. `inputs` replaces mask inputs, which are random otherwise. Modules with
+    dropout drop by SEED, and naive attention what the oracle says that this drops.
     """
     in_dtype, out_dtype = torch_dtype(dtype), torch_dtype(result_of(dtype))
     q, k, v, drawn = make_inputs(spec, case, in_dtype, device, seed)
     drawn.update(inputs or {})
-    grads = make_gradients(spec, case, in_dtype, device, seed)
+    grads = make_all_gradients(spec, case, in_dtype, device, seed)
     mask = reference_mask(spec.mask, q, k, drawn)
     learned = {i.name: drawn[i.name] for i in spec.inputs() if i.grad}
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
@@ -241,18 +261,24 @@ def run_case(
     fp32_product = truncated_matmul if tf32 else rows_matmul if case.n_q == 1 else torch.matmul
     operand = torch.finfo(torch.float16).eps / 2 if tf32 else 0.0  # the error of products' operands: TF32's bits are fp16's, truncated
 
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = {**drawn, **dict(zip(learned, x))}
-        out, lse = module.attention(q, k, v, **given, **dropout, scale=scale, return_lse=True)
-        return out, lse
+        results: tuple[torch.Tensor, ...] = module.attention(q, k, v, **given, **dropout, scale=scale, **asked(spec))
+        return results
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor | None, *x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         modify, sink = reference_scores(spec.score, q, k, {**drawn, **dict(zip(learned, x))})
         rounded = in_dtype if q.dtype == out_dtype else None
         multiply = fp32_product if q.dtype == torch.float32 else torch.matmul
-        return naive_attention(q, k, v, mask, factor, weight, modify, sink, rounded, multiply)
+        more = {
+            "entropy": lambda: naive_entropy(q, k, mask, factor, modify, sink, multiply),
+            "max_score": lambda: naive_max_score(q, k, mask, factor, modify, multiply),
+            "key_mass": lambda: naive_key_mass(q, k, mask, factor, modify, sink, multiply),
+        }
+        results = naive_attention(q, k, v, mask, factor, weight, modify, sink, rounded, multiply)
+        return *results, *(more[name]() for name in spec.outputs if name in more)
 
     leaves = (q, k, v, *learned.values())
     names = result_names(spec)
@@ -262,7 +288,7 @@ def run_case(
     with _whole_products():
         naive = errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
     found = errors(_gradients(ours, leaves, grads, names), truth)
-    fp32 = {"lse", *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
+    fp32 = {*OUTPUTS, *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
     stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else in_dtype) for key, x in truth.items()}
     return Result(case, dtype, found, naive, rounding_of(truth, stored, rounded, operand))
 
@@ -272,25 +298,26 @@ def rounding_of(
 ) -> dict[str, float]:
     """What rounding alone gives: of the exact results as they are `stored`, by changes that a fused backward makes, and of operands."""
     single = torch.finfo(torch.float32).eps
-    rounding = {key: max(e, single, 0.0 if key.startswith("lse") else operand) for key, e in errors(stored, truth).items()}
+    rounding = {key: max(e, single, 0.0 if key.removesuffix(" row") in OUTPUTS else operand) for key, e in errors(stored, truth).items()}
     for change in changes:
         for key, e in errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
             rounding[key] = max(rounding[key], e)
     return rounding
 
 
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Attend = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def _gradients(
     attend: Attend, inputs: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], names: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     """The results of `attend` and the gradients of q, k, v and learned inputs, under their names; those that have one."""
-    leaves = [x.detach().requires_grad_(len(names) > 2) for x in inputs]
+    leaves = [x.detach().requires_grad_(set(GRADIENTS) <= set(names)) for x in inputs]
     results = attend(*leaves)
+    smooth = results[: len(grads)]  # those without a gradient come last
     found: Any = [torch.zeros_like(x) for x in leaves]
     if results[0].requires_grad:  # naive attention over no key at all has no graph
-        found = torch.autograd.grad(results, leaves, [g.to(r.dtype) for g, r in zip(grads, results)])
+        found = torch.autograd.grad(smooth, leaves, [g.to(r.dtype) for g, r in zip(grads, smooth)])
     return dict(zip(names, (*(r.detach() for r in results), *found)))
 
 
@@ -315,33 +342,38 @@ def _exact(
     q, *others = inputs
     rest = [x.double().requires_grad_() for x in others]
     rows = max(1, q.shape[2] if whole else TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * rest[0].shape[2]))
-    parts: dict[str, list[torch.Tensor]] = {"out": [], "lse": []}
+    results = [name for name in names if name in ("out", *OUTPUTS)]
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in results}
     gradients: list[list[Any]] = [[[], *([0.0] * len(rest))] for _ in range(3)]  # dq by rows, the others: exact, by delta, by the LSE
     for start in range(0, max(1, q.shape[2]), rows):
         at = slice(start, start + rows)
-        grad_out, grad_lse = (g[:, :, at].double() for g in grads)
+        grad_out, *grad_rows = whole_grads = [g[:, :, at].double() for g in grads]
         part = q[:, :, at].double().requires_grad_()
         part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
-        out, lse = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
+        made = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
+        out, lse, *_ = smooth = made[: len(grads)]
         terms = out.detach() * grad_out
         delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + single * terms.abs().sum(-1) + operand * terms.norm(dim=-1)
         half = single * lse.detach().abs().nan_to_num(posinf=0.0)
+        for entropy, grad_entropy in zip(smooth[2:], grad_rows[1:]):  # dS = -P (ln P + H): ln P is off by `half`, H is stored
+            delta += (half + single * entropy.detach()) * grad_entropy.abs()
         upstream = (
-            (grad_out, grad_lse),
-            (torch.zeros_like(grad_out), delta),
-            (grad_out * half[..., None], grad_lse * half),
+            whole_grads,
+            (torch.zeros_like(grad_out), delta, *map(torch.zeros_like, grad_rows[1:])),
+            (grad_out * half[..., None], *(grad * half for grad in grad_rows)),
         )
         for sums, flowing in zip(gradients, upstream):
             found = [torch.zeros_like(x) for x in (part, *rest)]
             if out.requires_grad:  # attention over no key at all has no graph
-                made = torch.autograd.grad((out, lse), (part, *rest), flowing, retain_graph=True, allow_unused=True)
-                found = [zero if x is None else x for zero, x in zip(found, made)]
+                given = torch.autograd.grad(smooth, (part, *rest), flowing, retain_graph=True, allow_unused=True)
+                found = [zero if x is None else x for zero, x in zip(found, given)]
             sums[0].append(found[0])
             sums[1:] = [total + x for total, x in zip(sums[1:], found[1:])]
-        parts["out"].append(out.detach())
-        parts["lse"].append(lse.detach())
-    exact, *rounded = (dict(zip(names[2:], (torch.cat(dq, 2), *more))) for dq, *more in gradients)
-    return {**{key: torch.cat(x, 2) for key, x in parts.items()}, **exact}, *rounded
+        for name, x in zip(results, made):
+            parts[name].append(x.detach())
+    whole_results = {key: sum(x) if key in OF_KEYS else torch.cat(x, 2) for key, x in parts.items()}
+    exact, *rounded = (dict(zip(names[len(results) :], (torch.cat(dq, 2), *more))) for dq, *more in gradients)
+    return {**whole_results, **exact}, *rounded
 
 
 def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -349,7 +381,7 @@ def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> di
     errors = {}
     for key in truth:
         x, ref = found[key].double(), truth[key].detach()
-        if key == "lse":  # -inf where it should be is no error; anywhere else it stays, and fails
+        if key in OUTPUTS:  # -inf where it should be is no error; anywhere else it stays, and fails
             both = (x == -torch.inf) & (ref == -torch.inf)
             x, ref = x.masked_fill(both, 0.0), ref.masked_fill(both, 0.0)
             rows = (x - ref).abs()

@@ -31,7 +31,7 @@ MASK = (
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
 CACHES = "expected `contiguous`, {paged: {page_size: 64}}, {dtype: fp8_e4m3}, or both of these keys"
-KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, schedule, score"
+KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, outputs, schedule, score"
 
 
 def message(text: str) -> str:
@@ -370,8 +370,8 @@ def test_named_parts() -> None:
     assert make_spec({"name": "x", "head_dim": 64, "mask": spec.canonical()["mask"]}).hash() == spec.hash()
     for wrong, text in (
         ('{r: "q_idx +"}', "line 3: `mask.let.r` at column 7 ends in `+`; expected a name or a number after it"),
-        ("[q_idx]", 'line 3: `mask.let` is a list of 1; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
-        ("{r: 3}", 'line 3: `mask.let` is a mapping of 1; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
+        ("[q_idx]", 'line 3: `mask.let` is a list; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
+        ("{r: 3}", 'line 3: `mask.let` is a mapping; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
     ):
         with pytest.raises(SpecError) as error:
             parse_spec(BASE + f'mask: {{expr: "r < 3", let: {wrong}}}', "x.yaml")

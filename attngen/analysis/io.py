@@ -143,13 +143,14 @@ def _tensor(kernel: Kernel, op: Op) -> Arg:
 
 
 def compulsory_bytes(kernel: Kernel) -> Expr:
-    """Bytes that a kernel moves if each tensor is moved once, and twice if it is both read and written. The LSE has no gradient.
+    """Bytes that a kernel moves if each tensor is moved once, and twice if it is both read and written. The LSE and the entropy have
+    no gradient.
 
     Scratch memory is in a cache, and not moved.
     """
     times = {"scalar": 0, "scratch": 0, "in": 1, "out": 1, "inout": 2, "sum": 2}
     moved = sympy.Add(*(times[arg.role] * tile_bytes(arg.type) for arg in kernel.args))
-    return moved.subs({symbol("Nq"): extent(kernel, "q"), symbol("Nlse"): 0})
+    return moved.subs({symbol("Nq"): extent(kernel, "q"), symbol("Nlse"): 0, symbol("Nentropy"): 0})
 
 
 def standard_bytes(direction: str) -> Expr:

@@ -328,7 +328,8 @@ class HostContext:
             return f"-{self._elementwise(-e, uses, type_)}"
         if e.is_Add or e.is_Mul:
             terms = sorted(e.args, key=lambda a: (a.could_extract_minus_sign(), not a.is_Function, str(a)))
-            text = (" + " if e.is_Add else " * ").join(self._elementwise(a, uses, type_) for a in terms)
+            texts = [self._elementwise(a, uses, type_) for a in terms]
+            text = " + ".join(texts) if e.is_Add else " * ".join(f"({x})" if a.is_Add else x for a, x in zip(terms, texts))
             return text.replace("+ -", "- ") if e.is_Add else text
         return to_text(e)
 

@@ -69,7 +69,7 @@ def _environment() -> jinja2.Environment:
 def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[str, Any]:
     wrapper = Wrapper(module)
     derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
-    titles = {**TITLES, **derived}
+    titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *module.by_query])}).", **derived}
     hosts = [(host.name, titles[host.name], HostContext(module, host, views).view()) for host in module.hosts]
     given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in (wrapper.data_inputs if wrapper.data else [])]
     return {
@@ -89,8 +89,8 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
 
 
 TITLES = {
-    "forward": "Launch the forward kernels: (out, lse).",
     "backward": "Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed.",
+    "key_mass": "Launch the kernel that sums weights over queries: key_mass.",
     "append": "Store new keys and values in the cache.",
     "decode": "Launch the kernels that read keys from the cache: (out, lse).",
     "count": "Evaluate the mask: how many pairs are visible in each strip of a block of scores.",

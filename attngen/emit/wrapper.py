@@ -14,7 +14,7 @@ from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, la
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
-from attngen.ir.names import SCALES, block_lists
+from attngen.ir.names import FLAT, SCALES, block_lists
 from attngen.ir.ops import BLOCKS, Arg
 from attngen.policy import STRIP
 from attngen.scores import derive_functions
@@ -65,6 +65,17 @@ class Wrapper:
         return f" of {TORCH[self.results]}" if self.results != "T" else ""
 
     @property
+    def asked(self) -> list[tuple[str, str]]:
+        """Each output of the forward that a call may ask for, with its value as the call gives it."""
+        values = {"max_score": "runtime.largest(max_score, return_max_score)"}
+        return [(name, values.get(name, name)) for name in self.module.by_query]
+
+    @property
+    def asks(self) -> str:
+        """The condition under which a call asks for some of them."""
+        return " or ".join(f"return_{name}" for name in self.module.outputs)
+
+    @property
     def learned(self) -> list[str]:
         return [i.name for i in self.module.inputs if i.grad]
 
@@ -107,7 +118,7 @@ class Wrapper:
 
     @property
     def keywords(self) -> list[str]:
-        """The keyword arguments of a call, without scale and return_lse."""
+        """The keyword arguments of a call, without scale and those that ask for outputs."""
         found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs]
         found += ["plan: Plan | None = None"] if self.planned or self.data else []
         if self.module.blocks and not self.data:
@@ -253,7 +264,7 @@ class Wrapper:
     def sizes(self) -> list[str]:
         """Statements that define the sizes which the other statements use."""
         used = [*self.taken, *self.plan_types, *(self.take(i) for i in self.module.inputs), *(call for _, call in self.derive())]
-        return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else [])]))
+        return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else []), *self.by_sizes]))
 
     @property
     def plan_inputs(self) -> list[str]:
@@ -319,17 +330,30 @@ class Wrapper:
     @property
     def schema(self) -> str:
         """The declaration of the operands to torch."""
-        kinds = {"SEED": "Tensor?"}
-        return ", ".join(
-            f"{kinds.get(a.name, 'Tensor') if a.role == 'in' else _SCHEMA.get(a.name, _SCHEMA[a.type.dtype])} {a.name.lower()}"
-            for a in self.operands
-        )
+        return _declared(self.operands)
 
     @property
     def passed(self) -> list[str]:
         """The value that a call gives for each operand."""
+        return self._passed(self.operands)
+
+    @property
+    def key_mass_schema(self) -> str:
+        """The declaration of the operator that sums weights over queries."""
+        return f"(Tensor q, Tensor k, Tensor lse, {_declared(self._of_key_mass)}) -> Tensor"
+
+    @property
+    def passed_for_key_mass(self) -> list[str]:
+        """The value that a call gives for each of its arguments after the LSE."""
+        return self._passed(self._of_key_mass)
+
+    @property
+    def _of_key_mass(self) -> list[Arg]:
+        return [a for a in self.module.host("key_mass").args if a.name not in ("Q", "K", "LSE")]
+
+    def _passed(self, operands: list[Arg]) -> list[str]:
         found = []
-        for name in (a.name.lower() for a in self.operands):
+        for name in (a.name.lower() for a in operands):
             of_plan = name in self.fields or (self.data and name in self.lists)
             found.append(f"plan.{name}" if of_plan else f"blocks.{name}" if name in self.lists else name)
         return found
@@ -344,7 +368,10 @@ class Wrapper:
             args.append(f"learned={tuple_text([str(names.index(name)) for name in self.learned])}")
             args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
         args += [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else []
-        return args + ([f"results={TORCH[self.results]}"] if self.results != "T" else [])
+        args += [f"results={TORCH[self.results]}"] if self.results != "T" else []
+        outputs = self.module.by_query
+        rows = tuple_text([f'"{name}"' for name in outputs])
+        return args + ([f"rows={rows}", f"flat={sum(name in FLAT for name in outputs)}"] if len(outputs) > 1 else [])
 
     # ------------------------------------------------------------------ masks of blocks and of data
 
@@ -370,7 +397,13 @@ class Wrapper:
     @property
     def data_schema(self) -> str:
         args = [a for a in self.count.args if a.name not in ("Q", "K")]
-        return ", ".join(f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {a.name.lower()}" for a in args)
+        given = [f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {a.name.lower()}" for a in args]
+        return ", ".join(["Tensor q", "Tensor k", *given])
+
+    @property
+    def by_sizes(self) -> list[str]:
+        """The sizes that a plan follows from, where the mask reads no data; else none."""
+        return ["Nq", "Nk", *(d for d in self.count_shape[:2] if d != "1")] if self.data and not self.data_inputs else []
 
     @property
     def count_shape(self) -> list[str]:
@@ -427,6 +460,15 @@ class Program:
     def shapes(self) -> list[str]:
         """The source of the shape of each result."""
         return [tuple_text(list(dims)) for dims in self.derived.shapes]
+
+
+def _declared(operands: list[Arg]) -> str:
+    """The declaration of arguments of an operator to torch."""
+    kinds = {"SEED": "Tensor?"}
+    return ", ".join(
+        f"{kinds.get(a.name, 'Tensor') if a.role == 'in' else _SCHEMA.get(a.name, _SCHEMA[a.type.dtype])} {a.name.lower()}"
+        for a in operands
+    )
 
 
 def _call(d: Derived, names: dict[str, str]) -> str:

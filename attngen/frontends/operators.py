@@ -438,9 +438,17 @@ def _same(x: Value, **_: Any) -> Value:
     return x
 
 
-def _filled(shape: Iterable[int], value: Value, dtype: torch.dtype | None) -> Value:
-    value, shape = _cast(value, dtype), tuple(shape)
-    return Value(value.kind, shape, lambda _: value.text, value.number)
+def _filled(shape: Iterable[Any], value: Value, dtype: torch.dtype | None) -> Value:
+    value, sizes = _cast(value, dtype), tuple(_int(n) for n in shape)
+    return Value(value.kind, sizes, lambda _: value.text, value.number)
+
+
+def _int(x: Any) -> int:
+    """A whole number that the function was written with."""
+    number = x.number if isinstance(x, Value) else x
+    if type(number) is not int:
+        raise Untold("has a size or a dimension that is not known")
+    return number
 
 
 @_means("full", "new_full")
@@ -519,14 +527,14 @@ def _embedding(weight: Value, at: Value, *_: Any, **__: Any) -> Value:
 @_means("select")
 def _select(x: Value, dim: Value, at: Value) -> Value:
     indices: list[Value | None] = [None] * len(x.shape)
-    place = int(dim.number or 0) % len(x.shape)
+    place = _int(dim) % len(x.shape)
     indices[place] = constant(at.number % x.shape[place]) if isinstance(at.number, int) else at
     return indexed(x, indices)
 
 
 @_means("slice")
 def _slice(x: Value, dim: Value | None = None, start: Value | None = None, end: Value | None = None, step: Value | None = None) -> Value:
-    place = int((dim.number if dim else 0) or 0) % len(x.shape)
+    place = _int(dim or 0) % len(x.shape)
     ends = [None if v is None or v.number is None else int(v.number) for v in (start, end, step)]
     taken = range(x.shape[place])[slice(*ends)]
     by = taken.step
@@ -545,7 +553,7 @@ def _slice(x: Value, dim: Value | None = None, start: Value | None = None, end: 
 
 @_means("unsqueeze")
 def _unsqueeze(x: Value, dim: Value) -> Value:
-    place = int(dim.number or 0) % (len(x.shape) + 1)
+    place = _int(dim) % (len(x.shape) + 1)
     return moved(x, (*x.shape[:place], 1, *x.shape[place:]), lambda index: (*index[:place], *index[place + 1 :]))
 
 
@@ -553,10 +561,10 @@ def _unsqueeze(x: Value, dim: Value) -> Value:
 def _view(x: Value, shape: Any = None, *_: Any) -> Value:
     """Only dimensions of 1 may come or go."""
     if isinstance(shape, Value) or shape is None or not isinstance(shape, (list, tuple)):
-        gone = range(len(x.shape)) if shape is None else [int(shape.number or 0) % max(1, len(x.shape))]
+        gone = range(len(x.shape)) if shape is None else [_int(shape) % max(1, len(x.shape))]
         new = tuple(n for d, n in enumerate(x.shape) if not (n == 1 and d in gone))
     else:
-        wanted = [int(n.number or 0) if isinstance(n, Value) else n for n in shape]
+        wanted = [_int(n) for n in shape]
         rest = math.prod(x.shape) // max(1, math.prod(n for n in wanted if n != -1))
         new = tuple(rest if n == -1 else n for n in wanted)
     if [n for n in new if n != 1] != [n for n in x.shape if n != 1]:
@@ -571,7 +579,7 @@ def _view(x: Value, shape: Any = None, *_: Any) -> Value:
 
 @_means("expand")
 def _expand(x: Value, shape: list[Any], **_: Any) -> Value:
-    sizes = [int(n.number) if isinstance(n, Value) else n for n in shape]  # type: ignore[arg-type]
+    sizes = [_int(n) for n in shape]
     own = (1,) * (len(sizes) - len(x.shape)) + x.shape
     whole = tuple(m if n == -1 else n for n, m in zip(sizes, own))
     return Value(x.kind, whole, lambda index: element(x, index), x.number)
@@ -579,14 +587,14 @@ def _expand(x: Value, shape: list[Any], **_: Any) -> Value:
 
 @_means("permute")
 def _permute(x: Value, dims: list[Any]) -> Value:
-    order = [int(d.number if isinstance(d, Value) else d) % len(x.shape) for d in dims]  # type: ignore[arg-type]
+    order = [_int(d) % len(x.shape) for d in dims]
     return moved(x, tuple(x.shape[d] for d in order), lambda index: tuple(index[order.index(d)] for d in range(len(order))))
 
 
 @_means("transpose")
 def _transpose(x: Value, a: Value, b: Value) -> Value:
     order = list(range(len(x.shape)))
-    i, j = (int(d.number or 0) % len(order) for d in (a, b))
+    i, j = (_int(d) % len(order) for d in (a, b))
     order[i], order[j] = order[j], order[i]
     return _permute(x, order)
 
@@ -598,7 +606,7 @@ def _dims(x: Value, dim: Any) -> tuple[int, ...]:
     if dim is None or dim == []:
         return tuple(range(len(x.shape)))
     found = dim if isinstance(dim, (list, tuple)) else [dim]
-    return tuple(int(d.number) if isinstance(d, Value) else d for d in found)  # type: ignore[arg-type]
+    return tuple(_int(d) for d in found)
 
 
 def _kept(keepdim: Any) -> bool:

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,20 @@ class Traced:
     score_parts: dict[str, str]
     tables: tuple[Table, ...]
 
+    @property
+    def of_mask(self) -> str:
+        """All text of the mask."""
+        return " ".join((self.mask or "", *self.mask_parts.values()))
+
+    @property
+    def of_score(self) -> str:
+        """All text of the score."""
+        return " ".join((self.score or "", *self.score_parts.values()))
+
+    def reads(self, table: Table) -> bool:
+        """Whether a captured tensor is in the text of one of them."""
+        return occurs(table.name, f"{self.of_mask} {self.of_score}")
+
 
 def trace(score_mod: Mod | None, mask_mod: Mod | None) -> Traced:
     """Trace a pair of functions: score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx).
@@ -81,9 +95,13 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None) -> Traced:
     plain = isinstance(score, ast.Name) and score.id == "s"
     mask_text, mask_parts = (None, {}) if shown else _named(mask, "m")
     score_text, score_parts = (None, {}) if score is None or plain else _named(score, "x")
-    texts = " ".join((mask_text or "", score_text or "", *mask_parts.values(), *score_parts.values()))
-    used = tuple(t for t in tracer.tables.values() if re.search(rf"\b{t.name}\b", texts))
-    return Traced(mask_text, mask_parts, score_text, score_parts, used)
+    traced = Traced(mask_text, mask_parts, score_text, score_parts, ())
+    return replace(traced, tables=tuple(t for t in tracer.tables.values() if traced.reads(t)))
+
+
+def occurs(name: str, text: str) -> bool:
+    """Whether a name is one of the words of a text."""
+    return re.search(rf"\b{name}\b", text) is not None
 
 
 class _Lines(TorchDispatchMode):

@@ -18,7 +18,7 @@ from attngen.ir.execute_roles import DividedLaunch
 from attngen.ir.expr import parse, symbol_names
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import SIZES
+from attngen.ir.names import OUTPUTS, SIZES, VARIABLES
 from attngen.ir.numeric import compiled, value
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
 from attngen.policy import STRIP
@@ -27,12 +27,13 @@ Arrays = dict[str, Any]
 
 
 def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any] = SINGLE) -> Arrays:
-    """The results of a call, forward and backward, by name: `out`, `lse`, `dq`, `dk`, `dv`, and `d_NAME` of each input that is learned;
-    of a module without a backward the first two.
+    """The results of a call, forward and backward, by name: `out`, `lse` and the module's other outputs; where it has a backward also `dq`,
+    `dk`, `dv`, and `d_NAME` of each input that is learned.
 
     inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; where there is a backward, `grad_out` [B, Hq, Nq, D_V]
-    and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none; `scale`; what the mask and modifiers read by the names of the module's inputs, and
-    what Python derives of these; `block_mask` [B or 1, Hq or 1, Tq, Tk] where the module has one; `seed` and `threshold` with dropout;
+    and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none, and so `grad_entropy` where the module has that output; `scale`; what the mask and
+    modifiers read by the names of the module's inputs, and what Python derives of these; `block_mask` [B or 1, Hq or 1, Tq, Tk] where the
+    module has one; `seed` and `threshold` with dropout;
     `splits`, of groups of heads; `fused`, 1 for the backward in one pass, where there is one.
     `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, all of them by default; others have no elements.
     tiles: BLOCK_Q and BLOCK_KV; dtypes: SINGLE or DOUBLE. Raises OutsideTensor where a kernel leaves a tensor.
@@ -41,7 +42,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given: Arrays = {"need_q": True, "need_kv": True, "need_inputs": True, "SEED": inputs.get("seed", 0)}
     given |= {"dropout_threshold": threshold, "keep_scale": 65536 / (65536 - threshold)}
     given |= {name.upper() if isinstance(x, np.ndarray) else name: x for name, x in inputs.items()}
-    given |= {"dO": inputs["grad_out"], "dLSE": inputs["grad_lse"]} if module.trains else {}
+    given |= {name: inputs[VARIABLES[name]] for name in VARIABLES if VARIABLES[name] in inputs}
 
     def run(name: str, of_tiles: Mapping[str, int] = tiles) -> Arrays:
         chosen = {"splits": inputs.get("splits", 1), "fused": inputs.get("fused", 0)}
@@ -55,9 +56,10 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
             given |= run("count", {"BLOCK_Q": module.blocks.size, "BLOCK_KV": STRIP})
         given |= {name.lower(): x for name, x in run("lists").items()}
     given |= run("forward")
+    given |= run("key_mass") if "key_mass" in module.outputs else {}
     found = run("backward") if module.trains else {}
     gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV") if module.trains}
-    return {"out": given["O"], "lse": given["LSE"], **gradients, **found}
+    return {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}, **gradients, **found}
 
 
 def execute_host(

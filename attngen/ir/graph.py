@@ -16,7 +16,7 @@ from attngen.errors import VerifyError
 from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.expr import Bool, Expr, floordiv, select, symbol
 from attngen.ir.host import Host
-from attngen.ir.names import DIRECTIONS, block_lists
+from attngen.ir.names import DIRECTIONS, OF_KEYS, block_lists
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -366,6 +366,11 @@ class Kernel:
         return any(isinstance(op, Keep) for op in self.ops())
 
     @cached_property
+    def of_entropy(self) -> bool:
+        """Whether it computes entropies of queries, or gradients from these."""
+        return not {"ENTROPY", "DENTROPY2"}.isdisjoint(arg.name for arg in self.args)
+
+    @cached_property
     def normalises(self) -> bool:
         """Whether it keeps the running maximum of the softmax."""
         return any(isinstance(op, SoftmaxStep) for op in self.ops())
@@ -678,6 +683,7 @@ class Module:
     """Everything from which a generated module is made. The templates see nothing else.
 
     rope: where the values of a cache are the first columns of its keys, the number of those that are not; else 0.
+    outputs: what calls can give beside the output, of OUTPUTS and in that order.
     divided: kernels that stand in for some of `kernels`, under schedule rows that name their backend. They are divided into roles
     (ir/roles.py). One has the name of the kernel that it stands in for. Each other, for rows of its own, has a name and a schedule.
     """
@@ -707,6 +713,7 @@ class Module:
     meaning: Meaning = Meaning()
     cache: Cache | None = None
     rope: int = 0
+    outputs: tuple[str, ...] = ("lse",)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -732,6 +739,11 @@ class Module:
 
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)
+
+    @property
+    def by_query(self) -> tuple[str, ...]:
+        """Those of its outputs that the forward gives, which are numbers of each query."""
+        return tuple(name for name in self.outputs if name not in OF_KEYS)
 
     @property
     def directions(self) -> tuple[str, ...]:

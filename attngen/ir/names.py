@@ -67,6 +67,7 @@ INTEGERS = {
     "processors": Name("multiprocessors of the device", None, 1, source="runtime.processors(q.device)"),
     "fused": Name("1 if one kernel computes dQ, dK and dV", None, 0, 1, source='runtime.is_scheduled(kernels, "bwd", q, k.shape[2])'),
     "Nlse": Name("Nq, or 0 if the LSE has no gradient", source="grad_lse.shape[2]", uses="scalar dim"),
+    "Nentropy": Name("Nq, or 0 if the entropy has no gradient", source="grad_entropy.shape[2]", uses="scalar dim"),
     "Tq": Name("blocks along the queries", ("T", "q"), letter="t", source="-(-Nq // BLOCK)", uses="dim"),
     "Tk": Name("blocks along the keys", ("T", "k"), letter="t", source="-(-Nk // BLOCK)", uses="dim"),
     "Ts": Name("strips of blocks along the keys", ("T", "s"), source="Tk * (BLOCK // STRIP)", uses="dim"),
@@ -142,6 +143,11 @@ SHAPES = {
     "K_ROPE_NEW": ("B", "Hkv", "Nn", "D_ROPE"),
     "K_SCALE": ("Hkv",),
     "V_SCALE": ("Hkv",),
+    "ENTROPY": ("B", "Hq", "Nq"),
+    "dENTROPY": ("B", "Hq", "Nentropy"),
+    "DENTROPY2": ("B", "Hq", "Nq"),
+    "MAX_SCORE": ("B", "Hq", "Nq"),
+    "KEY_MASS": ("B", "Hq", "Nk"),
     "O_PARTS": ("Hkv", "items", "Nq", "D_V"),
     "LSE2_PARTS": ("Hkv", "items", "Nq"),
 }
@@ -150,8 +156,15 @@ PAIRS = "split_pairs"  # of programs that share the query heads of a group
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
 SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
 # How generated Python calls tensors that it does not name by their small letters.
-VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse"}
-STATISTICS = ("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS")
+VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse", "dENTROPY": "grad_entropy"}
+# What calls can give beside the output, by the names that specs know, with their tensors: numbers of each query from the forward, of which
+# FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
+OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
+FLAT, OF_KEYS = ("max_score",), ("key_mass",)
+STATISTICS = (
+    *("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS"),
+    *("ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE", "KEY_MASS"),
+)
 SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # of what a cache holds in 8 bits
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS", *SCALES.values())
 INT32 = ("DQ_TURNS", "DKDV_TURNS", "CACHE_SEQLENS", "PAGE_TABLE")
@@ -190,6 +203,11 @@ WRAPPER |= {
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
+# Names that modules with more outputs than the LSE have besides, in kernels and in functions.
+OF_OUTPUTS = {f"{word}{name}{rows}" for name in OUTPUTS for word, rows in (("", ""), ("return_", ""), ("", "_rows"))}
+OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "pull", "terms"}
+OF_OUTPUTS |= {"mass", "mass_init", "mass_next"}
+OF_OUTPUTS |= {"e", "e_init", "e_next", "e_tile", "e_sink", "e_all", "grown", "grown_all", "log2_sink"}
 # Names that modules with a cache have besides, in kernels and in functions.
 OF_CACHE = {
     "q_latent",

@@ -220,6 +220,7 @@ def print_module(module: Module) -> str:
         f"  dropout {'yes' if module.dropout else 'no'}",
         *([f"  cache {module.cache.describe()}"] if module.cache else []),
         *([f"  latent rope={module.rope}"] if module.rope else []),
+        *([f"  outputs {' '.join(module.outputs)}"] if module.outputs != ("lse",) else []),
     ]
     for i in module.inputs:
         options = f"{' '.join(i.options)} | " if i.options else ""
@@ -413,10 +414,10 @@ def _parse_header_line(s: _Sections, word: str, rest: str, where: str) -> None:
     elif word in ("mask", "score"):
         s.header[word], said = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
         s.meaning |= said
-    elif word in (*_HEADER_KEYS, "order", "cache", "latent"):
+    elif word in (*_HEADER_KEYS, "order", "cache", "latent", "outputs"):
         s.header[word] = rest
     else:
-        known = ", ".join((*_HEADER_KEYS, "score", "order", "input", "derive", "read", "learn"))
+        known = ", ".join((*_HEADER_KEYS, "score", "order", "outputs", "input", "derive", "read", "learn"))
         raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
 
 
@@ -553,6 +554,7 @@ def _module(s: _Sections, source: str) -> Module:
         meaning=Meaning(**s.meaning, reads=tuple(s.reads)),
         cache=_parse_cache(header["cache"], source) if "cache" in header else None,
         rope=_parse_rope(header["latent"], source) if "latent" in header else 0,
+        outputs=tuple(header.get("outputs", "lse").split()),
     )
 
 

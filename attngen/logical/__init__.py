@@ -12,6 +12,7 @@ from attngen.logical.backward import build_delta, build_dkdv, build_dkdv_end, bu
 from attngen.logical.blocks import build_blocks
 from attngen.logical.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.logical.host import build_hosts
+from attngen.logical.key_mass import build_key_mass
 from attngen.logical.packed import PACKED
 from attngen.logical.programs import add_programs
 from attngen.logical.results import with_results
@@ -46,6 +47,7 @@ def build_module(spec: Spec) -> Module:
     if not unfused(spec):
         backward += (build_fused, build_dq_end)
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
+    kernels += (build_key_mass(spec),) if "key_mass" in spec.outputs else ()
     ways = [way for way in WAYS if way.applies(spec)]
     kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))
     module = Module(
@@ -70,6 +72,7 @@ def build_module(spec: Spec) -> Module:
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
         rope=spec.rope,
+        outputs=spec.outputs,
     )
     return add_programs(with_results(add_cache(build_hosts(module, ways, spec.trains), spec)))
 

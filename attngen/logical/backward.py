@@ -78,11 +78,21 @@ DKDV_END = Signature(
 )
 
 
+def _of_entropy(spec: Spec, signature: Signature) -> Signature:
+    """A signature that also takes the gradient of entropies, if the spec has these: the rows' kernels make of it what others read."""
+    if "entropy" not in spec.outputs:
+        return signature
+    if "dLSE" not in signature.reads:
+        return signature._replace(reads=(*signature.reads, "DENTROPY2"))
+    about = signature.about.replace("- dlse", "- dlse + entropy * dentropy").replace("delta and LSE2,", "delta, LSE2 and DENTROPY2,")
+    return signature._replace(reads=(*signature.reads, "ENTROPY", "dENTROPY"), writes=(*signature.writes, "DENTROPY2"), about=about)
+
+
 def build_delta(spec: Spec) -> Kernel:
     """Delta and LSE2 of each query. Launched if `dq` is not, or does not exist: q needs no gradient, or keys are the outer loop."""
-    b = KernelBuilder(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA)
+    b = KernelBuilder(spec, _of_entropy(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA))
     b.tensors()
-    for name in ("Hq", "Nq", "Nlse", *(("keep_scale",) if spec.dropout else ())):
+    for name in ("Hq", "Nq", *_lengths(spec), *(("keep_scale",) if spec.dropout else ())):
         b.scalar(name)
     _outputs(b)
     b.load("do", "dO", ("b", "h", "q", "d_v"))
@@ -90,16 +100,25 @@ def build_delta(spec: Spec) -> Kernel:
     return b.kernel()
 
 
+def _lengths(spec: Spec) -> tuple[str, ...]:
+    """The rows of gradients that may have none."""
+    return ("Nlse", *(["Nentropy"] if "entropy" in spec.outputs else []))
+
+
 def _outputs(b: KernelBuilder) -> None:
-    """Load each query's output, LSE and gradient of the LSE. dLSE has a row for each query, or no rows.
+    """Load each query's output, LSE and gradient of the LSE; of an entropy too. Gradients have a row for each query, or no rows.
 
     These loads come first, so that they are under way while the program waits for tiles.
     """
     rows = ("b", "h", "q")
     b.load("o", "O", (*rows, "d_v"))
     b.load("lse", "LSE", rows, other=-sympy.oo)
-    place = Access("dLSE", (symbol("b"), symbol("h"), Q))
-    b.add(Gather("dlse", place, (), Type("f32", ("BLOCK_Q",)), sympy.Lt(Q, symbol("Nlse"))))
+    for length in _lengths(b.spec):
+        name = length[1:]
+        if name == "entropy":
+            b.load(name, name.upper(), rows)
+        place = Access(f"d{name.upper()}", (symbol("b"), symbol("h"), Q))
+        b.add(Gather(f"d{name}", place, (), Type("f32", ("BLOCK_Q",)), sympy.Lt(Q, symbol(length))))
 
 
 def _statistics(b: KernelBuilder) -> None:
@@ -107,15 +126,23 @@ def _statistics(b: KernelBuilder) -> None:
 
     delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4), less the gradient of the query's LSE, times the share kept. An empty
     row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0, and its LSE has no gradient.
+
+    The entropy H = -sum of P ln P has dH / dS = -P (ln P + H) (from dP / dS = P (1 - P)). With g, its gradient, delta takes g H more, and
+    `dentropy2` is the factor of log2 P that is left: g ln 2.
     """
-    o_do, lse, dlse = map(symbol, ("o_do", "lse", "dlse"))
+    o_do, lse, dlse, entropy, dentropy = map(symbol, ("o_do", "lse", "dlse", "entropy", "dentropy"))
+    kept = symbol("keep_scale") if b.spec.dropout else 1
     b.map("product", symbol("o") * symbol("do"), o="o", do="do")
     b.reduce_sum("o_do", "product", "D_V")
     seen = lse > -sympy.oo
-    b.compute("delta", (o_do - select(seen, dlse, sympy.Integer(0))) / (symbol("keep_scale") if b.spec.dropout else 1), "entry")
+    of_rows = dlse - entropy * dentropy if "entropy" in b.types else dlse
+    b.compute("delta", (o_do - select(seen, of_rows, sympy.Integer(0))) / kept, "entry")
     b.compute("lse2", select(seen, lse * symbol("LOG2E"), sympy.oo), "entry")
     b.store("DELTA", ("b", "h", "q"), "delta")
     b.store("LSE2", ("b", "h", "q"), "lse2")
+    if "entropy" in b.types:
+        b.compute("dentropy2", select(seen, dentropy * symbol("LN2") / kept, sympy.Integer(0)), "entry")
+        b.store("DENTROPY2", ("b", "h", "q"), "dentropy2")
 
 
 def learned(spec: Spec) -> tuple[Learned, ...]:
@@ -123,7 +150,6 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
     if derivative(modified(spec), S) == 0:
         raise BuildError(("score",), "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`")
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
-    letters = {natural: {"q_idx": "q", "kv_idx": "kv"}.get(str(natural), str(natural)) for natural in NATURAL.values()}
     found = []
     for read in spec.reads():
         if read.tensor not in grads:
@@ -131,12 +157,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
         if any(s.sink() == symbol(read.name) for s in spec.score):  # its gradient follows from delta
             found.append(Learned(read.tensor, ("h",), "DELTA"))
             continue
-        index: list[str | None] = []
-        for dim, e in zip(grads[read.tensor], read.index):
-            if dim.isdigit() and e.is_Integer:
-                index.append(str(e % int(dim)))
-            else:
-                index.append(letters.get(e, str(e)) if e == NATURAL.get(dim) else _by_distance(e))
+        index = _places(read, grads[read.tensor])
         if derivative(modified(spec), symbol(read.name)) == 0:
             steps = f"has `grad: true` for `{read.tensor}`, and the score changes with it in steps alone; expected no `grad`"
             raise BuildError(spec.key_of(read.tensor), steps)
@@ -146,6 +167,25 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
             index = []
         found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))
     return tuple(found)
+
+
+def in_fixed_order(spec: Spec) -> bool:
+    """Whether the gradients of all learned inputs can be summed in a fixed order, as `backward: {deterministic: true}` asks."""
+    grads = {i.name: i.shape for i in spec.inputs() if i.grad}
+    read = (r for r in spec.reads() if r.tensor in grads and not any(s.sink() == symbol(r.name) for s in spec.score))
+    return all(_summed_in_order(_places(r, grads[r.tensor])) for r in read)
+
+
+def _places(read: Read, dims: tuple[str, ...]) -> list[str | None]:
+    """Each index of a read as a letter, a number, or an expression in `distance`; None if it is none of these."""
+    letters = {natural: {"q_idx": "q", "kv_idx": "kv"}.get(str(natural), str(natural)) for natural in NATURAL.values()}
+    found: list[str | None] = []
+    for dim, e in zip(dims, read.index):
+        if dim.isdigit() and e.is_Integer:
+            found.append(str(e % int(dim)))
+        else:
+            found.append(letters.get(e, str(e)) if e == NATURAL.get(dim) else _by_distance(e))
+    return found
 
 
 def _summed_in_order(index: list[str | None]) -> bool:
@@ -185,7 +225,7 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
-def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
+def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed."""
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
@@ -195,6 +235,8 @@ def _probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
         where = sympy.And(where, in_bounds("q"))
     masked = b.mask("masked", "score", where, "step")
     b.compute("p", exp2(symbol(masked) - symbol("lse2")))
+    if "dentropy2" in b.types:
+        b.compute("log2_p", select(symbol("p") > 0, symbol(masked) - symbol("lse2"), sympy.Integer(0)))
     return rest
 
 
@@ -205,18 +247,19 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
     Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The factor is applied at the end.
     Modifiers multiply it by the derivative of the score that the softmax sees, `factor`: dscore is the gradient of that score. In one
     pass P is multiplied by it first: then dS needs one number for each score beside dP, not two. Not so if the kernel `learns`: gradients
-    of inputs are made of dscore, which is returned.
+    of inputs are made of dscore, which is returned. With a gradient of the entropy, delta takes its part of each score, too.
     """
-    p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", "delta"))
+    less = b.compute("pull", symbol("delta") + symbol("dentropy2") * symbol("log2_p")) if "dentropy2" in b.types else "delta"
+    p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", less))
     if b.signature.adds and factor != 1 and not b.spec.dropout and not learns:
         b.compute("p_steep", _where_seen(b, p * factor))
-        b.map("ds", symbol("p_steep") * (dp - delta), "step", p_steep="p_steep", dp="dp", delta="delta")
+        b.map("ds", symbol("p_steep") * (dp - delta), "step", "f32", False, **{"p_steep": "p_steep", "dp": "dp", less: less})
         return None
     name = "ds" if factor == 1 else "dscore"
     if b.spec.dropout:
-        b.map(name, p_kept * dp - p * delta, "step", p="p", p_kept=kept, dp="dp", delta="delta")
+        b.map(name, p_kept * dp - p * delta, "step", "f32", False, **{"p": "p", "p_kept": kept, "dp": "dp", less: less})
     else:
-        b.map(name, p * (dp - delta), "step", p="p", dp="dp", delta="delta")
+        b.map(name, p * (dp - delta), "step", "f32", False, **{"p": "p", "dp": "dp", less: less})
     if factor != 1:
         b.compute("ds", _where_seen(b, symbol("dscore") * factor))
     return symbol(name)
@@ -303,6 +346,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     """
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
+    signature = _of_entropy(spec, signature)
     common, factor = sympy.Integer(1), derivative(modified(spec), S)
     gradients = tuple(x for x in learned(spec) if x.by == "score") if fused else ()
     reads, slopes = _slopes(spec, gradients)
@@ -336,11 +380,13 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.load("do", "dO", ("b", head, "q", "d_v"), "step")
     b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
     b.load("delta", "DELTA", ("b", head, "q"), "step")
+    if "entropy" in spec.outputs:
+        b.load("dentropy2", "DENTROPY2", ("b", head, "q"), "step")
     if walks:
         b.load("dq", "DQ_ACC", ("b", head, "q", "d_qk"), "step")
     b.draw(head, "BLOCK_KV", "BLOCK_Q")
     b.dot("dp", "v", "do", "D_V", "step")
-    factor, *slopes = _probabilities(b, "k", "q", factor, *slopes)
+    factor, *slopes = probabilities(b, "k", "q", factor, *slopes)
     p = b.dropped("p")
     dscore = _score_gradients(b, p, factor, learns=bool(gradients))
     for x, slope in zip(gradients, slopes):
@@ -484,11 +530,13 @@ def build_dq(spec: Spec) -> Kernel:
     """
     gradients = tuple(x for x in learned(spec) if x.by != "row")
     factor, (reads, slopes) = derivative(modified(spec), S), _slopes(spec, gradients)
-    b = KernelBuilder(spec, DQ, [factor, *slopes, *(e for x in gradients if x.by == "element" for e in reads[x.parts].index)])
+    places = [e for x in gradients if x.by == "element" for e in reads[x.parts].index]
+    b = KernelBuilder(spec, _of_entropy(spec, DQ), [factor, *slopes, *places])
     b.tensors(gradients)
     b.scalar("scale")
     b.sizes()
-    b.scalar("Nlse")
+    for name in _lengths(spec):
+        b.scalar(name)
     b.seed()
 
     rows = ("b", "h", "q")
@@ -506,7 +554,7 @@ def build_dq(spec: Spec) -> Kernel:
 
     b.carried("step", **starts)
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
-    factor, *slopes = _probabilities(b, "q", "k", factor, *slopes)
+    factor, *slopes = probabilities(b, "q", "k", factor, *slopes)
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.dot("dp", "do", "v", "D_V", "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")

@@ -10,6 +10,7 @@ from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
+from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
 from attngen.logical.common import KernelBuilder, in_bounds, kv_head, scores
@@ -57,6 +58,8 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     """
     if spec.rope:
         signature = of_latent(signature)
+    if "LSE" in signature.writes:
+        signature = signature._replace(writes=("O", *(OUTPUTS[name] for name in spec.outputs if name not in OF_KEYS)))
     sink = sink_of(spec)
     b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
     b.deal = deal
@@ -81,6 +84,8 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
         "l": b.init("l_init", 0, "BLOCK_Q"),
         **{acc: b.init(f"{acc}_init", 0, "BLOCK_Q", width) for acc, width in sums.items()},
     }
+    if "ENTROPY" in signature.writes:
+        starts["e"] = b.init("e_init", 0, "BLOCK_Q")
     b.reads()
     first, end = sympy.Integer(0), cdiv(symbol("Nk"), symbol("BLOCK_KV"))
     if b.shares:
@@ -100,9 +105,9 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
         of_rope = b.dot("s_rope", "q_rope", "k_rope", "D_ROPE", "step") if spec.rope else None
         b.dot("s", "q", "k", AXIS_DIM[columns[""]], "step", acc=of_rope)
     scores(b)
-    b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
+    masked = b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
     guard = "always" if unbounded(spec) else "partial"
-    b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
+    b.add(SoftmaxStep("soft", masked, "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
     for acc in sums:
         b.map(acc.replace("acc", "rescaled"), symbol("acc") * symbol("alpha"), "step", acc=acc, alpha="soft.alpha")
     if quantised:
@@ -115,10 +120,12 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
         p = _raised(b, b.dropped("soft.p"))
         summed = {"acc": b.dot("acc_next", p, v, "BLOCK_KV", "step", acc="rescaled")}
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
+    if "e" in starts:
+        summed["e"] = _logarithms(b, masked)
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), *summed.items())), "step")
 
-    ends = {"m": "keys.m", "l": "keys.l", "acc": join_values(b, "keys") if quantised else "keys.acc"}
+    ends = {**{name: f"keys.{name}" for name in starts if name not in sums}, "acc": join_values(b, "keys") if quantised else "keys.acc"}
     if b.shares:
         _store_part(b, own, ends)
     else:
@@ -152,8 +159,40 @@ def _raised(b: KernelBuilder, p: str) -> str:
     return p if _factor(b) == 1 else b.map("p_raised", symbol("p") * _factor(b), "step", p=p)
 
 
+def _logarithms(b: KernelBuilder, masked: str) -> str:
+    """The next sum of weights times their logarithms to base 2, of which the entropy is made; hidden scores have no part in it.
+
+    With p = 2^(s - m), l is the sum of p and e that of p (s - m). Where the maximum grows by d, each p becomes 2^-d p, and its logarithm
+    falls by d: e becomes 2^-d (e - d l), before the tile's terms are added. It is never above 0, so that nothing cancels.
+    """
+    p, alpha, m_next, log2_p = map(symbol, ("p", "alpha", "m_next", "log2_p"))
+    told = select(p > 0, symbol(masked) - m_next, 0)
+    b.map("log2_p", told, "step", "f32", False, **{"p": "soft.p", masked: masked, "m_next": "soft.m"})
+    b.map("terms", p * log2_p, "step", p="soft.p", log2_p="log2_p")
+    b.reduce_sum("e_tile", "terms", "BLOCK_KV", "step")
+    b.map("grown", select(alpha > 0, m_next - symbol("m"), 0), "step", alpha="soft.alpha", m_next="soft.m", m="m")
+    e = alpha * (symbol("e") - symbol("grown") * symbol("l")) + symbol("e_tile")
+    return b.map("e_next", e, "step", alpha="soft.alpha", e="e", grown="grown", l="l", e_tile="e_tile")
+
+
+def _store_entropy(b: KernelBuilder, own: Any, end: dict[str, str], with_sink: bool) -> None:
+    """Each query's entropy in nats, -sum of P ln P = ln l - e / l, of the sums with its sink if there is one; 0 if it sees nothing."""
+    l, e, m_all, shrunk, log2_sink = map(symbol, ("l", "e", "m_all", "shrunk", "log2_sink"))  # noqa: E741
+    if with_sink:
+        b.map("grown_all", select(shrunk > 0, m_all - symbol("m"), 0), shrunk="shrunk", m_all="m_all", m=end["m"])
+        b.map("log2_sink", symbol("sink2") - m_all, sink2="sink2", m_all="m_all")
+        b.map("e_sink", select(log2_sink > -sympy.oo, exp2(log2_sink) * log2_sink, 0), log2_sink="log2_sink")
+        e_all = shrunk * (e - symbol("grown_all") * l) + symbol("e_sink")
+        b.map("e_all", e_all, shrunk="shrunk", e=end["e"], grown_all="grown_all", l=end["l"], e_sink="e_sink")
+    l_end, e_end = ("l_all", "e_all") if with_sink else (end["l"], end["e"])
+    b.map("entropy", select(l > 0, (log2(l) - e / l) * symbol("LN2"), 0), l=l_end, e=e_end)
+    b.store("ENTROPY", ("b", own, "q"), "entropy")
+
+
 def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, str], factor: int = 1) -> None:
-    """The output, divided by the sums of weights, and the LSE.
+    """The output, divided by the sums of weights, the LSE, and what else the spec asks for.
+
+    The largest score of a query is the running maximum: it is -inf where no key is visible, and no sink takes part in it.
 
     own: the index of the program's head. end: `m`, `l` and `acc` after the loop. factor: by which weights in `acc` are too large.
     """
@@ -173,6 +212,11 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
     b.store("LSE", ("b", own, "q"), "lse")
+    if "entropy" in b.spec.outputs:
+        _store_entropy(b, own, end, sink is not None)
+    if "max_score" in b.spec.outputs:
+        b.map("max_score", m * symbol("LN2"), m=end["m"])
+        b.store("MAX_SCORE", ("b", own, "q"), "max_score")
 
 
 def build_forward_by_key(spec: Spec) -> Kernel:

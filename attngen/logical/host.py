@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from attngen.bounds.launches import rows_are_aligned
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SHAPES, block_lists, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, FLAT, OUTPUTS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
 from attngen.logical.signature import parts_of
@@ -28,7 +29,7 @@ class Way(NamedTuple):
 
     name: that of the `if` in @forward; `where` is its condition, under which a call takes this way, `then` and `orelse` are its blocks.
     applies: whether modules of a spec have it; `kernels`: those that they have for it.
-    launch: adds the ops of the block `then`, which compute %O and %LSE.
+    launch: adds the ops of the block `then`, which compute %O, %LSE and the module's other outputs.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Way(NamedTuple):
     orelse: str
     applies: Callable[[Spec], bool]
     kernels: Callable[[Spec], tuple[Kernel, ...]]
-    launch: Callable[[HostBuilder, str], None]
+    launch: Callable[[HostBuilder, str, Module], None]
 
 
 def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
@@ -47,6 +48,7 @@ def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
     """
     data = module.blocks is not None and module.blocks.data
     programs = [_forward(module, ways), *([_backward(module)] if trains else [])]
+    programs += [_key_mass(module)] if "key_mass" in module.outputs else []
     if module.blocks:
         programs += [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
     return replace(module, hosts=tuple(programs))
@@ -115,41 +117,49 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
     """The arguments after q, k and v: what mask, modifiers and dropout read, block lists and numbers.
 
     Lists that are the same for all sequences or heads are repeated for these. Where keys are in a cache, in the direction `decode`, one of
-    each key has room for all keys that a sequence may have.
+    each key has room for all keys that a sequence may have. In the direction `key_mass` they are those of this kernel, which drops nothing.
     """
-    read = {a.name.lower() for kernel in module.kernels for a in kernel.args}
+    alone = direction == "key_mass"
+    kernels = [module.kernel(direction)] if alone else module.kernels
+    read = {a.name.lower() for kernel in kernels for a in kernel.args}
     given = {i.name: (i.dtype, i.shape) for i in module.inputs if i.shape and i.name in read}
     derived = [d for d in module.derived if not (d.program and direction == "decode")]  # programs are part of @decode
-    given |= {name: (d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes)}
+    given |= {name: (d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes) if not alone or name in read}
     for name, (dtype, dims) in given.items():
         shape = tuple("Nc" if d == "Nk" and direction == "decode" else d for d in dims)
         b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
     lists = {own: block_lists(own, module.blocks.data) if module.blocks else {} for own in ("q", "kv")}
-    for name, dims in (lists["q"] | lists["kv"]).items():
-        b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
-    if module.dropout:
+    walked = {"forward": ("q",), "key_mass": ("kv",)}.get(direction, ("q", "kv"))
+    for own in walked if alone else lists:
+        for name, dims in lists[own].items():
+            b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
+    drops = module.dropout and not alone
+    if drops:
         b.add(Arg("SEED", "in", Type("i64", (), "hbm")))
-    numbers = {i.name: i.dtype for i in module.inputs if not i.shape} | (DROPOUT_SCALARS if module.dropout else {})
+    numbers = {i.name: i.dtype for i in module.inputs if not i.shape and (not alone or i.name in read)} | (DROPOUT_SCALARS if drops else {})
     for name, dtype in (numbers | {"scale": "f32"}).items():
         b.add(Arg(name, "scalar", Type(dtype, (), "reg")))
-    for name, dims in (lists["q"] | (lists["kv"] if direction == "backward" else {})).items():
-        b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))
+    for own in walked:
+        for name, dims in lists[own].items():
+            b.add(View(name, name.lower(), "expand", Type("i32", dims, "hbm")))
 
 
 def _forward(module: Module, ways: Iterable[Way]) -> Host:
-    """The output and the LSE."""
+    """The output, the LSE, and what else the module gives of each query."""
     b = HostBuilder("forward")
     for name in ("Q", "K", "V"):
         b.tensor(name)
     operands(b, module, "forward")
+    rows = [OUTPUTS[name] for name in module.by_query]
     b.alloc("O", like="Q")
-    b.alloc("LSE")
+    for name in rows:
+        b.alloc(name)
     b.branch("Launched", "launches", of=("O",))
-    b.give(O="O", LSE="LSE")
+    b.give(O="O", **{name: name for name in rows})
     block = "launches"
     for way in ways:
         b.branch(way.name, way.then, block, where=way.where, orelse=way.orelse)
-        way.launch(b, way.then)
+        way.launch(b, way.then, module)
         block = way.orelse
     if module.order == "kv_outer":
         b.alloc("O_ACC", block, fill=sympy.Integer(0))
@@ -163,10 +173,24 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
     return b.host()
 
 
+def _key_mass(module: Module) -> Host:
+    """The weight that all queries give each key."""
+    b = HostBuilder("key_mass")
+    for name in ("Q", "K", "LSE"):
+        b.tensor(name)
+    operands(b, module, "key_mass")
+    b.alloc("KEY_MASS")
+    b.branch("Launched", "launches", of=("KEY_MASS",))
+    b.give(KEY_MASS="KEY_MASS")
+    b.launch("key_mass", "launches")
+    return b.host()
+
+
 def _backward(module: Module) -> Host:
     """The gradients of q, k, v and learned inputs. A gradient that is not needed has no elements."""
     b = HostBuilder("backward")
-    for name in ("dO", "dLSE", "Q", "K", "V", "O", "LSE"):
+    smooth = [OUTPUTS[name] for name in module.by_query if name not in FLAT]
+    for name in ("dO", *(f"d{output}" for output in smooth), "Q", "K", "V", "O", *smooth):
         b.tensor(name)
     operands(b, module, "backward")
     flags = ["need_q", "need_kv", *(["need_inputs"] if module.learned else [])]
@@ -183,6 +207,8 @@ def _backward(module: Module) -> Host:
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
     b.alloc("LSE2")
+    if "entropy" in module.outputs:
+        b.alloc("DENTROPY2")
     shared = any(sharing(kernel.grid) for kernel in module.kernels)
     if walks:
         _launch_by_key(b, module)
@@ -263,7 +289,7 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
     b.branch("By_rows", "rows_alone", "statistics", of=("O",))
     b.launch("delta", "rows_alone")
     b.branch("By_key", "keys", block, of=("dK",))
-    owners = [kernel for kernel in module.kernels if kernel.own_axis == "kv" and kernel.dots and not kernel.adds]
+    owners = [kernel for kernel in module.kernels if kernel.writes & {"dK", "dV"} and kernel.dots and not kernel.adds]
     if any(sharing(kernel.grid) for kernel in owners):
         _launch_sharing(b, owners, "keys", "parts")
     else:
@@ -344,7 +370,11 @@ def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
         return x.parts
     if x.by == "row":  # minus the sink's probability, times delta: its value is zero
         uses = {i.name: tensor, "lse": "LSE", "delta": "DELTA", **kept}
-        e = -sympy.exp(symbol(i.name) - symbol("lse")) * sympy.Mul(*map(symbol, ("delta", *kept)))
+        ln_p, less = symbol(i.name) - symbol("lse"), symbol("delta")
+        if "entropy" in module.outputs:
+            uses |= {"dentropy2": "DENTROPY2"}
+            less += symbol("dentropy2") * ln_p * sympy.Float(1 / math.log(2))
+        e = -sympy.exp(ln_p) * sympy.Mul(less, *map(symbol, kept))
         b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
         return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
     if x.by == "distance":

@@ -8,9 +8,10 @@ from __future__ import annotations
 import sympy
 
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, input_tensors
+from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, View
+from attngen.ir.names import OUTPUTS
 from attngen.ir.ops import Type
 from attngen.logical.forward import build_forward
 from attngen.logical.host import HostBuilder, Way, known_type
@@ -43,9 +44,9 @@ def kernels(spec: Spec) -> tuple[Kernel, ...]:
     return (build_forward(spec, SIGNATURE),)
 
 
-def view_rows(b: HostBuilder, block: str) -> dict[str, str]:
+def view_rows(b: HostBuilder, block: str, outputs: tuple[str, ...] = ("lse",)) -> dict[str, str]:
     """Views of q and the results whose rows are the queries of all heads of a group, by the names of what they are views of."""
-    names = {"Q": "Q_rows", "O": "O_rows", "LSE": "LSE_rows"}
+    names = {name: f"{name}_rows" for name in ("Q", "O", *(OUTPUTS[output] for output in outputs))}
     for name, rows in names.items():
         batch, _, _, *columns = known_type(name).dims
         type_ = Type(known_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
@@ -53,9 +54,9 @@ def view_rows(b: HostBuilder, block: str) -> dict[str, str]:
     return names
 
 
-def launch(b: HostBuilder, block: str) -> None:
+def launch(b: HostBuilder, block: str, module: Module) -> None:
     """Launch `packed` on views whose rows are the queries of all heads of a group."""
-    names = view_rows(b, block)
+    names = view_rows(b, block, module.by_query)
     b.launch("packed", block, tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.add(Copy("copy_0", "O_rows", "O"), block)
 

@@ -7,6 +7,7 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import Scene, mentions, terms
+from attngen.bounds.sampled import worth_listing
 from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, sqrt, symbol
 from attngen.ir.graph import Blocks, Meaning, Read, input_tensors
 from attngen.parts import KV, NATURAL, Q
@@ -54,8 +55,16 @@ def _per_score(spec: Spec) -> set[Expr]:
 
 
 def listed_blocks(spec: Spec) -> Blocks | None:
-    """The blocks that a mask names; or blocks that data decides, if a condition on data bounds no loop. Else None."""
-    return spec.mask.blocks() or (Blocks(LISTED, data=True) if any(_by_data(spec, own) for own in ("q", "kv")) else None)
+    """The blocks that a mask names; or evaluated ones, if a condition on data bounds no loop, or bounds leave too many. Else None."""
+    if spec.mask.blocks():
+        return spec.mask.blocks()
+    return Blocks(LISTED, data=True) if any(_by_data(spec, own) for own in ("q", "kv")) or _by_formula(spec) else None
+
+
+def _by_formula(spec: Spec) -> bool:
+    """Whether the mask depends on positions and lengths alone, and lists of its blocks are worth evaluating it."""
+    where, lists = spec.mask.expression(), spec.cache is None and spec.schedule.order == "q_outer"
+    return lists and not spec.mask.inputs() and not spec.mask.derived() and worth_listing(where)
 
 
 def _by_data(spec: Spec, own: str) -> bool:

@@ -40,8 +40,8 @@ class Signature(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether it sums gradients of keys: these are the rows of its scores."""
-        return not {"dK", "dV"}.isdisjoint(self.writes)
+        """Whether it sums gradients or weights of keys: these are the rows of its scores."""
+        return not {"dK", "dV", "KEY_MASS"}.isdisjoint(self.writes)
 
     @property
     def by_key_head(self) -> bool:
@@ -52,6 +52,11 @@ class Signature(NamedTuple):
     def scores(self) -> bool:
         """Whether it computes scores. For others nothing is listed, and nothing dropped."""
         return "K" in self.reads
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout takes some of its weights away."""
+        return self.scores and "KEY_MASS" not in self.writes
 
     @property
     def masks(self) -> bool:
@@ -121,7 +126,7 @@ def tensor_args(
             ranks, *_ = BLOCK_LISTS["q"]
             listed[ranks] = BLOCK_LISTS["q"][ranks]
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
-    if dropout and signature.scores:
+    if dropout and signature.drops:
         args.append(Arg("SEED", "in", Type("i64")))
     return [*args, *tensors(signature.rewrites, "inout"), *tensors(signature.adds, "sum"), *tensors(signature.writes, "out"), *parts]
 

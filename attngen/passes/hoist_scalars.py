@@ -3,7 +3,8 @@
 before:  @step: %score = map expr(30.0*LOG2E*t1) ...
 after:   @entry: %score_scale = map expr(30.0*LOG2E) : f32[] ; @step: %score = map expr(score_scale*t1) ...
 
-Scalar factors of a product, or terms of a sum, become one scalar. Scalars of the loop over heads stay in that loop.
+Scalar factors of a product, or terms of a sum, become one scalar; a sign alone is no factor. Scalars of the loop over heads stay in that
+loop.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Hoisting:
             scalars = [a for a in e.args if self._home(a, op, block) is not None]
             rest = [self._hoisted(a, op, block) for a in e.args if a not in scalars]
             group = e.func(*scalars)
-            if rest and len(scalars) > 1 and group.free_symbols and not self._is_whole(group, op):
+            if rest and len([a for a in scalars if a != -1]) > 1 and group.free_symbols and not self._is_whole(group, op):
                 return e.func(self._named(group, "scale" if e.is_Mul else "shift", op, block), *rest)
             return e.func(*scalars, *rest)
         return e.func(*(self._hoisted(a, op, block) for a in e.args))

@@ -53,8 +53,10 @@ def _fold(kernel: Kernel, score: Map) -> Kernel:
     for op in kernel.ops():
         if isinstance(op, Mask) and op.value in scaled:
             scaled.add(op.name)
-    steps = {o.name for o in kernel.ops() if isinstance(o, SoftmaxStep) and o.s in scaled}
+    folded = [o for o in kernel.ops() if isinstance(o, SoftmaxStep) and o.s in scaled]
+    steps = {o.name for o in folded}
     maxima = {f"{o.name}.{f}" for o in kernel.loops for f, _ in o.carry if steps and f == "m"}
+    maxima |= {ref for o in folded for ref in (o.m, f"{o.name}.m")}
 
     def change(_: str, op: Op) -> list[Op]:
         if isinstance(op, Mask) and op.value == score.name:

@@ -65,7 +65,7 @@ from attngen.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, na
 # warps.
 LANES, LENGTHS = 32, 128
 NEAR_ROWS = 256  # whose offsets have 32 bits, as calls keep the step from row to row below 2**23 elements
-VARYING = ("Nq", "Nk", "Nlse", "Nc", "Nn", "max_pages", "dropout_threshold")  # numbers that differ from call to call
+VARYING = ("Nq", "Nk", "Nlse", "Nentropy", "Nc", "Nn", "max_pages", "dropout_threshold")  # numbers that differ from call to call
 _TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
 
 

@@ -21,6 +21,7 @@ FILES = (
     "blocks",
     "dropout",
     "gradients",
+    "outputs",
     "operators",
     "served",
     "module",

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from attngen.runtime.checks import check_input, kind
+
+_MOST = 64  # plans that are kept; with one more all are forgotten
+_KEPT: dict[Any, dict[int, Any]] = {}
+
+
+def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, ...]) -> Any:
+    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream that comes first.
+
+    A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph, and is not kept.
+    """
+    if type(q) is not torch.Tensor and type(q) is not torch.nn.Parameter or torch.compiler.is_compiling():
+        return make(q, k)
+    plans = _KEPT.get((make, q.device, sizes), {})
+    if (
+        q.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):  # what was made before is complete: a capture starts with a wait for the device
+        return next(iter(plans.values()), None) or make(q, k)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    if stream not in plans:
+        if len(_KEPT) >= _MOST:
+            _KEPT.clear()
+        _KEPT[make, q.device, sizes] = plans = {**plans, stream: make(q, k)}
+    return plans[stream]
 
 
 class BlockPlan(NamedTuple):

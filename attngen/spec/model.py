@@ -18,6 +18,7 @@ from attngen.bounds.ranges import shows_nothing
 from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, agree, by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
+from attngen.ir.names import OF_OUTPUTS, OUTPUTS
 from attngen.masks import Mask, registry
 from attngen.parts import unique
 from attngen.policy import UNIT
@@ -46,6 +47,13 @@ def _known(value: str) -> str:
     if value in ELEMENTS:
         return value
     raise PydanticCustomError("known", "no element type")
+
+
+def _given(value: str) -> str:
+    """An output that calls can give."""
+    if value in OUTPUTS:
+        return value
+    raise PydanticCustomError("given", "no output")
 
 
 class Heads(BaseModel):
@@ -185,7 +193,8 @@ def _parse_cache(value: Any) -> Any:
     return value | {"paged": {}} if isinstance(value, dict) and value.get("paged", {}) is None else value
 
 
-def _parse_dtype(value: Any) -> Any:
+def _parse_list(value: Any) -> Any:
+    """A list as a tuple, and one word as a list of one."""
     return tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
 
 
@@ -210,7 +219,7 @@ class Spec(BaseModel):
     )
     heads: Heads = Heads()
     head_dim: Annotated[HeadDim, BeforeValidator(_parse_head_dim)] = Field(description="one number, or {qk: , v: }")
-    dtype: Annotated[tuple[Annotated[str, AfterValidator(_known)], ...], BeforeValidator(_parse_dtype)] = Field(
+    dtype: Annotated[tuple[Annotated[str, AfterValidator(_known)], ...], BeforeValidator(_parse_list)] = Field(
         default=("bf16", "fp16"), description="element types the module accepts"
     )
     fp32_precision: Literal["ieee", "tf32"] = Field(
@@ -233,6 +242,9 @@ class Spec(BaseModel):
         default=None, description="how keys and values are stored: {latent: {rope: 64}} for MLA; apart without it"
     )
     schedule: Schedule = Schedule()
+    outputs: Annotated[tuple[Annotated[str, AfterValidator(_given)], ...], BeforeValidator(_parse_list)] = Field(
+        default=("lse",), description="what calls can give beside the output; `lse` is always among them"
+    )
 
     @field_validator("name")
     @classmethod
@@ -254,6 +266,13 @@ class Spec(BaseModel):
             given = ", ".join(f"`{d}` gives {ELEMENTS[d].results or d}, of weights times {1 << ELEMENTS[d].weights}" for d in value)
             raise ValueError(f"has element types that kernels treat differently: {given}; expected a spec for each kind")
         return tuple(d for d in ELEMENTS if d in value)
+
+    @field_validator("outputs")
+    @classmethod
+    def _in_order(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("names an output twice; expected each once")
+        return tuple(name for name in OUTPUTS if name in ("lse", *value))
 
     @model_validator(mode="after")
     def _trains_if_its_types_do(self) -> Spec:
@@ -410,6 +429,21 @@ class Spec(BaseModel):
             raise Mistakes((path, f"asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"))
         return self
 
+    @model_validator(mode="after")
+    def _outputs_can(self) -> Spec:
+        """Outputs are of programs that own tiles, and of calls that have all keys at hand; their names are theirs."""
+        more = ", ".join(f"`{name}`" for name in self.outputs[1:])
+        if not more:
+            return self
+        if self.cache is not None:
+            raise Mistakes((("outputs",), f"asks for {more}, which calls over a cache do not give; expected `lse` alone beside `cache`"))
+        if self.schedule.order != "q_outer":
+            raise Mistakes((("outputs",), f"asks for {more}, which `order: {self.schedule.order}` does not give; expected `q_outer`"))
+        if taken := next((i.name for i in self.inputs() if i.name in OF_OUTPUTS), None):
+            has = f"declares `{taken}`, a name that modules with `outputs` have themselves"
+            raise Mistakes((self.key_of(taken), f"{has}; expected another one"))
+        return self
+
     @property
     def trains(self) -> bool:
         """Whether its module has a backward."""
@@ -458,9 +492,10 @@ class Spec(BaseModel):
         return unique((path, note) for path, part in self._parts() for note in part.notes())
 
     def canonical(self) -> dict[str, Any]:
-        """The spec as plain data with every default filled in; `score`, `backward`, the backend and the order of loops only where they say
-        something."""
-        plain = self.model_dump(mode="json", exclude={"mask", "score", *(["backward"] if self.backward == Backward() else [])})
+        """The spec as plain data with every default filled in; `score`, `backward`, `outputs`, the backend and the order of loops only
+        where they say something."""
+        unsaid = [name for name in ("backward", "outputs") if getattr(self, name) == Spec.model_fields[name].default]
+        plain = self.model_dump(mode="json", exclude={"mask", "score", *unsaid})
         del plain["cache"], plain["kv"]
         if self.cache is not None:
             plain["cache"] = self.cache.model_dump(mode="json", exclude_none=True) or "contiguous"
@@ -497,5 +532,11 @@ def json_schema() -> dict[str, Any]:
         "description": "element types the module accepts",
         "default": ["bf16", "fp16"],
         "anyOf": [types, {"type": "array", "minItems": 1, "uniqueItems": True, "items": types}],
+    }
+    outputs = {"enum": list(OUTPUTS)}
+    schema["properties"]["outputs"] = {
+        "description": "what calls can give beside the output; `lse` is always among them",
+        "default": ["lse"],
+        "anyOf": [outputs, {"type": "array", "minItems": 1, "uniqueItems": True, "items": outputs}],
     }
     return schema

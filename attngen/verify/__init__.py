@@ -21,6 +21,7 @@ from attngen.verify.divided import bodies, flights, role_types, roles, scopes, u
 from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.joins import joins
 from attngen.verify.meaning import masks_as_said, scores_as_said
+from attngen.verify.outputs import outputs
 from attngen.verify.overlaps import waits
 from attngen.verify.protocol import protocol
 from attngen.verify.quantised import quantised
@@ -76,7 +77,7 @@ _DIVIDED: dict[str, Rule] = {
     "used": used,
     "cuts": cuts,
 }
-_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said, "quantised": quantised, "joins": joins}
+_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said, "quantised": quantised, "joins": joins, "outputs": outputs}
 
 
 @cache

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from attngen.errors import VerifyError
 from attngen.ir.expr import parse
 from attngen.ir.graph import Module
-from attngen.ir.names import INPUT_DIMS, LEARNED, ORDERS, SHAPES, SOURCES, WRAPPER
+from attngen.ir.names import INPUT_DIMS, LEARNED, OF_OUTPUTS, ORDERS, SHAPES, SOURCES, WRAPPER
 from attngen.ir.ops import BLOCKS, Type
 from attngen.ir.text import print_module
 
@@ -32,6 +32,7 @@ def _reasons(module: Module) -> Iterator[str]:
     given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     own = WRAPPER | {x.parts.lower() for x in module.learned}  # in which it has the parts of a gradient
+    own |= OF_OUTPUTS if len(module.outputs) > 1 else set()
     if module.blocks is None or module.blocks.data:  # a call gives no list of blocks
         own -= {"block_mask"}
     for name in names:

@@ -44,7 +44,7 @@ def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: di
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     scale = values.of(steps[0].scale) if steps and steps[0].scale else ONE
-    yield from _is(values, stored["LSE2_PARTS"].value, select(l > 0, scale * m + log2(l), NONE))
+    yield from is_(values, stored["LSE2_PARTS"].value, select(l > 0, scale * m + log2(l), NONE))
     more = sympy.Rational(1, 1 << ELEMENTS[module.dtypes[0]].weights)
     if module.cache and module.cache.scale == "head":
         more *= next(scale_of(kernel, values, op) for op in kernel.ops() if isinstance(op, Load) and kernel.accessed(op)[0].name == "V")
@@ -83,7 +83,7 @@ def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     before, weight = exp2(m - base), exp2(lse2 - base)
     expected = {"m": greatest, "l": l * before + over_parts("sum", weight), "acc": acc * before + over_parts("sum", part * weight)}
     for field, e in expected.items():
-        yield from _is(values, given[field], e)
+        yield from is_(values, given[field], e)
     starts = {field: kernel.op(ref) for field, ref in loop.carry}
     for field, op in starts.items():
         if getattr(op, "value", None) != (NONE if field == "m" else 0):
@@ -95,14 +95,14 @@ def _whole(header: Header, values: Values, last: Loop, stored: dict[str, Store])
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
     if header.meaning.sink is None:
         yield from _divided(values, last, stored["O"].value, select(l > 0, 1 / l, 0))
-        yield from _is(values, stored["LSE"].value, select(l > 0, LN2 * (m + log2(l)), NONE))
+        yield from is_(values, stored["LSE"].value, select(l > 0, LN2 * (m + log2(l)), NONE))
         return
     sink = LOG2E * header.here(header.meaning.sink)
     greatest = sympy.Max(m, sink)
     shrunk = exp2(m - greatest)
     weights = l * shrunk + exp2(sink - greatest)
     yield from _divided(values, last, stored["O"].value, shrunk / weights)
-    yield from _is(values, stored["LSE"].value, LN2 * (greatest + log2(weights)))
+    yield from is_(values, stored["LSE"].value, LN2 * (greatest + log2(weights)))
 
 
 def _items(kernel: Kernel, op: Load | Store) -> Expr:
@@ -111,7 +111,8 @@ def _items(kernel: Kernel, op: Load | Store) -> Expr:
     return dict(zip(kernel.type_of(tensor.name).dims, index)).get("items", NONE)
 
 
-def _is(values: Values, ref: str, expected: Expr) -> Iterator[str]:
+def is_(values: Values, ref: str, expected: Expr) -> Iterator[str]:
+    """A value is equal to an expression."""
     if not same(normal(values.of(ref)), normal(expected)):
         yield f"%{ref} is `{to_text(values.of(ref))}`; expected `{to_text(expected)}`"
 
@@ -133,7 +134,7 @@ def _sums(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep) -> Iter
     if given.get("m") != f"{step.name}.m" or len(weights) != 1:
         yield f"%{loop.name} carries %{given.get('m')} as its maximum; expected %{step.name}.m, and one sum of %{step.name}.p"
         return
-    yield from _is(values, given["l"], values.of("l") * alpha + values.of(weights[0].name))
+    yield from is_(values, given["l"], values.of("l") * alpha + values.of(weights[0].name))
     for field in (field for field in given if field.startswith("acc")):
         made = kernel.op(given[field])
         products = [op for op in [made, *(kernel.op(r) for r in made.operands())] if isinstance(op, Dot)]

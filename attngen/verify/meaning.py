@@ -264,7 +264,7 @@ def _inside() -> list[Bool]:
     return [symbol(f"{axis}_idx") < symbol(AXIS_EXTENT[axis]) for axis in ("q", "kv")]
 
 
-def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[Expr]]]:
+def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[Expr]]]:
     """The ops that turn scores into weights: (op, its exponent of 2, terms that may be subtracted from the score).
 
     The online softmax subtracts its running maximum itself. A kernel that recomputes weights subtracts the log2 of the row's sum: an
@@ -285,21 +285,22 @@ def _softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[
 
 
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Weights are made of the header's score, nothing else reads masked scores, and a sink is the header's."""
+    """Weights are made of the header's score, nothing but their logarithms reads masked scores, and a sink is the header's."""
     if not {"Q", "K"} <= {arg.name for arg in kernel.args}:
         yield from _sinks(kernel, Header(module, kernel), Values(kernel))
         return
     header, values = Header(module, kernel), Values(kernel)
-    softmaxes = list(_softmaxes(kernel, values))
-    weights = {op.name for op, _, _ in softmaxes}
+    made_by = list(softmaxes(kernel, values))
+    weights = {op.name for op, _, _ in made_by}
     scored = any(values.of(op.name) == PRODUCT for op in kernel.dots)
     if scored and not weights and any(arg.name in ROW_SUMS for arg in kernel.args):
         yield "makes no weights of its scores: expected a softmax_step, or exp2 of scores less an element of LSE2"
     for op in kernel.ops():
         strangers = {n for n in kernel.graph.successors(op.name) if not isinstance(kernel.op(n), Mask)} - weights
+        strangers = {n for n in strangers if not is_logarithm(kernel, values, kernel.op(n))}
         if isinstance(op, Mask) and weights and strangers:
             yield f"%{min(strangers)} reads the masked scores %{op.name}, and makes no weights of them"
-    for op, exponent, subtracted in softmaxes:
+    for op, exponent, subtracted in made_by:
         masked = {
             s: values.others[s] for s in exponent.free_symbols if s in values.others and isinstance(kernel.op(values.others[s]), Mask)
         }
@@ -312,6 +313,23 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
             expected = to_text(right - subtracted[0])
             yield f"%{op.name} weighs scores by exp2({to_text(made)}); expected exp2({expected}), by the header's score"
     yield from _sinks(kernel, header, values)
+
+
+def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
+    """Whether it is the logarithm to base 2 of a weight where that is positive, and 0 elsewhere, so that no 0 meets an infinity."""
+    if not isinstance(op, Map) or not isinstance(op.expr, select):
+        return False
+    positive, logarithm, otherwise = op.expr.args
+    compared = dict(op.uses).get(str(positive.args[0]), "") if positive.is_Relational else ""
+    weight = kernel.op(compared) if compared else None
+    if isinstance(weight, SoftmaxStep):
+        scale = values.of(weight.scale) if weight.scale else sympy.Integer(1)
+        expected = scale * (values.of(weight.s) - values.of(f"{weight.name}.m"))
+    elif isinstance(weight, Map) and isinstance(weight.expr, exp2):
+        expected = values.of(weight.name).args[0]
+    else:
+        return False
+    return positive == (positive.args[0] > 0) and otherwise == 0 and same(normal(values.expression(logarithm, op)), normal(expected))
 
 
 def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
@@ -336,7 +354,7 @@ def masks_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
     """A kernel hides the same pairs of a query and a key as the header's mask, among pairs that exist."""
     header, values = Header(module, kernel), Values(kernel)
     said = conjuncts(header.where)
-    used = [(op, ref) for op, exponent, _ in _softmaxes(kernel, values) for ref in _scores_of(kernel, op)]
+    used = [(op, ref) for op, exponent, _ in softmaxes(kernel, values) for ref in _scores_of(kernel, op)]
     ends = used or [(op, op.name) for op in kernel.ops() if isinstance(op, Mask) and not _masked_again(kernel, op)]
     for op, ref in ends:
         done, _ = values.conditions(ref)

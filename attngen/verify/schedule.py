@@ -44,7 +44,8 @@ def drops(module: Module, kernel: Kernel) -> Iterator[str]:
     """With dropout, whatever multiplies V or its gradient is dropped, from one draw; without it nothing is."""
     draws = [op for op in kernel.ops() if isinstance(op, Keep)]
     drop = [op for op in kernel.ops() if isinstance(op, Dropout)]
-    expected = 1 if module.dropout and kernel.dots else 0
+    multiplied = kernel.dots and not {"V", "dO"}.isdisjoint(arg.name for arg in kernel.args)
+    expected = 1 if module.dropout and multiplied else 0
     if (len(draws), len(drop)) != (expected, expected):
         says = "yes" if module.dropout else "no"
         yield f"{len(draws)} draws and {len(drop)} values dropped; expected {expected} of each (dropout {says})"

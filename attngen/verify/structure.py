@@ -16,7 +16,7 @@ from attngen.ir.dtypes import ELEMENTS, agree, result_type
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Row, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import AXES, DIMS
+from attngen.ir.names import AXES, DIMS, OUTPUTS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -66,6 +66,8 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
     if set(module.dtypes) <= ELEMENTS.keys():
         yield from _unlike(module)
+    if module.outputs != tuple(name for name in OUTPUTS if name in ("lse", *module.outputs)):
+        yield f"`outputs {' '.join(module.outputs)}`; expected lse, and some of {', '.join(OUTPUTS)}, in this order"
     if module.rope and (module.cache is None or module.head_dim_qk != module.head_dim_v + module.rope or module.rope not in ROPES):
         said = f"a cache, 16 to 128 columns by 16, and {module.head_dim_v + module.rope} of q and k"
         yield f"`latent rope={module.rope}`; expected {said}"

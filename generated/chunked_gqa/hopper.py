@@ -333,8 +333,8 @@ def floor_div(a, b):
 
 @gluon.jit
 def floor_mod(a, b):
-    # What floor_div leaves: never negative.
-    return a - b * floor_div(a, b)
+    # What floor_div leaves: never negative. Not a - b * floor_div(a, b), of which Triton 3.6 takes too much for multiples of b.
+    return gl.where(a < 0, b - 1 - ~a % b, a % b)
 
 
 # kernel -> (position of a tensor that is given by descriptor, rows of its tiles, columns where only a part of a tile is copied at once)

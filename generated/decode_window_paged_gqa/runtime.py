@@ -1355,6 +1355,30 @@ def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 # -------------------- Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other.
 
+_MOST = 64  # plans that are kept; with one more all are forgotten
+_KEPT: dict[Any, dict[int, Any]] = {}
+
+
+def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, ...]) -> Any:
+    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream that comes first.
+
+    A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph, and is not kept.
+    """
+    if type(q) is not torch.Tensor and type(q) is not torch.nn.Parameter or torch.compiler.is_compiling():
+        return make(q, k)
+    plans = _KEPT.get((make, q.device, sizes), {})
+    if (
+        q.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):  # what was made before is complete: a capture starts with a wait for the device
+        return next(iter(plans.values()), None) or make(q, k)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    if stream not in plans:
+        if len(_KEPT) >= _MOST:
+            _KEPT.clear()
+        _KEPT[make, q.device, sizes] = plans = {**plans, stream: make(q, k)}
+    return plans[stream]
+
+
 class BlockPlan(NamedTuple):
     """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
 
@@ -1545,6 +1569,23 @@ def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
     return whole
 
 
+# -------------------- What calls give beside the output.
+
+def check_max_score(wanted: bool | str) -> None:
+    """Raise ValueError or TypeError, in one sentence, if what a call says of largest scores is neither a bool nor "head"."""
+    if not isinstance(wanted, (bool, str)):
+        raise TypeError(f'attention: return_max_score is a {kind(wanted)}; expected True, False or "head"')
+    if wanted not in (True, False, "head"):
+        raise ValueError(f'attention: return_max_score is "{wanted}"; expected True, for each query, or "head", for each head')
+
+
+def largest(max_score: torch.Tensor, wanted: bool | str) -> torch.Tensor:
+    """The largest scores [B, Hq, Nq] as a call wants them: of each query, or of each "head" [Hq], -inf where it sees nothing."""
+    if wanted != "head":
+        return max_score
+    return max_score.amax((0, 2)) if max_score.numel() else max_score.new_full(max_score.shape[1:2], -torch.inf)
+
+
 # -------------------- A module's operators of torch.library: torch traces calls of them, and autograd records them.
 
 Results = tuple[torch.Tensor, ...]
@@ -1559,6 +1600,7 @@ class Signature(NamedTuple):
     summed: the dQ kernel writes parts of such a gradient, so it has to run for it, too.
     unordered: the names of those whose gradients are added up atomically, in no fixed order.
     results: the dtype of outputs, if it is not that of q.
+    rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
     """
 
     schema: str
@@ -1568,6 +1610,13 @@ class Signature(NamedTuple):
     summed: bool = False
     unordered: tuple[str, ...] = ()
     results: torch.dtype | None = None
+    rows: tuple[str, ...] = ("lse",)
+    flat: int = 0
+
+    @property
+    def smooth(self) -> tuple[str, ...]:
+        """Those of the rows that have a gradient. The backward reads them, and their gradients."""
+        return self.rows[: len(self.rows) - self.flat]
 
 
 def _second_derivatives(*args: Any) -> Any:
@@ -1607,9 +1656,10 @@ def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torc
 class Operators:
     """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module, which run its host programs.
 
-    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, lse)` and `backward(grad_out, grad_lse, q, k, v, out, lse,
-    *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`. They get tensors that kernels can read in place. A module whose
-    `backward` is None has no such operator. If another copy of the module has registered NAME, a `_` is added to it.
+    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)` and `backward(grad_out, *grad_rows, q, k, v, out,
+    *rows, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, of the rows that have gradients. They get tensors that
+    kernels can read in place. A module whose `backward` is None has no such operator. If another copy of the module has registered NAME,
+    a `_` is added to it.
     """
 
     def __init__(
@@ -1627,20 +1677,24 @@ class Operators:
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
-        saved = f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {operands}"
+        rows, smooth = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, signature.smooth))
+        upstream = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
+        saved = f"Tensor q, Tensor k, Tensor v, Tensor out, {smooth}, {operands}"
+        self.smooth = len(signature.smooth)
         self.forward = self.define(
-            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, Tensor lse)", self._forward, self.fake_forward
+            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})", self._forward, self.fake_forward
         )
         self.backward: Any = backward and self.define(
             "backward",
-            f"(Tensor grad_out, Tensor? grad_lse, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
+            f"(Tensor grad_out, {upstream}, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
             self._backward,
             self._fake_backward,
         )
-        # Calls that autograd records: of the operator; of the host program, for the output alone and for both results.
-        self.recorded = _recorded_calls(self, self._run_operator, with_lse=True)
-        self.apply = apply_of(_recorded_calls(self, forward, with_lse=False))
-        self.apply_with_lse = apply_of(_recorded_calls(self, forward, with_lse=True))
+        # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
+        self.recorded = _recorded_calls(self, self._run_operator, with_rows=True)
+        self.apply = apply_of(_recorded_calls(self, forward, with_rows=False))
+        self.apply_with_rows = apply_of(_recorded_calls(self, forward, with_rows=True))
+        self.no_rows = (None,) * len(signature.rows)
         self._register_autograd()
 
     def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -1653,61 +1707,74 @@ class Operators:
         return op
 
     def __call__(
-        self, shapes: Shapes | None, return_lse: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse). With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed."""
+        self, shapes: Shapes | None, return_rows: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        """(out, *rows); without `return_rows` the rows may be None.
+
+        With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed.
+        """
         if shapes is None or (self.interpreted and q.dtype not in _OF_NUMPY):
             return self._through_dispatcher(q, k, v, *operands)
         learned = self.signature.learned
         wanted = q.requires_grad or k.requires_grad or v.requires_grad or (learned and any(operands[i].requires_grad for i in learned))
         if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
-            if return_lse:
-                return self.apply_with_lse(q, k, v, *operands, shapes)
-            return self.apply(q, k, v, *operands, shapes), None
+            if return_rows:
+                return self.apply_with_rows(q, k, v, *operands, shapes)
+            return self.apply(q, k, v, *operands, shapes), *self.no_rows
         return self.host_forward(q, k, v, *operands, shapes)
 
-    def _through_dispatcher(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call the operator. Triton's interpreter cannot multiply what NumPy has not, such as bf16, so there it gets fp32."""
+    def define_key_mass(self, schema: str, kernel: Callable[..., Any]) -> Any:
+        """Define `attngen::NAME_key_mass`, (q, k, lse, *operands) -> [B, Hq, Nk] fp32, which the host program `kernel` computes."""
+
+        def run(*args: Any) -> Any:
+            q, k, *rest = self._multiplied(*args)
+            return kernel(addressable(q), addressable(k), *rest)
+
+        def fake(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return q.new_empty((*q.shape[:2], k.shape[2]), dtype=torch.float32)
+
+        return self.define("key_mass", schema, run, fake)
+
+    def _multiplied(self, *args: Any) -> tuple[Any, ...]:
+        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
         dtype = args[0].dtype
         if self.interpreted and dtype not in _OF_NUMPY:
-            args = tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
-        out, lse = self.forward(*args)
-        return out.to(self.signature.results or dtype), lse
+            return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
+        return args
+
+    def _through_dispatcher(self, *args: Any) -> Results:
+        """Call the operator; in the interpreter, with what that can multiply."""
+        dtype = args[0].dtype
+        out, *rows = self.forward(*self._multiplied(*args))
+        return out.to(self.signature.results or dtype), *rows
 
     # ------------------------------------------------------------------ what the dispatcher calls
 
     def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
 
-    def _backward(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *operands: Any,
-    ) -> Results:
+    def _backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
+        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which gradients are needed."""
         signature = self.signature
-        if signature.unordered and operands[-1] and _wants_order():
+        grad_rows, (q, k, v, *saved) = args[: self.smooth], args[self.smooth :]
+        if signature.unordered and saved[-1] and _wants_order():
             raise RuntimeError(
                 f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
                 "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
             )
-        grad_lse = no_rows(lse.device) if grad_lse is None else grad_lse.resolve_neg().contiguous()
+        grad_rows = tuple(no_rows(q.device) if x is None else x.resolve_neg().contiguous() for x in grad_rows)
         q, k, v = addressable(q), addressable(k), addressable(v)
-        saved: Sequence[Any] = (out, lse, *operands)
         if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may give such back
             saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
-        return self.host_backward(addressable(grad_out), grad_lse, q, k, v, *saved)
+        return self.host_backward(addressable(grad_out), *grad_rows, q, k, v, *saved)
 
     def fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
-        return _rows(q, self.signature.widths[1], self.signature.results), q.new_empty(q.shape[:3], dtype=torch.float32)
+        rows = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in self.signature.rows)
+        return _rows(q, self.signature.widths[1], self.signature.results), *rows
 
-    def _fake_backward(self, grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> Results:
-        (q, k, v, _, _, *operands), learned = args, self.signature.learned
+    def _fake_backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
+        (q, k, v), learned = args[self.smooth : self.smooth + 3], self.signature.learned
+        operands = args[2 * self.smooth + 4 :]  # after the output and the rows
         need_inputs = bool(learned) and operands[-1]
         need_q, need_kv = operands[-3:-1] if learned else operands[-2:]
         width_qk, width_v = self.signature.widths
@@ -1755,25 +1822,29 @@ class Operators:
             if op:
                 self.library.impl(op, _where_recorded(op, record), "Autograd")
 
-    def save(self, ctx: Any, args: Sequence[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Save what the backward needs: q, k, v, the operands and the results."""
-        ctx.save_for_backward(out, lse, *args[: self.numbers_at])
+    def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
+        """Save what the backward needs: q, k, v, the operands, the output and the rows that have gradients."""
+        ctx.save_for_backward(*results[: 1 + self.smooth], *args[: self.numbers_at])
         ctx.numbers = args[self.numbers_at :]
+        if self.signature.flat:
+            ctx.mark_non_differentiable(*results[1 + self.smooth :])
 
-    def gradients(self, ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    def gradients(self, ctx: Any, grad_out: torch.Tensor | None, *grad_rows: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients of q, k, v and of each argument after them in a call; None for those that are not needed."""
         need_q, need_k, need_v, *need = ctx.needs_input_grad
         rest: list[Any] = [None] * len(need)
-        if grad_out is None and grad_lse is None:
+        grad_rows = (*grad_rows, *self.no_rows)[: self.smooth]  # a call for the output alone has none
+        if grad_out is None and all(x is None for x in grad_rows):
             return None, None, None, *rest
-        out, lse, q, k, v, *tensors = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        (out, *rows), (q, k, v, *tensors) = saved[: 1 + self.smooth], saved[1 + self.smooth :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         learned = self.signature.learned
         needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
         direct = is_plain(q, k, v) and not torch.is_grad_enabled()  # then the operator would do nothing else
         call = self.run_backward if direct else self.backward
-        dq, dk, dv, *inputs = call(grad_out, grad_lse, q, k, v, out, lse, *tensors, *ctx.numbers, *needs)
+        dq, dk, dv, *inputs = call(grad_out, *grad_rows, q, k, v, out, *rows, *tensors, *ctx.numbers, *needs)
         for at, gradient in zip(learned, inputs):
             rest[at] = gradient if need[at] else None
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
@@ -1791,22 +1862,24 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _recorded_calls(operators: Operators, run: Callable[..., Results], with_lse: bool) -> type[torch.autograd.Function]:
-    """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, lse)."""
-    numbers_at = operators.numbers_at
+def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows: bool) -> type[torch.autograd.Function]:
+    """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
+    kept, numbers_at, flat = 1 + operators.smooth, operators.numbers_at, operators.signature.flat
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             results = run(*args)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*results + args[:numbers_at])  # as `save` does
+            ctx.save_for_backward(*results[:kept] + args[:numbers_at])  # as `save` does
             ctx.numbers = args[numbers_at:-1]
-            return results if with_lse else results[0]  # one output less for autograd to track
+            if flat:
+                ctx.mark_non_differentiable(*results[kept:])
+            return results if with_rows else results[0]  # fewer outputs for autograd to track
 
         @staticmethod
-        def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None = None) -> Any:
-            return operators.gradients(ctx, grad_out, grad_lse)
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            return operators.gradients(ctx, *grads)
 
     return Attention
 
@@ -1814,14 +1887,14 @@ def _recorded_calls(operators: Operators, run: Callable[..., Results], with_lse:
 def _public_setup(operators: Operators) -> Callable[..., None]:
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
-        operators.save(ctx, inputs, *output)
+        operators.save(ctx, inputs, output)
 
     return setup
 
 
 def _public_backward(operators: Operators) -> Callable[..., Any]:
-    def backward(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None) -> Any:
-        return operators.gradients(ctx, grad_out, grad_lse)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return operators.gradients(ctx, *grads)
 
     return backward
 

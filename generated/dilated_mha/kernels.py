@@ -147,8 +147,8 @@ def floor_div(a, b):
 
 @triton.jit
 def floor_mod(a, b):
-    # What floor_div leaves: never negative.
-    return a - b * floor_div(a, b)
+    # What floor_div leaves: never negative. Not a - b * floor_div(a, b), of which Triton 3.6 takes too much for multiples of b.
+    return tl.where(a < 0, b - 1 - ~a % b, a % b)
 
 
 @triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])

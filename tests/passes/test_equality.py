@@ -1,7 +1,7 @@
 """Random small specs: the module after every pass computes what the module before it did, and the first one what naive attention does.
 
-Forward, LSE and all gradients, in float64, by the executor of the IR (attngen/ir/execute.py). Masks and scores are drawn from the
-grammar of tests/lang_strategies.py, as tests/passes/test_random_masks.py and tests/test_random_scores.py draw them.
+All outputs and all gradients, in float64, by the executor of the IR (attngen/ir/execute.py). Masks and scores are drawn from the grammar
+of tests/lang_strategies.py, as tests/passes/test_random_masks.py and tests/test_random_scores.py draw them.
 
     python -m tests.passes.test_equality --checks 5000 --seed 1
 """
@@ -33,6 +33,7 @@ from attngen.ir.execute_host import execute
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
 from attngen.ir.host import Alloc, Copy, If, Launch, ListBlocks, Place, SumDistances, View
+from attngen.ir.names import OUTPUTS
 from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
 from attngen.ir.text import parse_module, print_module
 from attngen.logical import build_module
@@ -40,7 +41,15 @@ from attngen.parts import Sizes
 from attngen.passes.base import Pass
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.pipeline import lower, passes
-from attngen.reference import dropout_keep, naive_attention, reference_mask, reference_scores
+from attngen.reference import (
+    dropout_keep,
+    naive_attention,
+    naive_entropy,
+    naive_key_mass,
+    naive_max_score,
+    reference_mask,
+    reference_scores,
+)
 from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies
@@ -53,7 +62,7 @@ CI_SPECS, CI_SEEDS = 50, (5, 7, 11, 13)
 TOLERANCE = 1e-9  # of the largest element of a result
 HEAD_DIMS: list[Any] = [16] * 8 + [24, 40, {"qk": 24, "v": 16}, {"qk": 16, "v": 40}, {"qk": 200, "v": 72}]
 BLOCK_SPARSE = [{"block": 16}, {"block": 16, "pattern": "butterfly"}, {"block": 16, "pattern": "local_global", "local": 0, "globals": 1}]
-KINDS = {"mha", "mqa", "gqa", "modified", "dropout", "kv_outer", "packed", "padded", "blocks", "blocks by data", "one pass"}
+KINDS = {"mha", "mqa", "gqa", "modified", "dropout", "kv_outer", "packed", "padded", "blocks", "blocks by data", "one pass", *OUTPUTS}
 KINDS |= {f"gradient by {by}" for by in ("query", "score", "distance", "element", "row")}
 Results = dict[str, np.ndarray]
 
@@ -80,7 +89,7 @@ def learned_read(chance: random.Random) -> dict[str, Any]:
 
 def random_specs(number: int) -> Iterator[dict[str, Any]]:
     """Specs without end, as users write them; some of them ask for what does not go together."""
-    chance = random.Random(number)
+    chance, aside = random.Random(number), random.Random(f"{number} outputs")
     of_masks = strategies(number, lang_strategies.masks(2))
     of_scores = strategies(number, lang_strategies.scores(2).filter(lambda x: re.search(r"\bs\b", x.text)))
     for _ in count():
@@ -95,7 +104,9 @@ def random_specs(number: int) -> Iterator[dict[str, Any]]:
             score.insert(chance.randrange(len(score) + 1), chance.choice([*NAMED, "sink", *([] if by_key else ["alibi"])]))
         if not by_key and chance.random() < 0.2:
             score.append(learned_read(chance))
+        more = {} if by_key else {"outputs": aside.sample([*OUTPUTS], aside.randint(1, len(OUTPUTS)))}
         yield {
+            **more,
             "name": "drawn",
             "heads": {"sharing": "mha" if by_key else chance.choice(["mha", "mqa", "gqa"])},
             "head_dim": chance.choice(HEAD_DIMS),
@@ -149,6 +160,8 @@ class Call:
         qk, v = spec.head_dim.qk, spec.head_dim.v
         given |= {"q": normal(*of[:2], n_q, qk), "k": normal(of[0], of[2], n_kv, qk), "v": normal(of[0], of[2], n_kv, v)}
         given |= {"grad_out": normal(*of[:2], n_q, v), "grad_lse": normal(*of[:2], n_q if chance.random() < 0.8 else 0)}
+        if "entropy" in spec.outputs:
+            given["grad_entropy"] = normal(*of[:2], n_q if given["grad_lse"].shape[2] else 0)
         blocks = spec.mask.blocks()
         if blocks and not blocks.pattern:
             shape = [*of[:2], -(-n_q // blocks.size), -(-n_kv // blocks.size)]
@@ -195,13 +208,20 @@ def naive(spec: Spec, call: Call) -> Results:
     modify, sink = reference_scores(spec.score, q, k, inputs)
     mask = reference_mask(spec.mask, q, k, inputs)
     out, lse = naive_attention(q, k, v, mask, spec.head_dim.qk**-0.5, weight, modify, sink)
+    entropy = naive_entropy(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)
+    outputs = {"entropy": entropy, "max_score": naive_max_score(q, k, mask, spec.head_dim.qk**-0.5, modify)}
+    outputs |= {"key_mass": naive_key_mass(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)}
+    more = {name: outputs[name].detach().numpy() for name in spec.outputs if name in outputs}
     leaves = {"dq": q, "dk": k, "dv": v, **{f"d_{name}": x for name, x in learned.items()}}
-    grad_lse = call.inputs["grad_lse"] if call.inputs["grad_lse"].shape == lse.shape else torch.zeros_like(lse)
+    smooth = (out, lse, *([entropy] if "entropy" in spec.outputs else []))
+    flowing = [call.inputs[name] for name in ("grad_out", "grad_lse", "grad_entropy")[: len(smooth)]]
+    flowing = [grad if grad.shape == x.shape else torch.zeros_like(x) for grad, x in zip(flowing, smooth)]
     found = [torch.zeros_like(x) for x in leaves.values()]
     if out.requires_grad:
-        grads = torch.autograd.grad((out, lse), list(leaves.values()), (call.inputs["grad_out"], grad_lse), allow_unused=True)
+        grads = torch.autograd.grad(smooth, list(leaves.values()), flowing, allow_unused=True)
         found = [zero if x is None else x for zero, x in zip(found, grads)]
-    return {"out": out.detach().numpy(), "lse": lse.detach().numpy(), **{name: x.numpy() for name, x in zip(leaves, found)}}
+    results = {"out": out.detach().numpy(), "lse": lse.detach().numpy(), **more}
+    return {**results, **{name: x.numpy() for name, x in zip(leaves, found)}}
 
 
 def computed(module: Module, call: Call, inputs: dict[str, Any]) -> Results:
@@ -228,7 +248,7 @@ def with_many_queries(module: Module) -> Module:
 
 def expected_of(call: Call, results: Results) -> Results:
     """What both calls give, by what naive attention does: gradients that a call does not need have no elements."""
-    others = {name: x if name in ("out", "lse", *call.second.split()) else np.zeros(0) for name, x in results.items()}
+    others = {name: x if name in ("out", *OUTPUTS, *call.second.split()) else np.zeros(0) for name, x in results.items()}
     return {**results, **{f"{name} of the second call": x for name, x in others.items()}}
 
 
@@ -293,7 +313,7 @@ class Tally:
 
 def kinds_of(spec: Spec, module: Module) -> list[str]:
     """What a spec has that others lack."""
-    found = [spec.heads.sharing, *(f"gradient by {x.by}" for x in module.learned)]
+    found = [spec.heads.sharing, *spec.outputs, *(f"gradient by {x.by}" for x in module.learned)]
     found += ["modified"] if spec.score else []
     found += ["dropout"] if spec.dropout else []
     found += ["kv_outer"] if spec.schedule.order == "kv_outer" else []

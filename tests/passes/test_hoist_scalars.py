@@ -35,7 +35,7 @@ def test_terms_are_gathered_and_so_is_what_is_inside_a_function() -> None:
     ]
 
 
-@pytest.mark.parametrize("expr", ["a*s + b2", "a + s*b2 - q_idx", "s*(a + kv_idx) - b2"])
+@pytest.mark.parametrize("expr", ["a*s + b2", "-a*s + b2", "a + s*b2 - q_idx", "s*(a + kv_idx) - b2"])
 def test_a_lone_scalar_and_what_varies_in_the_loop_stay(expr: str) -> None:
     assert changes(HoistScalars(), module(with_score(expr))) == []
 

@@ -47,6 +47,18 @@ def test_a_scale_moves_into_the_exponent():
     ]
 
 
+def test_what_is_read_of_the_maxima_in_the_loop_is_scaled_too():
+    """The running maximum is in units of raw scores there: that of the turn before, and the new one."""
+    grown = "%grown = map expr({}) uses(m=%m, m_next=%soft.m{}) : f32[BLOCK_Q] @?"
+    text = edit(
+        SOFTMAX,
+        ("    %l_next", f"    {grown.format('-m + m_next', '')}\n    %l_next"),
+        ("expr(alpha*l + p_sum) uses(l=%l", "expr(alpha*l + grown + p_sum) uses(grown=%grown, l=%l"),
+    )
+    found = changes(InlineScores(), module(text))
+    assert f"+ {grown.format('-m*qk_scale + m_next*qk_scale', ', qk_scale=%qk_scale')}" in found
+
+
 def test_a_scale_without_a_mask_moves_too():
     text = edit(SOFTMAX, ("    %masked = mask %score where(kv_idx <= q_idx) : f32[BLOCK_Q, BLOCK_KV] @?\n", ""), ("%masked", "%score"))
     assert "+ %soft = softmax_step %s m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @?" in changes(InlineScores(), module(text))

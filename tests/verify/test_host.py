@@ -230,7 +230,7 @@ def test_a_refusal_names_the_program() -> None:
 
 def test_a_call_takes_the_first_way_that_is_for_it() -> None:
     """Each way is a branch of the one before."""
-    few = Way("By_keys", symbol("Nk") < 4, "few", "more", lambda _: True, lambda _: (), lambda b, block: b.launch("fwd", block))
+    few = Way("By_keys", symbol("Nk") < 4, "few", "more", lambda _: True, lambda _: (), lambda b, block, _: b.launch("fwd", block))
     text = print_module(verify(build_hosts(lowered("causal_gqa")["build"], (few, *WAYS), True)))
     assert (
         """

@@ -67,6 +67,8 @@ def obstacle(module: Module, kernel: Kernel) -> str:
 
 def refused(module: Module, kernel: Kernel) -> str:
     """Why a kernel of the forward or the backward cannot be divided, whichever it is; empty text if nothing speaks against it."""
+    if kernel.of_entropy:
+        return "it computes entropies of queries, or gradients from these (`outputs`)"
     if not any(row.elem_bytes == 2 for row in module.rows(FORWARD)):
         return "no dtype of the spec has 16 bits"
     read = {name for op in kernel.block("entry").ops if is_shared(op) for name in op.operands()}

@@ -105,13 +105,30 @@ def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> It
 
     What lies beside a tile is read where it is first needed, so that registers do not hold it for long; the tile is kept until then.
     """
-    changed = [taken.get(op.name, op) for op in ops]
-    reads = {op.name: op for op in changed if isinstance(op, Read)}
-    tiles = {name: name for name in streamed} | {name: read.beside for name, read in reads.items()}
-    last = {tiles[name]: op.name for op in changed for name in op.operands() if name in tiles and op.name not in reads}
+    changed = list(_as_needed([taken.get(op.name, op) for op in ops]))
+    tiles = {name: name for name in streamed} | {op.name: op.beside for op in changed if isinstance(op, Read)}
+    last = {tiles[name]: op.name for op in changed for name in op.operands() if name in tiles and not isinstance(op, Read)}
     for op in changed:
-        if op.name in reads:
-            continue
-        yield from (reads.pop(name) for name in op.operands() if name in reads)
         yield op
         yield from (Give(f"give_{name}", name) for name, reader in last.items() if reader == op.name)
+
+
+def _as_needed(ops: list[Op]) -> Iterable[Op]:
+    """The ops with each read of what lies beside a tile where it is first needed. What needs one before the tile is taken waits, too."""
+    waiting: dict[str, tuple[Op, set[str]]] = {}  # the tiles whose neighbours an op needs
+    had: set[str] = set()
+
+    def due(name: str) -> Iterable[Op]:
+        if name in waiting:
+            op, _ = waiting.pop(name)
+            yield from (x for operand in op.operands() for x in due(operand))
+            yield op
+
+    for op in ops:
+        tiles = {op.beside} if isinstance(op, Read) else set().union(*(waiting[name][1] for name in op.operands() if name in waiting))
+        if isinstance(op, Read) or tiles - had:
+            waiting[op.name] = op, tiles
+            continue
+        yield from (x for operand in op.operands() for x in due(operand))
+        yield op
+        had |= {op.name} if isinstance(op, Take) else set()

@@ -96,12 +96,12 @@ def spills(module: Module, kernel: Kernel, row: Row) -> bool:
 def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     """A schedule as spills.txt names it: `sm80 dkdv+group 128/128 bytes=2 64x32x4x2`, for all masks but lists of blocks.
 
-    Its loop over heads, lists of blocks and what they are made of, dropout and what modifies scores are part of the name.
+    Its loop over heads, lists of blocks and what they are made of, dropout, entropies and what modifies scores are part of the name.
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
     if module.blocks is not None and kernel.dots:
         name += "+blocks" if not module.blocks.data else "+data+pairs" if kernel.reads_pairs else "+data"
-    name += "+dropout" * kernel.draws + "+8bit" * kernel.reads_quantised
+    name += "+dropout" * kernel.draws + "+entropy" * kernel.of_entropy + "+8bit" * kernel.reads_quantised
     v, rope = tile_width(module.head_dim_v), f"+{tile_width(module.rope)}" if module.rope else ""
     qk = f"{v}{rope}" if rope else tile_width(module.head_dim_qk)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"

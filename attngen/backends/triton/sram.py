@@ -278,7 +278,14 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
     device, random, tf32 = CLASSES[row.device], random_bytes(kernel, row), _in_tf32(module, row)
     formula = sram_formula(kernel, device, on_units, moved, random, aligned(module), row.tma, tf32)
+    if on_units and device.shares_stationary and _sums_alone(kernel):
+        return formula + 4 * symbol(AXIS_DIM[kernel.own_axis]) * min(row.num_warps, score_tile(module, kernel, row)[1] // MFMA_ROWS)
     return formula + _turned(kernel) if on_units and _few_rows(kernel, row) else formula
+
+
+def _sums_alone(kernel: Kernel) -> bool:
+    """Whether a lone product's scores are summed: warps have parts of their rows then, and exchange what they have of a sum."""
+    return len(kernel.dots) == 1 and any(isinstance(op, Reduce) for op in kernel.ops())
 
 
 def _in_tf32(module: Module, row: Row) -> bool:
@@ -371,6 +378,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "a tile that is rewritten changes layout through shared memory, in as many steps as the compiler takes"
     if any(isinstance(op, Zip) for op in kernel.ops()):
         return "even and odd columns change layout where they are joined, in as many steps as the compiler takes"
+    if _sums_alone(kernel):
+        return "warps exchange sums of rows, of which as many have parts as the compiler lays side by side"
     if not aligned(module):
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if any(isinstance(op, Load) and op.pages for op in kernel.ops()):

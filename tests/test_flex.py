@@ -1,0 +1,425 @@
+"""FlexAttention's call and functions: what `attngen.flex_attention` gives, what the functions say as a spec, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, or_masks
+
+import attngen
+from attngen.bench.mods import MODS, Mod, Sizes
+from attngen.errors import SpecError
+from attngen.frontends import flex
+from attngen.frontends.trace import TraceError, trace
+from attngen.reference import relative_error
+from attngen.spec import parse_spec
+from tests.helpers import ROOT
+
+D = 16
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of its own, so that what is built here is built from this source, once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def inputs(sizes: Sizes, device: str, dtype: torch.dtype = torch.float32, width: int = D) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    lengths = ((sizes.q_heads, sizes.n_q), (sizes.kv_heads, sizes.n_kv), (sizes.kv_heads, sizes.n_kv))
+    drawn = [torch.randn(sizes.batch, heads, n, width, generator=g) for heads, n in lengths]
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, score: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) in fp64, by hand."""
+    group = q.shape[1] // k.shape[1]
+    s = q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3) / math.sqrt(q.shape[3])
+    s = s if score is None else score(s)
+    s = s if mask is None else s.masked_fill(~mask, -math.inf)
+    p = torch.softmax(s, -1).nan_to_num(0.0)
+    return p @ v.double().repeat_interleave(group, 1), s.logsumexp(-1)
+
+
+def hold(mod: Mod, sizes: Sizes, device: str) -> None:
+    """Compare the output, the LSE and every gradient with the oracle's."""
+    made = mod.make(sizes, device, torch.Generator(device).manual_seed(0))
+    q, k, v = inputs(sizes, device)
+    leaves = [q, k, v, *made.learned]
+    out, lse = attngen.flex_attention(q, k, v, made.score_mod, made.mask_mod, enable_gqa=sizes.q_heads != sizes.kv_heads, return_lse=True)
+    reference = mod.reference(made, sizes)
+    expected, expected_lse = naive(q, k, v, **{mod.kind: reference})
+    seen = expected_lse > -math.inf
+    w, w_lse = torch.randn_like(expected), torch.randn_like(expected_lse)
+    grads = torch.autograd.grad((out * w).sum() + (lse * w_lse)[seen].sum(), leaves)
+    truth = torch.autograd.grad((expected * w).sum() + (expected_lse * w_lse)[seen].sum(), leaves)
+    for found, right in zip((out, lse[seen], *grads), (expected, expected_lse[seen], *truth)):
+        assert relative_error(found, right) < 1e-5
+    assert bool((lse == -math.inf)[~seen].all()) and bool((out == 0)[~seen].all())
+
+
+CASES = [(name, case.sizes) for name, mod in MODS.items() for case in mod.tests[-1:]]
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES, ids=[name for name, _ in CASES])
+def test_functions_of_attention_gym(name: str, sizes: Sizes, device: str) -> None:
+    hold(MODS[name], sizes, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, mod in MODS.items() if mod.kind == "mask"])
+def test_long_masks_by_compiled_kernels(name: str) -> None:
+    """bf16, D = 128, the lengths of a benchmark, two heads: no error is over twice that of naive attention in bf16."""
+    mod = MODS[name]
+    sizes = mod.bench.sizes._replace(batch=1, q_heads=2, kv_heads=max(1, 2 * mod.bench.sizes.kv_heads // mod.bench.sizes.q_heads))
+    made = mod.make(sizes, "cuda", torch.Generator("cuda").manual_seed(0))
+    leaves = inputs(sizes, "cuda", torch.bfloat16, 128)
+    out = attngen.flex_attention(*leaves, None, made.mask_mod, enable_gqa=sizes.q_heads != sizes.kv_heads)
+    w = torch.randn_like(out)
+    mask = mod.reference(made, sizes)
+
+    def by_hand(dtype: torch.dtype) -> list[Tensor]:
+        q, k, v = (x.to(dtype) for x in leaves)
+        s = (q @ k.transpose(2, 3) / math.sqrt(128)).masked_fill(~mask, -math.inf)
+        o = torch.softmax(s, -1).nan_to_num(0.0) @ v
+        return [o, *torch.autograd.grad(o, leaves, w.to(dtype))]
+
+    ours = [out, *torch.autograd.grad(out, leaves, w)]
+    for found, half, right in zip(ours, by_hand(torch.bfloat16), by_hand(torch.float32)):
+        assert relative_error(found, right) <= 2 * relative_error(half, right)
+
+
+# ---------------------------------------------------------------------------------------------- specs
+
+
+def test_the_spec_of_a_pair_of_functions() -> None:
+    window, slopes = 128, torch.rand(4, requires_grad=True)
+
+    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= window)
+
+    def sloped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - slopes[h] * (q_idx - kv_idx)
+
+    text = attngen.spec_from_mods(sloped, causal, head_dim=(64, 32), sharing="gqa", dtype=("fp16",))
+    assert yaml.safe_load(text) == {
+        "name": "flex_causal_sloped",
+        "heads": {"sharing": "gqa"},
+        "head_dim": {"qk": 64, "v": 32},
+        "dtype": ["fp16"],
+        "mask": {"expr": "q_idx >= kv_idx and q_idx - kv_idx <= 128"},
+        "score": [{"expr": "s - slopes[h] * (q_idx - kv_idx)", "params": {"slopes": {"tensor": ["H"], "dtype": "fp32", "grad": True}}}],
+    }
+    assert "# slopes: float32 [4], captured" in text.splitlines()
+    assert parse_spec(attngen.spec_from_mods(mask_mod=causal, name="mine")).name == "mine"
+    assert "mask" not in yaml.safe_load(attngen.spec_from_mods(sloped)) and "score" not in yaml.safe_load(
+        attngen.spec_from_mods(None, causal)
+    )
+
+
+def test_dimensions_of_captured_tensors() -> None:
+    """They are named where they are read so, and where they have the call's length; other dimensions are numbers."""
+    table, ids, blocks = torch.zeros(7, 3), torch.zeros(2, 40, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.bool)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + table[ids[b, q_idx] - ids[b, kv_idx], 2] + table[h, 1]
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return blocks[b, q_idx // 16]
+
+    def params(sizes: tuple[int, ...] | None) -> list[Any]:
+        data = yaml.safe_load(attngen.spec_from_mods(score, mask, sizes=sizes))  # type: ignore[arg-type]
+        return [p["tensor"] for part in (data["mask"], data["score"][0]) for _, p in sorted(part["params"].items())]
+
+    assert params(None) == [["B", "Nq/16"], ["B", "Nk"], [7, 3]]
+    assert params((2, 4, 4, 40, 40)) == [["B", "Nq/16"], ["B", "Nk"], [7, 3]]
+    assert params((2, 4, 4, 40, 50)) == [["B", "Nq/16"], ["B", "Nq"], [7, 3]]
+    assert params((1, 4, 4, 64, 64)) == [[2, 3], [2, 40], [7, 3]]
+
+
+def test_parts_that_occur_twice_get_names() -> None:
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        place = (q_idx * 3 + kv_idx // 5) % 17
+        return (place * place > 5) | (place == kv_idx)
+
+    traced = trace(None, mask)
+    assert traced.mask_parts == {"m1": "(q_idx * 3 + kv_idx // 5) % 17"} and traced.mask == "m1 * m1 > 5 or m1 == kv_idx"
+
+
+def test_what_is_hidden_by_a_score_is_masked(device: str) -> None:
+    """-inf as a side of `torch.where` becomes the mask, whose tiles are then left out."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where(q_idx >= kv_idx, s * 0.5, -math.inf) + 0.25 * h
+
+    traced = trace(score, lambda b, h, q_idx, kv_idx: kv_idx < 30)
+    assert (traced.mask, traced.score) == ("kv_idx < 30 and q_idx >= kv_idx", "s * 0.5 + h * 0.25")
+    q, k, v = inputs(Sizes(1, 2, 2, 40, 40), device)
+    heads = torch.arange(2, device=device)[:, None, None]
+    mask = torch.ones(40, 40, dtype=torch.bool, device=device).tril()
+    out, _ = naive(q, k, v, lambda s: s * 0.5 + 0.25 * heads, mask)
+    assert relative_error(attngen.flex_attention(q, k, v, score), out) < 1e-6
+
+
+OPERATORS: dict[str, Any] = {
+    "sign": lambda s, i: s + torch.sign(i - 3),
+    "silu": lambda s, i: torch.nn.functional.silu(s),
+    "softplus": lambda s, i: torch.nn.functional.softplus(s),
+    "tanh gelu": lambda s, i: torch.nn.functional.gelu(s, approximate="tanh"),
+    "logs": lambda s, i: torch.log1p(s.abs()) + torch.log2(s.square() + 1) + torch.expm1(-s.abs()),
+    "roots": lambda s, i: (s.square() + 1).rsqrt() + (s.abs() + 1).sqrt().reciprocal(),
+    "extremes": lambda s, i: torch.minimum(s, torch.maximum(-s, i / 4)).clamp(min=-1.5),
+    "rounding": lambda s, i: s + (i / 3).floor() + (i / 3).ceil() - (i / 3).round() + (i / 3).trunc(),
+    "division": lambda s, i: s + torch.div(i - 5, 3, rounding_mode="floor") - torch.div(i + 1, 3, rounding_mode="trunc") + (i / 2) % 1.5,
+    "powers": lambda s, i: s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4),
+    "casts": lambda s, i: s + (i > 3).float() + (i > 2).int() * i.to(torch.float32) + ((i & 1).bool() ^ (i > 5)) * 0.5,
+    "masked_fill": lambda s, i: s.masked_fill(i > 6, -3.0) + torch.where((i > 2) == (i < 5), s, 1.0),
+    "a row of numbers": lambda s, i: s + (torch.arange(4) * i).sum() / 8 + torch.arange(3).float().mean(),
+    "waves": lambda s, i: s * torch.cos(i / 5) + torch.sin(s) + torch.erf(s),
+    "bits": lambda s, i: s + ((i >> 1) ^ 3) / 8 + (i << 1 | 1) / 16 - (~i & 6) / 4,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(name: str) -> None:
+    """The language's evaluator gives what PyTorch gives, and the same derivative in the score."""
+    from attngen.evaluate import evaluate
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return OPERATORS[name](s, q_idx + kv_idx)
+
+    spec = parse_spec(attngen.spec_from_mods(score))
+    s = torch.linspace(-4, 4, 63, dtype=torch.float64).view(1, 1, 7, 9).requires_grad_()
+    sizes = {"batch": 1, "q_heads": 1, "kv_heads": 1, "n_q": 7, "n_kv": 9}
+    found = evaluate(spec.score[0].parsed, **sizes, s=s, values={})  # type: ignore[attr-defined]
+    places = torch.cartesian_prod(torch.arange(7), torch.arange(9))
+    right = torch.stack([OPERATORS[name](x, at.sum()) for x, at in zip(s.flatten(), places)]).view(s.shape)
+    assert relative_error(found, right) < 1e-7
+    for a, b in zip(torch.autograd.grad(found.sum(), s), torch.autograd.grad(right.sum(), s)):
+        assert relative_error(a, b) < 1e-7
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+def test_functions_are_traced_once_and_again_when_they_change(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    monkeypatch.setattr(flex, "trace", lambda *mods: traced.append(1) or trace(*mods))
+    window, first = 5, torch.zeros(2, device=device)
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() <= window
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + first[h]
+
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    distance = (torch.arange(20, device=device)[:, None] - torch.arange(20, device=device)).abs()
+    for call, (now, expected) in enumerate(((5, 1), (5, 1), (7, 2))):
+        window = now
+        first.fill_(call)  # the values of a tensor are read at each call
+        out = attngen.flex_attention(q, k, v, score, mask)
+        assert len(traced) == expected and relative_error(out, naive(q, k, v, mask=distance <= now)[0]) < 1e-6
+    first = torch.ones(2, device=device)
+    attngen.flex_attention(q, k, v, score, mask)
+    assert len(traced) == 3
+
+
+def test_partials_and_callables(device: str) -> None:
+    class Window:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (q_idx - kv_idx).abs() <= self.size
+
+    def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, size: int) -> Tensor:
+        return (q_idx - kv_idx).abs() <= size
+
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    distance = (torch.arange(20, device=device)[:, None] - torch.arange(20, device=device)).abs()
+    right, _ = naive(q, k, v, mask=distance <= 4)
+    for mask in (Window(4), functools.partial(within, size=4), or_masks(Window(4), Window(3))):
+        assert relative_error(attngen.flex_attention(q, k, v, block_mask=mask), right) < 1e-6
+
+
+def test_block_masks(device: str) -> None:
+    """Of a mask that create_block_mask made, the function says all; lists that hide more, or show more, count as well."""
+    n = 256
+
+    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    q, k, v = inputs(Sizes(1, 2, 2, n, n), device)
+    lower = torch.ones(n, n, dtype=torch.bool, device=device).tril()
+    whole = create_block_mask(causal, None, None, n, n, device=device)
+    assert flex._masked(whole).mask_mod is causal
+    assert relative_error(attngen.flex_attention(q, k, v, block_mask=whole), naive(q, k, v, mask=lower)[0]) < 1e-6
+
+    count = torch.tensor([[[1, 1, 2, 2]]], dtype=torch.int32, device=device)  # of blocks of 64
+    at = torch.tensor([[[[0, 0, 0, 0], [1, 0, 0, 0], [0, 2, 0, 0], [1, 3, 0, 0]]]], dtype=torch.int32, device=device)
+    dense = torch.zeros(4, 4, dtype=torch.bool, device=device)
+    dense[[0, 1, 2, 2, 3, 3], [0, 1, 0, 2, 1, 3]] = True
+    blocks = dense.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    for mask_mod, mask in ((causal, blocks & lower), (None, blocks)):
+        some = BlockMask.from_kv_blocks(count, at, BLOCK_SIZE=64, mask_mod=mask_mod, seq_lengths=(n, n))
+        for _ in range(2):  # with a plan that is made, and one that was
+            out = attngen.flex_attention(q, k, v, block_mask=some)
+            assert relative_error(out, naive(q, k, v, mask=mask)[0]) < 1e-6
+
+
+def test_columns_for_products_of_rows(device: str) -> None:
+    """They need no module of their own: that of longer rows of q and k is used, whatever the scale is."""
+    mod = MODS["mla_rope"]
+    sizes = mod.tests[-1].sizes
+    made = mod.make(sizes, device, torch.Generator(device).manual_seed(0))
+    assert made.score_mod is not None
+    traced, products = flex._pair(made.score_mod, None).apart
+    assert traced.score is None and len(products) == 1 and traced.tables == ()
+    q, k, v = inputs(sizes, device)
+    right = naive(q, k, v, lambda s: mod.reference(made, sizes)(s * 0.3 * math.sqrt(D)))[0]
+    assert relative_error(attngen.flex_attention(q, k, v, made.score_mod, scale=0.3, enable_gqa=True), right) < 1e-6
+
+
+def test_a_second_process_takes_the_module_from_the_cache() -> None:
+    """Captured tensors do not matter for it, and nothing is compiled again."""
+    code = (
+        "import torch, attngen, attngen.api as api\n"
+        "api._render = lambda *_: exit('compiled')\n"
+        "bias = torch.ones(2)\n"
+        "out = attngen.flex_attention(*[torch.zeros(1, 2, 8, 16)] * 3, lambda s, b, h, q, k: s + bias[h] * 3, lambda b, h, q, k: q >= k)\n"
+    )
+    attempt = functools.partial(subprocess.run, [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "compiled" in attempt().stderr
+    bias = torch.zeros(2)
+    attngen.flex_attention(*[torch.zeros(1, 2, 9, 16)] * 3, lambda s, b, h, q, k: s + bias[h] * 3, lambda b, h, q, k: q >= k)
+    again = attempt(env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert again.returncode == 0, again.stderr
+
+
+def test_results_of_the_call(device: str) -> None:
+    q, k, v = inputs(Sizes(1, 4, 2, 20, 20), device)
+    out, lse = naive(q, k, v)
+    alone = attngen.flex_attention(q, k, v, enable_gqa=True)
+    pair = attngen.flex_attention(q, k, v, enable_gqa=True, return_lse=True)
+    both, aux = attngen.flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    for x in (alone, pair[0], both):
+        assert relative_error(x, out) < 1e-6
+    assert relative_error(pair[1], lse) < 1e-6 and torch.equal(aux.lse, pair[1])
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+HERE = str(Path(__file__))
+
+
+def _cumulative(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s + torch.cumsum(s.view(1), 0)[0]
+
+
+def _branching(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s if q_idx > 3 else -s
+
+
+def _infinite(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.exp(torch.where(q_idx > 3, s, -math.inf))
+
+
+def _no_condition(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx - kv_idx
+
+
+def _a_condition(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s > 0
+
+
+def _of_too_many(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s + torch.ones(500).mul(q_idx).sum()
+
+
+def _a_row(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s + torch.arange(3)
+
+
+def _line(function: Any, further: int = 1) -> int:
+    return int(function.__code__.co_firstlineno) + further
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "sentence"),
+    [
+        (
+            _cumulative,
+            None,
+            f"score_mod `_cumulative`, line {_line(_cumulative)} of {HERE}: `aten::cumsum` has no expression; "
+            "`attngen.frontends.operators` has those that have one",
+        ),
+        (
+            _infinite,
+            None,
+            f"score_mod `_infinite`, line {_line(_infinite)} of {HERE}: `aten::exp` computes with -inf; expected -inf as a side of "
+            "`torch.where`, and sums with it alone after that",
+        ),
+        (None, _no_condition, "mask_mod `_no_condition` gives a number; expected a condition"),
+        (_a_condition, None, "score_mod `_a_condition` gives a condition; expected a number"),
+        (_a_row, None, "score_mod `_a_row` gives a tensor of shape [3]; expected a number"),
+        (
+            _of_too_many,
+            None,
+            f"score_mod `_of_too_many`, line {_line(_of_too_many)} of {HERE}: `aten::sum` reduces 500 elements; expected at most 128, "
+            "which are written out",
+        ),
+    ],
+)
+def test_refused_functions(score: Any, mask: Any, sentence: str) -> None:
+    with pytest.raises(TraceError) as error:
+        attngen.spec_from_mods(score, mask)
+    assert str(error.value) == sentence
+
+
+def test_a_branch_on_a_position_is_refused_in_one_sentence() -> None:
+    with pytest.raises(TraceError) as error:
+        attngen.spec_from_mods(_branching)
+    text = str(error.value)
+    assert text.startswith(f"score_mod `_branching`, line {_line(_branching)} cannot be traced: ") and "\n" not in text
+
+
+def test_refused_calls() -> None:
+    q = torch.zeros(1, 4, 8, 16)
+    for args, kwargs, sentence in (
+        (
+            (q, q[:, :2], q[:, :2]),
+            {},
+            "flex_attention: 4 query heads and 2 key heads without enable_gqa; expected as many, or enable_gqa=True",
+        ),
+        ((q[0], q, q), {}, "flex_attention: query has 3 dimensions; expected a tensor [B, H, N, D]"),
+        ((q, q, None), {}, "flex_attention: value is a NoneType; expected a tensor [B, H, N, D]"),
+        ((q, q, q, 3), {}, "flex_attention: score_mod is a int; expected a function or None"),
+        (
+            (q, q, q, None, q),
+            {},
+            "flex_attention: block_mask is a Tensor; expected a BlockMask, a function of (b, h, q_idx, kv_idx) or None",
+        ),
+        ((q, q, q), {"return_aux": AuxRequest(max_scores=True)}, "flex_attention: return_aux asks for max_scores; expected `lse` alone"),
+    ):
+        with pytest.raises((ValueError, TypeError)) as error:
+            attngen.flex_attention(*args, **kwargs)  # type: ignore[arg-type]
+        assert str(error.value) == sentence
+
+
+def test_a_mask_that_hides_all_is_refused() -> None:
+    with pytest.raises(SpecError, match="^the spec of `flex_lambda`: `mask` hides every key from every query"):
+        attngen.spec_from_mods(None, lambda b, h, q, k: q < 0)
