@@ -44,7 +44,8 @@ def _share(where: Bool, scene: Scene, n: int) -> float:
         ends = [[int(evaluate(e, here)) for e in runs[i : i + 4]] for i in range(0, len(runs), 4)]
         bounded += sum(end - first + MASKED_TILE * (end - first - (full_end - full)) for first, full, full_end, end in ends)
         own = np.arange(start, start + LISTED, dtype=np.int32)[:, None]
-        seen = value(where, {**here, f"{scene.own}_idx": own, f"{scene.loop}_idx": every_row})
+        with np.errstate(all="ignore"):  # of places that other conditions hide
+            seen = value(where, {**here, f"{scene.own}_idx": own, f"{scene.loop}_idx": every_row})
         blocks = np.broadcast_to(seen, (LISTED, n)).reshape(LISTED, -1, LISTED)
         some, every = blocks.any((0, 2)).sum(), blocks.all((0, 2)).sum()
         listed += some + MASKED_TILE * (some - every)

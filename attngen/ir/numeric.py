@@ -17,6 +17,7 @@ import sympy
 from attngen.errors import AttngenError
 from attngen.ir.expr import (
     BITS,
+    TO_INTEGER,
     Expr,
     cdiv,
     clamp,
@@ -44,6 +45,11 @@ def _power(base: Any, exponent: Any) -> Any:
     if not isinstance(exponent, int):
         return np.power(base * 1.0, exponent)
     return base**exponent if exponent >= 0 else 1.0 / base**-exponent
+
+
+def _whole(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function that makes integers of real numbers; what is beyond 2**30 counts as that, and what is no number as the least."""
+    return lambda x: rounded(np.clip(np.nan_to_num(np.asarray(x, np.float64), nan=-(2.0**30)), -(2.0**30), 2.0**30 - 64)).astype(np.int64)
 
 
 # Functions of any number of arguments, from left to right, by what they do with two.
@@ -76,6 +82,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sin: np.sin,
     cos: np.cos,
     **{kind: kind.of for kind in BITS},
+    **{kind: _whole(rounded) for kind, rounded in zip(TO_INTEGER, (np.floor, np.rint, np.trunc))},
     divisor: lambda a, b: next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1),
     portion: lambda n, i, parts: i * (n // parts) + np.minimum(i, n % parts),
     sympy.Not: np.logical_not,

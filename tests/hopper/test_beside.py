@@ -56,6 +56,17 @@ def test_they_are_read_next_to_the_mask_under_the_products() -> None:
     assert print_module(parse_module(text)) == text
 
 
+def test_what_numbers_of_keys_are_looked_up_by_waits_for_their_tile() -> None:
+    """The first of a document is read at its number, which lies beside the tile: after the tile is taken, and before it is given back."""
+    starts = {"tensor": [9], "dtype": "int32"}
+    own = {"expr": "kv_idx >= starts[ids[kv_idx]] + 3", "params": {"ids": {"tensor": ["Nk"], "dtype": "int32"}, "starts": starts}}
+    text = print_kernel(asked({"all_of": ["causal", own]}).divided[0])
+    step = [line.strip().split(" ")[0] for line in re.split(r"block @step\b", text)[1].split("\n  block ")[0].splitlines()]
+    names = [name for name in step if name in ("%k", "%ids", "%starts", "%masked", "give")]
+    assert names.index("%k") < names.index("%ids") < names.index("%starts") < names.index("give")
+    assert asked({"all_of": ["causal", own]}, dim=64).divided
+
+
 IDS = {"expr": "ids[b, q_idx] == ids[b, kv_idx]", "params": {"ids": {"tensor": ["B", "Nk"], "dtype": "int32"}}}
 DATA = {"all_of": ["causal", IDS]}
 

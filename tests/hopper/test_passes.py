@@ -499,6 +499,8 @@ def test_without_a_word_of_the_spec_kernels_are_divided_where_that_pays() -> Non
     parts = ("floor(sqrt(abs(q_idx - kv_idx))) % 3 == 0", "int(log(1.0 + kv_idx) * 2.5) != round(0.25 * (q_idx + h))", "kv_idx <= q_idx")
     heavy = {"expr": " and ".join(parts)}
     assert auto(mask=heavy) == [] and auto(mask=heavy, schedule={"backend": "hopper"}) == ["hopper"]
+    capped, activated = ({"mask": "none", "score": [{"expr": e}]} for e in ("9 * tanh(s / 9)", "log(relu(s) + 1)"))
+    assert auto(**capped) == ["hopper"] and auto(**activated) == []  # a logarithm is as many operations as a library takes
     (row,) = target("causal_gqa").rows("fwd", "hopper")
     assert row.min_rows == FEW and whole("causal_gqa").rows("fwd", "hopper")[0].min_rows == 0
     text = print_module(target("causal_gqa"))

@@ -22,7 +22,7 @@ from attngen.backends.hopper.facts import (
 from attngen.backends.hopper.widths import is_power_of_two, laid_out
 from attngen.bounds.copies import copy_bounds
 from attngen.devices import CLASSES
-from attngen.ir.expr import Bool
+from attngen.ir.expr import Bool, cos, erf, log2, sin
 from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Add, Arg, Block, Gather, Load, Loop, Map, Mask, Op
 from attngen.ir.roles import Clear, Follow, Give, Issue, Pipeline, Ring, Share, Take, Turn, Work
@@ -46,6 +46,9 @@ PAIR = {"BLOCK_Q", "BLOCK_KV"}  # the dimensions of scores
 STEADY = 128  # columns of values, beyond which two consumers take turns even if some tiles of queries visit more keys than others
 MOST_OF_THREE = 4  # operations for each score, where three consumers share the registers
 MOST_WORK = 16  # operations for each score: those of the specs at hand, which do not spill, are 14 at most
+# Functions of a library, with about so many operations: with a logarithm for each score, the portable forward takes 0.70 of the time of the
+# divided one, with erf beside it 0.52 (docs/perf-log.md, section 34).
+LONG_FUNCTIONS, LONG_FUNCTION = (log2, erf, sin, cos), 20
 FEW = 64  # rows of a call, of which the portable kernel has smaller tiles
 ROOMY = 2  # copies of the consumer at most, where each has as many registers as a thread can have
 WORK_OF_BOTH = 12  # operations for each score where numbers are loaded for rows and for keys, two programs: those of documents, causal
@@ -164,9 +167,9 @@ def is_placed(kernel: Kernel) -> bool:
 
 
 def work(kernel: Kernel) -> int:
-    """The operations of masks, modifiers and gradients for each score."""
+    """The operations of masks, modifiers and gradients for each score; those of a library's functions, too."""
     scores = (op for op in kernel.ops() if isinstance(op, (Gather, Map, Mask)) and any(set(t.dims) == PAIR for t in op.results().values()))
-    return sum(e.count_ops() for op in scores for e in op.expressions)
+    return sum(e.count_ops() + LONG_FUNCTION * e.count(lambda x: isinstance(x, LONG_FUNCTIONS)) for op in scores for e in op.expressions)
 
 
 def is_of_keys(kernel: Kernel, op: Op) -> bool:
