@@ -168,8 +168,8 @@ def test_which_specs_have_one() -> None:
     assert [n for n in SPECS if target(n).stand_ins("bwd")] == [
         *("alibi_mha", "block_sparse_mha", "causal_dropout_mqa", "causal_gqa", "causal_mha", "causal_mqa", "causal_padding_dropout_mha"),
         *("causal_padding_gqa", "chunked_gqa", "cross_mha", "dense_bias_dropout_mha", "dilated_mha", "document_gqa"),
-        *("full_mha", "mla_dims", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "sinks_window_gqa"),
-        *("softcap_window_gqa", "streaming_gqa", "temperature_mha", "window_gqa"),
+        *("full_mha", "mla_dims", "packed_document_gqa", "padding_mha", "prefix_lm_gqa", "qk_clip_gqa"),
+        *("sinks_window_gqa", "softcap_window_gqa", "streaming_gqa", "temperature_mha", "window_gqa"),
     ]
     for name in MADE:
         assert [b.name for b in backward(whole(name)).roles] == ["producer", "consumer", "writer"], name

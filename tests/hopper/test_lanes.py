@@ -111,7 +111,7 @@ def test_roles_that_wait_for_ever_are_named() -> None:
 
 
 def test_colours_have_a_style_and_the_page_has_them() -> None:
-    styles = (ROOT / "templates/html/style.css.jinja").read_text()
+    styles = "".join((ROOT / f"templates/html/{name}.css.jinja").read_text() for name in ("style", "shapes", "colours"))
     for cls in [*MEANING, "leader", "axis", "faint", "strong"]:
         selector = rf"\.{cls.replace(' ', '.')}\b"
         assert re.search(selector, STYLE) and re.search(selector, styles)
