@@ -58,7 +58,7 @@ from tests.passes.test_random_masks import arguments, named, random_mask
 from tests.spec_strategies import drawn
 from tests.test_random_scores import NAMED, READS, modifier
 
-CI_SPECS, CI_SEEDS = 50, (5, 7, 11, 13)
+CI_SPECS, CI_SEEDS = 50, (2, 3, 4, 11)
 TOLERANCE = 1e-9  # of the largest element of a result
 HEAD_DIMS: list[Any] = [16] * 8 + [24, 40, {"qk": 24, "v": 16}, {"qk": 16, "v": 40}, {"qk": 200, "v": 72}]
 BLOCK_SPARSE = [{"block": 16}, {"block": 16, "pattern": "butterfly"}, {"block": 16, "pattern": "local_global", "local": 0, "globals": 1}]
