@@ -17,8 +17,6 @@ from attngen.errors import AttngenError
 from attngen.ir.expr import (
     BITS,
     TO_INTEGER,
-    bitand,
-    bitor,
     clamp,
     cos,
     erf,
@@ -251,8 +249,7 @@ class _Printer:
         if isinstance(e, (floordiv, mod)):
             return f"{self._at(e.args[0], 3)} {'//' if isinstance(e, floordiv) else '%'} {self._at(e.args[1], 3)}", 2
         if isinstance(e, BITS):
-            sign = "&" if isinstance(e, bitand) else "|" if isinstance(e, bitor) else "^"
-            return f" {sign} ".join(self._at(a, 1) for a in e.args), 0
+            return f" {e.sign} ".join(self._at(a, 1) for a in e.args), 0
         if isinstance(e, (sympy.Min, sympy.Max)):
             return self._extreme(e.args, isinstance(e, sympy.Min)), 3
         if isinstance(e, clamp):

@@ -10,10 +10,8 @@ import sympy
 
 from attngen.errors import AttngenError
 from attngen.ir.expr import (
+    BITS,
     TO_INTEGER,
-    bitand,
-    bitor,
-    bitxor,
     clamp,
     cos,
     erf,
@@ -41,9 +39,7 @@ _SIGNS: tuple[tuple[Any, str], ...] = (
     (mod, " % "),
     (sympy.And, " & "),
     (sympy.Or, " | "),
-    (bitand, " & "),
-    (bitor, " | "),
-    (bitxor, " ^ "),
+    *((kind, f" {kind.sign} ") for kind in BITS),
 )
 
 

@@ -220,6 +220,7 @@ class _Bits(sympy.Function):
     is_integer = True
     of: ClassVar[Callable[[int, int], int]]
     neutral: ClassVar[int]  # with which it leaves the other number as it is
+    sign: ClassVar[str]  # in Python and in Triton
 
     @classmethod
     def eval(cls, a: Expr, b: Expr) -> Expr | None:
@@ -238,6 +239,7 @@ class bitand(_Bits):  # noqa: N801
 
     of = operator.and_
     neutral = -1
+    sign = "&"
 
     @classmethod
     def eval(cls, a: Expr, b: Expr) -> Expr | None:
@@ -254,6 +256,7 @@ class bitor(_Bits):  # noqa: N801
 
     of = operator.or_
     neutral = 0
+    sign = "|"
 
 
 class bitxor(_Bits):  # noqa: N801
@@ -261,6 +264,7 @@ class bitxor(_Bits):  # noqa: N801
 
     of = operator.xor
     neutral = 0
+    sign = "^"
 
 
 class _Whole(sympy.Function):

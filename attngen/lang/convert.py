@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.document import shown
-from attngen.ir.expr import FUNCTIONS, bitand, bitor, bitxor, floordiv, mod
+from attngen.ir.expr import BITS, FUNCTIONS, floordiv, mod
 from attngen.lang.checks import Part
 from attngen.lang.functions import OTHERS
 from attngen.lang.grammar import LangError
@@ -45,7 +45,7 @@ _OPERATORS: dict[type, str] = {
     ast.NotIn: "not in",
 }
 _INSTEAD = {"&": "and", "|": "or", "is": "==", "is not": "!="}
-_BITS = {"&": bitand, "|": bitor, "^": bitxor}
+_BITS = {kind.sign: kind for kind in BITS}
 _SHIFTS = ("<<", ">>")
 MAX_SHIFT = 30
 

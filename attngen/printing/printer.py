@@ -18,8 +18,6 @@ from attngen.ir.expr import (
     BITS,
     REAL,
     TO_INTEGER,
-    bitand,
-    bitor,
     cdiv,
     clamp,
     cos,
@@ -193,8 +191,7 @@ class _Printer:
         if isinstance(e, TO_INTEGER):
             return self._whole(e)
         if isinstance(e, BITS):
-            sign = "&" if isinstance(e, bitand) else "|" if isinstance(e, bitor) else "^"
-            return self._atom(self._join(f" {sign} ", [self.print(a) for a in e.args], 0))
+            return self._atom(self._join(f" {e.sign} ", [self.print(a) for a in e.args], 0))
         if isinstance(e, clamp):
             x, low, high = e.args
             return self.print(sympy.Min(sympy.Max(x, low, evaluate=False), high, evaluate=False), real)
