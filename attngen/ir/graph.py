@@ -21,6 +21,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     MEMBER,
+    OWN,
     Access,
     Add,
     Arg,
@@ -334,6 +335,11 @@ class Kernel:
     def adds(self) -> bool:
         """Whether its programs add to what others add to: then it runs divided, by a copy engine that adds, or not at all."""
         return any(isinstance(op, Add) for op in self.ops())
+
+    @cached_property
+    def shared_columns(self) -> GridAxis | None:
+        """The axis of the grid along which programs share the columns of a sum; None where each has all."""
+        return next((axis for axis in self.grid if axis.var in OWN), None)
 
     @cached_property
     def takes_heads(self) -> bool:
@@ -663,6 +669,7 @@ class Row:
     measured: bool = False
     backend: str = DEFAULT_BACKEND  # of attngen/backends: what compiles the kernel
     min_rows: int = 0
+    columns: int = 0  # of a sum, that a program has, where several may share these; else 0
 
     def rows_of(self, axis: str) -> int:
         """The rows of a tile of an axis, `q` or `kv`."""

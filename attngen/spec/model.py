@@ -31,7 +31,7 @@ PACKAGES = frozenset(sys.stdlib_module_names) | {
     *("attngen", "filelock", "jinja2", "matplotlib", "networkx", "numpy", "platformdirs", "pydantic", "rich", "sympy", "torch", "triton"),
     *("typer", "yaml", "generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
 }
-WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 256, 512, 128  # columns of a head; of a latent, and of what is rotated
+WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 512, 512, 128  # columns of a head; of a latent, and of what is rotated
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -66,7 +66,7 @@ class Heads(BaseModel):
 
 
 class HeadDim(BaseModel):
-    """Width of a head of q and k, and of v: multiples of 8 from 16 to 256, or more where values are part of a latent."""
+    """Width of a head of q and k, and of v: multiples of 8 from 16 to 512, or more where values are part of a latent."""
 
     model_config = _STRICT
     qk: int = Field(ge=16, multiple_of=8)

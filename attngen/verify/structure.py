@@ -60,7 +60,7 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         ("backend", module.backend, tuple(BACKENDS)),
         *(("backend", name, (module.backend, *_dividers(module, kernel))) for name in _named_backends(module, kernel)),
         *(("dtype", d, tuple(ELEMENTS)) for d in module.dtypes),
-        *((f"head_dim {n}", d, range(16, 257 + 384 * bool(module.rope), 8)) for n, d in module.head_dims),
+        *((f"head_dim {n}", d, range(16, 513 + 128 * bool(module.rope), 8)) for n, d in module.head_dims),
     ):
         if value not in known:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from attngen.backends.triton.sram import TMA_BARRIERS, misfit, registers_per_thread, score_tile, sram_bytes
 from attngen.bounds.sizes import mode, sizes, streamed_bytes, tile_width
-from attngen.bounds.tiles import count_tiles
+from attngen.bounds.tiles import count_tiles, evaluate, repeats
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Dot, unpadded
@@ -105,6 +105,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     v, rope = tile_width(module.head_dim_v), f"+{tile_width(module.rope)}" if module.rope else ""
     qk = f"{v}{rope}" if rope else tile_width(module.head_dim_qk)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"
+    tile += f" columns={row.columns}" if row.columns else ""
     score = f" score={module.score}" if module.score != "none" and kernel.loops else ""
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
 
@@ -122,7 +123,7 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     if not listed and kernel.normalises:
         cycles += fit.masked * row.block_q * row.block_kv / programs * count_tiles(kernel, *shape, "partial", REACH)
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
-    return cycles + fit.start / programs * -(-shape[0] // own)
+    return (cycles + fit.start / programs * -(-shape[0] // own)) * evaluate(repeats(kernel), {**sizes(module, row), **module.widths})
 
 
 @lru_cache(maxsize=10_000)  # a few modules' rows
