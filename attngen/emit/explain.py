@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from attngen.analysis.columns import parts_of_columns
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.memory import scratch
@@ -71,6 +72,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
         style="dim",
     )
+    yield from map(_line, parts_of_columns(module, problem))
     if module.dealing:
         yield from over_cache(module, problem)
     yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
@@ -128,7 +130,8 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
                 table.add_row(name, row["device"], f"{row['elem_bytes']}", "", "none")
                 none.append(row["none"])
                 continue
-            tile = f"{row['block_q']}x{row['block_kv']}x{row['num_warps']}x{row['num_stages']}"
+            columns = f"/{row['columns']}" if "columns" in row else ""
+            tile = f"{row['block_q']}x{row['block_kv']}{columns}x{row['num_warps']}x{row['num_stages']}"
             tile += " measured" * row.get("measured", False) + f" {row.get('backend', '')}".rstrip()
             limits = ((">", row.get("min_rows")), ("<=", row["max_rows"]))
             rows, reading = " ".join(f"{sign}{limit}" for sign, limit in limits if limit), row["reading"] or {}
@@ -175,7 +178,7 @@ def device_table(module: Module, problem: Problem) -> Table:
                 table.add_row(
                     device.name,
                     kernel.name,
-                    f"{e.row.block_q}x{e.row.block_kv}",
+                    e.row.tile,
                     str(e.row.num_warps),
                     str(e.row.num_stages),
                     f"{e.sram / 1024:.0f}K",

@@ -671,6 +671,11 @@ class Row:
     min_rows: int = 0
     columns: int = 0  # of a sum, that a program has, where several may share these; else 0
 
+    @property
+    def tile(self) -> str:
+        """Its tile as tables show it: `64x32`, or `64x32/256` where programs may share columns, of which each has 256."""
+        return f"{self.block_q}x{self.block_kv}{f'/{self.columns}' * bool(self.columns)}"
+
     def rows_of(self, axis: str) -> int:
         """The rows of a tile of an axis, `q` or `kv`."""
         return self.block_q if axis == "q" else self.block_kv

@@ -1,4 +1,4 @@
-"""The rule of programs that share the columns of a sum: together they have each column once, and what is the same for all is stored once."""
+"""The rule of programs that share the columns of a sum: together they have each once, and what is the same for all is stored once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def columns(module: Module, kernel: Kernel) -> Iterator[str]:
     own = OWN[shared.var]
     expected = cdiv(symbol(WHOLE[own]), symbol(own))
     if len(axes) > 1 or shared.extent != expected or kernel.grid[0] is shared:
-        yield f"its grid has {', '.join(axis.var for axis in axes)} in {to_text(shared.extent)}; expected one such axis, in {to_text(expected)}"
+        have = ", ".join(axis.var for axis in axes)
+        yield f"its grid has {have} in {to_text(shared.extent)}; expected one such axis, behind tiles, in {to_text(expected)}"
     for op in kernel.ops():
         if getattr(op, "over", "") == own:
             yield f"%{op.name} sums {own} columns alone; expected all of {WHOLE[own]}"

@@ -159,7 +159,10 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, keeps_reused: bool, from_shar
 
     In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead.
     """
-    parts = [1 - share_of(part) for part in kernel.ops() if isinstance(part, Load) and part.columns_of == op.name]  # of all columns: the tile
+    parts = [
+        1 - share_of(part) for part in kernel.ops() if isinstance(part, Load) and part.columns_of == op.name
+    ]  # of all columns: the tile
+    # A part that has all columns is the tile itself, which products then read twice.
     if len(parts) + sum(op.name in (dot.a, dot.b) for dot in kernel.dots) < 2:
         return depth
     copies = depth + (sympy.Mul(sympy.Min(1, STAGES - 1), *parts) if keeps_reused and from_shared else 0)
@@ -417,9 +420,10 @@ def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLO
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
         return miscounts(module, kernel, row)
+    columns = f"COLUMNS={row.columns}, " if row.columns else ""
     return (
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
-        f"BLOCK_KV={row.block_kv}, num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
+        f"BLOCK_KV={row.block_kv}, {columns}num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
         f"{device.smem_per_block:,}; a smaller {change} needs less"
     )
 
