@@ -142,7 +142,8 @@ class SelectTiles(Pass):
             given_q = (PACKED,)  # the keys are what takes time: further rows would be empty
         if kernel.deal and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
-            lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2)  # to find where rows are takes a while, which longer tiles hide
+            # To find where rows are takes a while, which longer tiles hide.
+            lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2, UNIT // 4)
             fit = (kv for kv in lengths if any(price(r) < float("inf") for r in candidates(given_q, (kv,), warps)))
             given_kv = (next(fit, UNIT),)
         if kernel.tile_page:
