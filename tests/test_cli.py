@@ -114,7 +114,7 @@ def test_the_summary_is_never_cut(project: Path, attngen: Cli, monkeypatch: pyte
 def test_one_wrong_spec_and_nothing_is_written(project: Path, attngen: Cli) -> None:
     (project / "specs" / "bad.yaml").write_text("name: bad\nhead_dim: 63\nmask: windw\n")
     assert attngen("build", "specs/good.yaml", "specs/bad.yaml", code=1).splitlines() == [
-        "error: specs/bad.yaml, line 2: `head_dim` is the number 63; expected a whole number from 16 to 256 that is a multiple of 8, "
+        "error: specs/bad.yaml, line 2: `head_dim` is the number 63; expected a whole number from 16 to 512 that is a multiple of 8, "
         "or {qk: ..., v: ...}",
         "error: specs/bad.yaml, line 3: `mask` is `windw`, which is not a mask; did you mean `sliding_window`?",
     ]

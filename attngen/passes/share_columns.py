@@ -1,4 +1,4 @@
-"""split-columns: programs may share the columns of a wide sum, so that each holds a part of it.
+"""share-columns: programs may share the columns of a wide sum, so that each holds a part of it.
 
 before:  kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
          %v = load %V[b, h, kv, d_v] check(kv if partial) : T[BLOCK_KV, D_V] @?
@@ -40,15 +40,15 @@ from attngen.policy import WIDEST_SUM
 
 
 @dataclass(frozen=True)
-class SplitColumns(Pass):
-    name: ClassVar[str] = "split-columns"
+class ShareColumns(Pass):
+    name: ClassVar[str] = "share-columns"
     phase: ClassVar[str] = "logical"
 
     def run(self, module: Module) -> Module:
-        return module if module.rope else module.map_kernels(lambda kernel: _split(module, kernel))
+        return module if module.rope else module.map_kernels(lambda kernel: _shared(module, kernel))
 
 
-def _split(module: Module, kernel: Kernel) -> Kernel:
+def _shared(module: Module, kernel: Kernel) -> Kernel:
     """The kernel with an axis of columns, if it holds a sum that is wide, and no other one of columns."""
     sums = {op.type.dims[1] for op in kernel.ops() if isinstance(op, Init) and len(op.type.dims) == 2}
     wide = [own for own, whole in WHOLE.items() if whole in sums and tile_width(module.widths[whole]) > WIDEST_SUM]
@@ -56,7 +56,7 @@ def _split(module: Module, kernel: Kernel) -> Kernel:
         return kernel
     (own,) = wide
     axis = next(letter for letter, dim in OWN.items() if dim == own)
-    return _Columns(kernel, axis, module.widths[WHOLE[own]]).split()
+    return _Columns(kernel, axis, module.widths[WHOLE[own]]).shared()
 
 
 class _Columns:
@@ -71,7 +71,7 @@ class _Columns:
         self.operands = {op.b for op in summed}
         self.both = self.operands & {ref for op in kernel.ops() if op not in summed for ref in op.operands()}  # that others read as a whole
 
-    def split(self) -> Kernel:
+    def shared(self) -> Kernel:
         first, *rest = self.kernel.grid
         axis = GridAxis(self.axis, cdiv(symbol(self.whole), symbol(self.own)))
         about = f"{self.kernel.about.rstrip('.')}; {self.own} columns each." if self.kernel.about else ""

@@ -1,4 +1,4 @@
-"""split-columns: programs share the columns of wide sums; and the rule of those that do."""
+"""share-columns: programs share the columns of wide sums; and the rule of those that do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
 from attngen.logical import build_module
 from attngen.passes.pipeline import passes
-from attngen.passes.split_columns import SplitColumns
+from attngen.passes.share_columns import ShareColumns
 from attngen.passes.split_gradients import SplitGradients
 from attngen.spec import parse_spec
 from attngen.verify import verify
@@ -76,7 +76,7 @@ kernel @dq grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
 
 
 def added(text, head_dim=512):
-    return [line[2:] for line in changes(SplitColumns(), module(text, head_dim=head_dim)) if line.startswith("+")]
+    return [line[2:] for line in changes(ShareColumns(), module(text, head_dim=head_dim)) if line.startswith("+")]
 
 
 def test_each_program_has_columns_of_its_own():
@@ -114,7 +114,7 @@ def test_columns_that_fill_no_power_of_two_are_checked():
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_narrower_sums_stay_whole(head_dim):
-    assert changes(SplitColumns(), module(FORWARD, head_dim=head_dim)) == []
+    assert changes(ShareColumns(), module(FORWARD, head_dim=head_dim)) == []
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_narrower_sums_stay_whole(head_dim):
 )
 def test_it_is_the_sums_that_count(head_dim, shared):
     spec = parse_spec(f"name: wide\nhead_dim: {head_dim}\nmask: causal\n")
-    made = verify(SplitColumns().run(SplitGradients().run(build_module(spec))))
+    made = verify(ShareColumns().run(SplitGradients().run(build_module(spec))))
     assert {k.name: k.shared_columns.var for k in made.kernels if k.shared_columns} == shared
     choices = {k.name: column_choices(made, k) for k in made.kernels}
     assert set(choices.values()) == {(0,)} | ({(512, 256, 128)} if shared else set())
@@ -139,7 +139,7 @@ def test_kernels_over_a_cache_and_latents_stay_whole():
     latent = "heads: {sharing: mqa}\nhead_dim: {qk: 576, v: 512}\nkv: {latent: {rope: 64}}\n"
     for text, expected in ((wide, {"fwd"}), (latent, set())):
         spec = parse_spec(f"name: served\nmask: causal\ncache: contiguous\nbackward: false\n{text}")
-        made = verify(SplitColumns().run(build_module(spec)))
+        made = verify(ShareColumns().run(build_module(spec)))
         assert {k.name for k in made.kernels if k.shared_columns} == expected
 
 
@@ -148,7 +148,13 @@ def test_kernels_over_a_cache_and_latents_stay_whole():
     [
         (FORWARD, "in cdiv(D_V, OWN_V)", "in 2", "columns", "expected one such axis, behind tiles, in cdiv(D_V, OWN_V)"),
         (FORWARD, " alone(own_v)", "", "indexing", "rows of %DELTA that the other programs along own_v write, too"),
-        (FORWARD, "store %O[b, h, q, own_v] %o check(q)", "store %O[b, h, q, own_v] %o check(q) alone(own_v)", "columns", "none of its columns"),
+        (
+            FORWARD,
+            "store %O[b, h, q, own_v] %o check(q)",
+            "store %O[b, h, q, own_v] %o check(q) alone(own_v)",
+            "columns",
+            "none of its columns",
+        ),
         (FORWARD, "%V[b, h, kv, own_v]", "%V[b, h, kv, d_v]", "types", "the access is of [BLOCK_KV, D_V]"),
         (GRADIENT, "%K[b, h, kv, own_qk]", "%Q[b, h, kv, own_qk]", "indexing", "indexes Nq of %Q by `kv`"),
         (GRADIENT, "check(kv if partial) columns_of(%k)", "check(kv) columns_of(%k)", "columns", "is no part of %k"),
@@ -157,7 +163,7 @@ def test_kernels_over_a_cache_and_latents_stay_whole():
     ],
 )
 def test_what_is_no_part_of_all_columns_is_refused(text, old, new, rule, reason):
-    after = print_module(SplitColumns().run(module(text, head_dim=512)))
+    after = print_module(ShareColumns().run(module(text, head_dim=512)))
     with pytest.raises(VerifyError) as error:
         verify(parse_module(edit(after, (old, new)), "edited.ir"))
     assert error.value.rule == rule and reason in error.value.reason
@@ -175,7 +181,7 @@ def test_what_is_no_part_of_all_columns_is_refused(text, old, new, rule, reason)
 def test_rows_that_leave_columns_out_are_refused(old, new, reason):
     """A row gives a part for the kernel's sums; where parts may pass the end of the columns, they are checked."""
     rows = "\nschedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=16 BLOCK_KV=16 COLUMNS=512 num_warps=4 num_stages=1\n"
-    after = print_module(SplitColumns().run(module(FORWARD, head_dim=320)))
+    after = print_module(ShareColumns().run(module(FORWARD, head_dim=320)))
     with pytest.raises(VerifyError) as error:
         verify(parse_module(edit(after + rows, (old, new)), "edited.ir"))
     assert error.value.rule == "columns" and reason in error.value.reason
