@@ -25,8 +25,8 @@ from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.place_barriers import PlaceBarriers
 from attngen.passes.place_memory import PlaceMemory
 from attngen.passes.select_tiles import SelectTiles
-from attngen.passes.simplify import Simplify
 from attngen.passes.share_columns import ShareColumns
+from attngen.passes.simplify import Simplify
 from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
 from attngen.schedules.choice import choose

@@ -49,7 +49,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "OWN_QK": 512, "num_warps": 8, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 64, "BLOCK_KV": 16, "OWN_QK": 256, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 64, "BLOCK_KV": 16, "OWN_QK": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "OWN_QK": 256, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -85,7 +85,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "OWN_QK": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_QK": 256, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_QK": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_QK": 256, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -145,11 +145,11 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "OWN_V": 512, "num_warps": 8, "num_stages": 3}),
         ),
         ("sm90", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "OWN_V": 256, "num_warps": 4, "num_stages": 2}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_V": 256, "num_warps": 4, "num_stages": 3}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "OWN_V": 256, "num_warps": 4, "num_stages": 3}),
         ),
         ("sm100", 2): (
-            (16, {"BLOCK_Q": 16, "BLOCK_KV": 128, "OWN_V": 256, "num_warps": 4, "num_stages": 2}),
+            (16, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_V": 256, "num_warps": 4, "num_stages": 3}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "OWN_V": 512, "num_warps": 8, "num_stages": 2}),
         ),
         ("gfx942", 2): (

@@ -202,7 +202,8 @@ def test_a_kernel_whose_programs_share_nothing_takes_no_columns():
         "head_dim: {qk: 320, v: 40}\nheads: {sharing: gqa}\nmask: {sliding_window: {left: 9, right: 2}}\nscore: {softcap: 2.0}\n",
         "head_dim: {qk: 16, v: 384}\ndropout: true\noutputs: [lse, entropy, max_score]\n",
         "head_dim: {qk: 264, v: 272}\nheads: {sharing: mqa}\nmask: {block_sparse: {block: 16}}\n"
-        "score: {expr: 's * t[q_idx] + bias[h, q_idx - kv_idx + 64]', params: {t: {tensor: [Nq], grad: true}, bias: {tensor: [H, 129], grad: true}}}\n",
+        "score:\n  expr: s * t[q_idx] + bias[h, q_idx - kv_idx + 64]\n"
+        "  params: {t: {tensor: [Nq], grad: true}, bias: {tensor: [H, 129], grad: true}}\n",
     ],
 )
 def test_every_pass_keeps_what_wide_modules_compute(more):
