@@ -84,12 +84,13 @@ def _form(x: Any, tensors: list[torch.Tensor], depth: int) -> Any:
 
 def _formula(function: MaskFunction, tensors: list[torch.Tensor], offset: bool) -> Formula:
     """Trace a mask function; a formula with a reason where that cannot be."""
-    inside = _packed(function)
-    if inside is not None:
-        packed = in_documents(_formula(inside[0], tensors, offset))
-        number = next(i for i, x in enumerate(tensors) if x is inside[1])
-        if not packed.why:
-            return replace(packed, tables=(*packed.tables, ("document_ids", number, (1,))))
+    if (inside := _packed(function)) is not None:
+        inner, ids, remapped = inside
+        made = _formula(inner, tensors, offset)
+        made = in_documents(made) if remapped else _joined(made)
+        if not made.why:
+            number = next(i for i, x in enumerate(tensors) if x is ids)
+            return replace(made, tables=(*made.tables, ("document_ids", number, (1,))))
     try:
         traced = trace(None, function, POSITIONS)
         if (text := _said(traced.mask)) is None:
@@ -122,7 +123,12 @@ def in_documents(made: Formula) -> Formula:
         return made
     if made.offset or made.tables or not all(_shifts(read(part)) for part in made.parts):
         return Formula(why="the mask depends on more than distances, and sequences are packed")
-    return Formula((*made.parts, {"document": {"sorted": True}}), causal=made.causal, packed=True)
+    return _joined(made)
+
+
+def _joined(made: Formula) -> Formula:
+    """The formula, where a query also sees its own sequence alone."""
+    return made if made.why else replace(made, parts=(*made.parts, {"document": {"sorted": True}}), packed=True)
 
 
 def read(data: Any) -> Mask:
@@ -135,16 +141,21 @@ def read(data: Any) -> Mask:
 # ------------------------------------------------------------------------------------------------ what transformers makes
 
 
-def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor] | None:
-    """Of a function for packed sequences: the function of positions inside each, and the number of each position's sequence."""
+def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] | None:
+    """Of a function for packed sequences: the rest of it, the number of each position's sequence, and whether the rest is of positions
+    inside each sequence, in place of positions in the row.
+    """
     parts = dict(held(function)).get("mask_functions")
     if not isinstance(parts, tuple) or len(parts) != 2:
         return None
-    both, inside = (getattr(part, "__qualname__", "").split(".")[0] for part in parts)
-    if (both, inside) != ("packed_sequence_mask_function", "remap_positions_for_packed_sequence"):
+    whose = [getattr(part, "__qualname__", "").split(".")[0] for part in parts]
+    if "packed_sequence_mask_function" not in whose:
         return None
-    ids, inner = dict(held(parts[0])).get("packed_sequence_mask"), dict(held(parts[1])).get("mask_function")
-    return (inner, ids) if isinstance(ids, torch.Tensor) and callable(inner) else None
+    at = whose.index("packed_sequence_mask_function")
+    ids, rest = dict(held(parts[at])).get("packed_sequence_mask"), parts[1 - at]
+    remapped = whose[1 - at] == "remap_positions_for_packed_sequence"
+    rest = dict(held(rest)).get("mask_function") if remapped else rest
+    return (rest, ids, remapped) if isinstance(ids, torch.Tensor) and callable(rest) else None
 
 
 # ------------------------------------------------------------------------------------------------ what formulas say
