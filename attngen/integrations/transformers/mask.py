@@ -20,8 +20,8 @@ class Mask(BlockMask):
     """A mask [B, 1, Nq, Nk] of one kind of layers. What a model reads of its elements it gets from `dense`.
 
     formula: what the mask says, without padding. inputs: the tensors and numbers that the formula's spec takes.
-    padding: bool [B, Nk], True where a key counts, or None. span: int32 [B] each, the first of these keys and their end, where they are known
-    to be one run in each sequence. start: the position of the first query, an int or an int tensor on the device.
+    padding: bool [B, Nk], True where a key counts, or None. span: where these keys are known to be one run in each sequence, the first and
+    the end of each, int32 [B]. start: the position of the first query, an int or an int tensor on the device.
     make: gives the mask's elements. plans: what kernels read of the inputs, by module; all layers share it.
     """
 
