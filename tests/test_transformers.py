@@ -331,6 +331,17 @@ def test_a_model_that_computes_with_its_mask_is_told() -> None:
         mask.masked_fill(mask, 0.0)
 
 
+def test_keys_that_count_are_a_run_where_that_is_known() -> None:
+    """Without gradients a mask looks at its padding: none, a run in each sequence, or any keys."""
+    some = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
+    with torch.no_grad():
+        left, whole, holes = (mask_of(2, 1, 4, 3, attention_mask=x) for x in (some, some | True, torch.tensor([[1, 0, 1, 1]] * 2) > 0))
+        filled, none = mask_of(2, 1, 9, 3, attention_mask=some | True), mask_of(2, 1, 4, 3, attention_mask=some & False)
+    assert left.span is not None and [x.tolist() for x in left.span] == [[2, 0], [4, 3]]
+    assert whole.padding is None and filled.padding is None and none.span is not None
+    assert holes.span is None and holes.padding is not None and mask_of(2, 1, 4, 3, attention_mask=some).span is None
+
+
 def test_registration_is_checked(tmp_path: Path) -> None:
     with pytest.raises(AttngenError, match="the name `my_flash` means something else to transformers"):
         register(name="my_flash")
@@ -403,7 +414,7 @@ def test_specs_of_a_configuration_are_those_of_its_layers(tmp_path: Path, monkey
     names = {path.stem for path in (tmp_path / "specs").iterdir()}
     ways = ["", "_packed", "_padded"]
     expected = {f"layer_{kind}{way}_sink_fp32_mqa_d16" for kind in ("causal", "window_8") for way in ways}
-    expected |= {f"layer_decode_{kind}{way}_sink_fp32_mqa_d16" for kind in ("causal", "window_8") for way in ("", "_padded")}
+    expected |= {f"layer_decode_{kind}{way}_sink_fp32_mqa_d16" for kind in ("causal", "window_8") for way in ("", "_spans")}
     assert names == expected
     command("build", *map(str, sorted((tmp_path / "specs").iterdir())), "--out", str(tmp_path / "built"))
     monkeypatch.setattr(attends, "FOUND", {})

@@ -118,11 +118,11 @@ def _specs(layer: Layer, formula: Formula, uses: tuple[str, ...]) -> Iterator[di
         raise AttngenError(f"the mask of a layer has no formula: {formula.why}")
     packed = in_documents(formula)
     for kind in {layer: None, replace(layer, dropout=False): None} if "training" in uses else ():
-        yield kind.spec(formula, False)
-        yield kind.spec(formula, True)
+        yield kind.spec(formula, "")
+        yield kind.spec(formula, "padded")
         if formula.causal and not packed.why:
-            yield kind.spec(packed, False)
+            yield kind.spec(packed, "")
     if "serving" in uses and formula.causal:
         served = replace(layer, served=True, dropout=False)
-        yield served.spec(formula, False)
-        yield served.spec(formula, True)
+        yield served.spec(formula, "")
+        yield served.spec(formula, "spans")

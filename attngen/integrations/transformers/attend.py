@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,8 +23,16 @@ _KNOWN = frozenset(
     ("cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "labels", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q")
 ) | frozenset(("num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "sliding_window"))
 _KNOWN |= {"use_cache", "past_key_values", "cross_attention_kwargs", "deterministic", "kernel_options", "training", "return_loss"}
+# Keys that count, over a cache: a run in each sequence. What the mask `key_padding` reads would be computed again in every call.
+SPAN: dict[str, Any] = {
+    "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
+    "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
+}
 SERVED = 16  # queries of a sequence, at most, that run over a cache with its keys dealt among programs
 _WARNED: set[str] = set()
+
+
+Padded = Literal["", "spans", "padded"]  # how a layer knows its keys: all count, a run of them, or any
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,10 @@ class Layer:
     dropout: bool
     served: bool
 
-    def spec(self, formula: Formula, padded: bool) -> dict[str, Any]:
+    def spec(self, formula: Formula, padded: Padded) -> dict[str, Any]:
         """The spec of a layer with a mask, as plain data."""
-        parts = [*formula.parts, *(["key_padding"] if padded else [])]
+        keys: dict[Padded, list[Any]] = {"": [], "spans": [SPAN], "padded": ["key_padding"]}
+        parts = [*formula.parts, *keys[padded]]
         scores: list[Any] = [] if self.softcap is None else [{"softcap": self.softcap}]
         scores += [{"dense_bias": {"learnable": not self.served}}] if self.bias else []
         scores += [{"sink": {"learnable": not self.served}}] if self.sink else []
@@ -60,10 +69,10 @@ class Layer:
         data |= {"dropout": True} if self.dropout else {}
         return data | ({"cache": "contiguous", "backward": False} if self.served else {})
 
-    def _name(self, formula: Formula, padded: bool) -> str:
+    def _name(self, formula: Formula, padded: Padded) -> str:
         """A name that says what the layer does."""
         words = ["decode"] * self.served + [_word(part) for part in formula.parts]
-        words += ["padded"] * padded + ["softcap"] * (self.softcap is not None) + ["bias"] * self.bias
+        words += [padded] * bool(padded) + ["softcap"] * (self.softcap is not None) + ["bias"] * self.bias
         words += ["sink"] * self.sink + ["dropout"] * self.dropout + ["fp32"] * self.wide
         qk, v = self.widths
         return "_".join(["layer", *words, self.sharing, f"d{qk}" if qk == v else f"d{qk}_{v}"])
@@ -80,7 +89,7 @@ def _word(part: Any) -> str:
     return {"document": "packed"}.get(name, str(name))
 
 
-_MODULES: dict[tuple[Layer, Formula, bool], ModuleType] = {}
+_MODULES: dict[tuple[Layer, Formula, Padded], ModuleType] = {}
 FOUND: dict[str, ModuleType] = {}  # modules built ahead of time, by the hash of their spec
 _RECORDING: list[list[tuple[Layer, Formula]]] = []
 
@@ -156,9 +165,12 @@ def attend(
     if _RECORDING:
         _RECORDING[-1].append((layer, mask.formula))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-    built = _module(layer, mask)
+    padded: Padded = "" if mask.padding is None else "spans" if served and mask.span else "padded"
+    built = _module(layer, mask.formula, padded)
     inputs = dict(mask.inputs)
-    if mask.padding is not None:
+    if padded == "spans" and mask.span:
+        inputs |= dict(zip(SPAN["params"], mask.span))
+    elif padded:
         inputs["key_padding"] = mask.padding
     inputs |= {} if s_aux is None else {"sink": s_aux.float()}
     inputs |= {} if position_bias is None else {"bias": position_bias}
@@ -278,15 +290,15 @@ def _cut(mask: Mask, end: int) -> Mask:
     return Mask((batch, n_q, end), mask.formula, inputs, padding, end - n_q, lambda: mask.dense()[..., :end])
 
 
-def _module(layer: Layer, mask: Mask) -> ModuleType:
+def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
     """The module of a layer's spec: one that was built ahead of time, or from the cache, or built now."""
     from attngen.api import build
     from attngen.spec import make_spec
 
-    key = (layer, mask.formula, mask.padding is not None)
+    key = (layer, formula, padded)
     found = _MODULES.get(key)
     if found is None:
-        data = layer.spec(mask.formula, mask.padding is not None)
+        data = layer.spec(formula, padded)
         with warnings.catch_warnings():  # of what a mask's author may not mean
             warnings.simplefilter("ignore")
             ahead = FOUND.get(make_spec(data).hash()) if FOUND else None

@@ -20,7 +20,8 @@ class Mask(BlockMask):
     """A mask [B, 1, Nq, Nk] of one kind of layers. What a model reads of its elements it gets from `dense`.
 
     formula: what the mask says, without padding. inputs: the tensors and numbers that the formula's spec takes.
-    padding: bool [B, Nk], True where a key counts, or None. start: the position of the first query, an int or an int tensor on the device.
+    padding: bool [B, Nk], True where a key counts, or None. span: where these keys are known to be one run in each sequence, the first and
+    the end of each, int32 [B]. start: the position of the first query, an int or an int tensor on the device.
     make: gives the mask's elements. plans: what kernels read of the inputs, by module; all layers share it.
     """
 
@@ -32,9 +33,11 @@ class Mask(BlockMask):
         padding: torch.Tensor | None,
         start: int | torch.Tensor,
         make: Callable[[], torch.Tensor],
+        span: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """sizes: (B, Nq, Nk)."""
         self.sizes, self.formula, self.inputs, self.padding, self.start, self.make = sizes, formula, inputs, padding, start, make
+        self.span = span
         self.plans: dict[Any, Any] = {}
 
     @property
@@ -73,7 +76,8 @@ class Mask(BlockMask):
 
         make = self.make
         inputs = {name: moved(x) for name, x in self.inputs.items()}
-        return Mask(self.sizes, self.formula, inputs, moved(self.padding), moved(self.start), lambda: moved(make()))
+        span = None if self.span is None else (moved(self.span[0]), moved(self.span[1]))
+        return Mask(self.sizes, self.formula, inputs, moved(self.padding), moved(self.start), lambda: moved(make()), span)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -113,9 +117,14 @@ def mask_of(
 
     mask_function = mask_function or causal_mask_function
     found, tensors = formula(mask_function, kv_offset)
-    padding = None if attention_mask is None else _part(attention_mask, (1,), kv_offset, kv_length)
-    if padding is not None and (missing := kv_length - padding.shape[1]):
-        padding = torch.nn.functional.pad(padding, (0, missing))  # of a static cache, what is not filled
+    padding, span = None, None
+    if attention_mask is not None:
+        padding = _part(attention_mask, (1,), kv_offset, kv_length)
+        filled = padding.shape[1] == kv_length or found.causal  # what a static cache has not filled is hidden by the formula too
+        if not torch.is_grad_enabled() and not _capturing(padding):  # with a wait for the device, as `generate` does at every token
+            padding, span = (None, None) if filled and bool(padding.all()) else (padding, _span(padding))
+        if padding is not None and (missing := kv_length - padding.shape[1]):
+            padding = torch.nn.functional.pad(padding, (0, missing))
     inputs: dict[str, Any] = {}
     for name, number, at in found.tables:
         x = _part(tensors[number], at, kv_offset, kv_length)
@@ -129,7 +138,7 @@ def mask_of(
         return sdpa_mask(batch_size, q_length, kv_length, **given, **skips, use_vmap=more.get("use_vmap", False), device=device)
 
     start = q_offset - kv_offset
-    return Mask((batch_size, q_length, kv_length), found, inputs, padding, start, make)
+    return Mask((batch_size, q_length, kv_length), found, inputs, padding, start, make, span)
 
 
 def _part(x: torch.Tensor, dims: tuple[int, ...], first: int, count: int) -> torch.Tensor:
@@ -138,3 +147,16 @@ def _part(x: torch.Tensor, dims: tuple[int, ...], first: int, count: int) -> tor
         first = min(first, x.shape[d])
         x = x.narrow(d, first, min(count, x.shape[d] - first))
     return x
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    """Whether nothing may wait for the device, as in a CUDA graph that is captured."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _span(padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The first key of each sequence and the end of its keys, int32 [B] each; None where keys between them are padding."""
+    at = torch.arange(padding.shape[1], device=padding.device, dtype=torch.int32)
+    first = torch.where(padding, at, padding.shape[1]).amin(1)
+    end = torch.where(padding, at + 1, 0).amax(1)
+    return (first.int(), end.int()) if bool((padding.sum(1) == (end - first).clamp(min=0)).all()) else None
