@@ -17,6 +17,7 @@ from attngen.emit.mathml import MathML
 from attngen.emit.page import SEES, Formula, Group, meaning
 from attngen.ir.dtypes import TORCH
 from attngen.ir.graph import Input
+from attngen.integrations.transformers import register
 from attngen.ir.names import INTEGERS
 from attngen.lang import limits
 from attngen.lang.meanings import FUNCTIONS, OPERATORS
@@ -187,6 +188,7 @@ def language_page() -> str:
 def python_page() -> str:
     """What `attngen` gives to Python, with its docstrings."""
     functions = [(name, getattr(attngen, name)) for name in attngen.__all__ if not name.startswith("_")]
+    functions.append(("integrations.transformers.register", register))
     return rendered(
         "python.md.jinja", functions=[(name, f"attngen.{name}{inspect.signature(f)}", inspect.getdoc(f) or "") for name, f in functions]
     )
