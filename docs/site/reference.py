@@ -15,9 +15,9 @@ from attngen.cli import COMMANDS, app
 from attngen.emit.elements import Sample
 from attngen.emit.mathml import MathML
 from attngen.emit.page import SEES, Formula, Group, meaning
+from attngen.integrations.transformers import register
 from attngen.ir.dtypes import TORCH
 from attngen.ir.graph import Input
-from attngen.integrations.transformers import register
 from attngen.ir.names import INTEGERS
 from attngen.lang import limits
 from attngen.lang.meanings import FUNCTIONS, OPERATORS
