@@ -240,6 +240,18 @@ def test_starts_of_packed_sequences_count() -> None:
         model(ids.repeat(2, 1), use_cache=False, **of_starts)
 
 
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_autocast_computes_in_its_type(name: str) -> None:
+    """Weights in fp32, products in bf16: errors are at most twice those of eager attention under autocast."""
+    model = made(name)
+    call, counted = next(calls(name, N, "cpu"))
+    truth = run(model, "eager", call, counted)
+    with torch.autocast("cpu", torch.bfloat16):
+        naive, ours = (run(model, how, call, counted) for how in ("eager", "attngen"))
+    for x, y, right in zip(ours, naive, truth):
+        assert relative_error(x, right) <= 2 * relative_error(y, right)
+
+
 def test_torch_compile_runs_around_layers() -> None:
     model = made("mistral")
     call, counted = next(calls("mistral", N, "cpu"))

@@ -17,6 +17,7 @@ import torch
 from attngen.errors import AttngenError
 from attngen.integrations.transformers.formula import Formula, in_documents
 from attngen.integrations.transformers.mask import Mask, mask_of
+from attngen.spec.model import WIDEST_HEAD
 
 # Keyword arguments that change nothing here: the mask has them, or they are of other parts of a model.
 _KNOWN = frozenset(
@@ -134,6 +135,8 @@ def attend(
     Returns:
         ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning, and gives weights too.
     """
+    if torch.is_autocast_enabled(query.device.type):  # as SDPA does; rotations may have made q and k wider than v
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     mask = attention_mask
     if mask is None:
         mask = _implied(module, query, key, is_causal)
@@ -173,7 +176,7 @@ def attend(
     elif padded:
         inputs["key_padding"] = mask.padding
     inputs |= {} if s_aux is None else {"sink": s_aux.float()}
-    inputs |= {} if position_bias is None else {"bias": position_bias}
+    inputs |= {} if position_bias is None else {"bias": position_bias.to(query.dtype)}
     if served:
         keys = (key.transpose(1, 2), value.transpose(1, 2))
         out = built.attention.with_kvcache(query, *keys, cache_seqlens=_lengths(mask, query), **inputs, scale=scaling)
@@ -219,8 +222,6 @@ def _with_documents(mask: Mask, starts: torch.Tensor, starts_k: torch.Tensor | N
 
 def _unserved(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> str:
     """Why attngen does not run a layer; empty where it does."""
-    from attngen.spec.model import WIDEST_HEAD
-
     if not isinstance(mask, Mask):
         return f"the model was given a mask [{', '.join(map(str, mask.shape))}] of its own"
     if mask.formula.why:
@@ -311,11 +312,12 @@ def _planned(built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tens
     make = getattr(built.attention, "plan", None)
     if make is None:
         return inputs
-    if built not in mask.plans:
+    at = built, query.shape[1], key.shape[1]
+    if at not in mask.plans:
         named = inspect.signature(make).parameters
         given = {"q": query, "k": key, "n_q": query.shape[2], "n_kv": key.shape[2], **inputs}
-        mask.plans[built] = make(**{name: given[name] for name in named if name in given})
-    return {**inputs, "plan": mask.plans[built]}
+        mask.plans[at] = make(**{name: given[name] for name in named if name in given})
+    return {**inputs, "plan": mask.plans[at]}
 
 
 # ------------------------------------------------------------------------------------------------ what attngen does not do
