@@ -318,7 +318,33 @@ def test_results_of_the_call(device: str) -> None:
     both, aux = attngen.flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
     for x in (alone, pair[0], both):
         assert relative_error(x, out) < 1e-6
-    assert relative_error(pair[1], lse) < 1e-6 and torch.equal(aux.lse, pair[1])
+    assert relative_error(pair[1], lse) < 1e-6 and torch.equal(aux.lse, pair[1]) and aux.max_scores is None
+
+
+def test_largest_scores(device: str) -> None:
+    """Of scores that are scaled and modified, as FlexAttention's eager implementation gives them; -inf for queries that see nothing."""
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    results = torch.tensor([0.5, -2.0], device=device)  # a name that modules with outputs have themselves
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s * results[h] - (q_idx - kv_idx).abs() / 8
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx - 3) | (q_idx > 35)
+
+    q, k, v = inputs(Sizes(2, 2, 2, 40, 50), device)
+    blocks = create_block_mask(mask, None, None, 40, 50, device=device)
+    _, right_lse, right = math_attention(q, k, v, score, blocks.as_tuple(), 0.3, {})
+    for lse in (False, True):
+        out, aux = attngen.flex_attention(q, k, v, score, mask, scale=0.3, return_aux=AuxRequest(lse=lse, max_scores=True))
+        found, expected = aux.max_scores, right.detach() * math.log(2)
+        assert found.dtype == torch.float32 and found.shape == (2, 2, 40) and not found.requires_grad
+        seen = expected > -math.inf
+        assert bool((found == -math.inf).equal(~seen)) and bool((~seen).any()) and relative_error(found[seen], expected[seen]) < 1e-6
+        assert (aux.lse is not None) == lse and out.requires_grad
+        if lse:
+            assert relative_error(aux.lse[seen], right_lse[seen] * math.log(2)) < 1e-6
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -413,7 +439,11 @@ def test_refused_calls() -> None:
             {},
             "flex_attention: block_mask is a Tensor; expected a BlockMask, a function of (b, h, q_idx, kv_idx) or None",
         ),
-        ((q, q, q), {"return_aux": AuxRequest(max_scores=True)}, "flex_attention: return_aux asks for max_scores; expected `lse` alone"),
+        (
+            (q, q, q),
+            {"return_lse": True, "return_aux": AuxRequest(lse=True)},
+            "flex_attention: return_lse stands beside return_aux; expected one of them: AuxRequest(lse=True) says the same",
+        ),
     ):
         with pytest.raises((ValueError, TypeError)) as error:
             attngen.flex_attention(*args, **kwargs)  # type: ignore[arg-type]

@@ -187,11 +187,13 @@ def flex_attention(
         enable_gqa: whether query heads may share K/V heads.
         return_lse: also return the natural-log LSE, [B, Hq, L] fp32, differentiable.
         kernel_options: not used. Schedules are chosen by attngen.
-        return_aux: an AuxRequest, of which `lse` is known.
+        return_aux: an AuxRequest: `lse`, as above, and `max_scores`, the largest score that each query sees, scaled and modified,
+            [B, Hq, L] fp32, without a gradient.
 
     Returns:
         [B, Hq, L, Ev], laid out as query is; with `return_lse` a pair with the LSE, with `return_aux` a pair with an AuxOutput. A query
-        that sees no key gets zeros and an LSE of -inf. Differentiable in query, key, value and captured tensors that require a gradient.
+        that sees no key gets zeros, and -inf as its LSE and largest score. Differentiable in query, key, value and captured tensors that
+        require a gradient.
 
     Raises:
         TraceError: a function has no expression; one sentence with the function, the operation and the line.
@@ -201,7 +203,7 @@ def flex_attention(
     cache (see `attngen.build`). The module's element type, head dimension and head sharing are those of the call. Captured tensors may
     change their values between calls, and numbers and tensors may be exchanged: then the functions are traced again.
     """
-    _check(query, key, value, enable_gqa, return_aux)
+    _check(query, key, value, enable_gqa, return_lse, return_aux)
     masked = _masked(block_mask) if hasattr(block_mask, "kv_num_blocks") else None
     mask_mod = masked.mask_mod if masked else block_mask
     pair = _pair(score_mod, mask_mod)
@@ -212,7 +214,9 @@ def flex_attention(
         query, key = longer(query, key, products, scale, sizes)
     else:
         traced = pair.whole
-    module = _module(pair, traced, query, value, sizes)
+    lse = return_lse or bool(return_aux is not None and return_aux.lse)
+    largest = bool(return_aux is not None and return_aux.max_scores)
+    module = _module(pair, traced, query, value, sizes, largest)
     inputs: dict[str, Any] = {table.name: _given(table) for table in traced.tables}
     if masked and hasattr(module, "LISTS"):  # the mask is evaluated once, to find blocks
         at = (id(module), sizes, query.device)
@@ -220,16 +224,17 @@ def flex_attention(
             given = {name: x for name, x in inputs.items() if name in _of_plan(module)}
             masked.plans[at] = module.attention.plan(query, key, **given)
         inputs["plan"] = masked.plans[at]
-    lse_too = return_lse or bool(return_aux is not None and return_aux.lse)
-    result = module.attention(query, key, value, **inputs, scale=scale, return_lse=lse_too)
+    asked = {"return_lse": lse} | ({"return_max_score": True} if largest else {})
+    result = module.attention(query, key, value, **inputs, scale=scale, **asked)
     if return_aux is None:
         return result
     from torch.nn.attention.flex_attention import AuxOutput
 
-    return (result[0], AuxOutput(lse=result[1])) if lse_too else (result, AuxOutput())
+    out, *more = result if lse or largest else (result,)
+    return out, AuxOutput(lse=more[0] if lse else None, max_scores=more[-1] if largest else None)
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool, return_aux: Any) -> None:
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool, return_lse: bool, return_aux: Any) -> None:
     """Raise where the arguments are not those of FlexAttention; the module checks the rest."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
@@ -238,8 +243,8 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
     if query.shape[1] != key.shape[1] and not enable_gqa:
         heads = f"{query.shape[1]} query heads and {key.shape[1]} key heads"
         raise ValueError(f"flex_attention: {heads} without enable_gqa; expected as many, or enable_gqa=True")
-    if getattr(return_aux, "max_scores", False):
-        raise ValueError("flex_attention: return_aux asks for max_scores; expected `lse` alone")
+    if return_lse and return_aux is not None:
+        raise ValueError("flex_attention: return_lse stands beside return_aux; expected one of them: AuxRequest(lse=True) says the same")
 
 
 def _masked(block_mask: Any) -> _Masked:
@@ -281,17 +286,17 @@ def _state(mod: Any, depth: int = 0) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _module(pair: _Pair, traced: Traced, query: torch.Tensor, value: torch.Tensor, sizes: Sizes) -> ModuleType:
-    """The module for calls like this one."""
+def _module(pair: _Pair, traced: Traced, query: torch.Tensor, value: torch.Tensor, sizes: Sizes, largest: bool) -> ModuleType:
+    """The module for calls like this one; if `largest`, one that gives largest scores too."""
     from attngen import build
 
     wide = query.dtype == torch.float32
     tf32 = wide and torch.get_float32_matmul_precision() != "highest"
     sharing = "mha" if sizes.q_heads == sizes.kv_heads else "mqa" if sizes.kv_heads == 1 else "gqa"
     widths = (query.shape[3], value.shape[3])
-    at = (wide, tf32, sharing, widths, *(_dims(table, sizes) for table in traced.tables))
+    at = (wide, tf32, sharing, widths, largest, *(_dims(table, sizes) for table in traced.tables))
     if at not in pair.modules:
-        more = {"fp32_precision": "tf32"} if tf32 else {}
+        more = ({"fp32_precision": "tf32"} if tf32 else {}) | ({"outputs": ["max_score"]} if largest else {})
         dtype = ("fp32",) if wide else ("bf16", "fp16")
         with warnings.catch_warnings():  # of how positions count, which is FlexAttention's way
             warnings.simplefilter("ignore")

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attngen.errors import AttngenError
 from attngen.frontends.operators import OPERATORS, REDUCTIONS, SAME_AS
 from attngen.frontends.values import Index, Untold, Value, constant, joined, literal, scalar, size_of
+from attngen.ir.names import OF_OUTPUTS
 from attngen.lang.names import name_problem
 from attngen.lang.params import Kind
 
@@ -219,9 +220,10 @@ class _Tracer:
         """A name that a parameter can have, and no other tensor has: as in the function, if it can be."""
         stem = re.sub("[^a-z0-9_]+", "_", wanted.lower()).strip("_")[:24] or "table"
         stem = stem if stem[0].isalpha() else f"t_{stem}"
-        stem = f"my_{stem}" if name_problem(stem) or re.fullmatch(r"[imx][0-9]*", stem) else stem
-        taken = {table.name for table in self.tables.values()}
-        return next(name for name in (stem, *(f"{stem}_{n}" for n in range(2, 1000))) if name not in taken)
+        taken = stem in OF_OUTPUTS or re.fullmatch(r"[imx][0-9]*", stem)
+        stem = f"my_{stem}" if taken or name_problem(stem) else stem
+        known = {table.name for table in self.tables.values()}
+        return next(name for name in (stem, *(f"{stem}_{n}" for n in range(2, 1000))) if name not in known)
 
     def _call(self, node: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
         name = _operator(node.target)
