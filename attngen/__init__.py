@@ -33,5 +33,8 @@ else:
             raise AttributeError(f"module `attngen` has no attribute `{name}`")
         import importlib
 
-        globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        from attngen.collector import paused
+
+        with paused():
+            globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return globals()[name]

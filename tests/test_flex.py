@@ -310,6 +310,18 @@ def test_a_second_process_takes_the_module_from_the_cache() -> None:
     assert again.returncode == 0, again.stderr
 
 
+def test_tracing_imports_nothing_of_pytorchs_compiler() -> None:
+    """Which would take longer than all else of a call that finds its module in the cache."""
+    code = (
+        "import sys, torch, attngen\n"
+        "table = torch.ones(2, 9)\n"
+        "def score(s, b, h, q, k): return torch.where(q >= k, s.tanh() + table[h, (q - k).abs() % 9] + torch.arange(3).sum(), -1.0)\n"
+        "attngen.spec_from_mods(score, lambda b, h, q, k: (q // 4 >= k // 4) & ~(k == 7))\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_results_of_the_call(device: str) -> None:
     q, k, v = inputs(Sizes(1, 4, 2, 20, 20), device)
     out, lse = naive(q, k, v)
@@ -419,8 +431,15 @@ def test_refused_functions(score: Any, mask: Any, sentence: str) -> None:
 def test_a_branch_on_a_position_is_refused_in_one_sentence() -> None:
     with pytest.raises(TraceError) as error:
         attngen.spec_from_mods(_branching)
-    text = str(error.value)
-    assert text.startswith(f"score_mod `_branching`, line {_line(_branching)} cannot be traced: ") and "\n" not in text
+    reason = "a number is taken out of a tensor, as by `if` and `int`; expected `torch.where`, or an index that is a tensor"
+    assert str(error.value) == f"score_mod `_branching`, line {_line(_branching)} cannot be traced: {reason}"
+
+
+def test_what_a_function_keeps_of_a_trace_is_refused() -> None:
+    kept: list[Tensor] = []
+    attngen.spec_from_mods(None, lambda b, h, q_idx, kv_idx: kept.append(q_idx) or q_idx > kv_idx)
+    with pytest.raises(RuntimeError, match="a position or a score is used after the function has ended"):
+        kept[0] + 1
 
 
 def test_refused_calls() -> None:
