@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 import attngen
 from attngen.bench.mods import MODS, Mod, Sizes
 from attngen.errors import SpecError
-from attngen.frontends import flex
+from attngen.frontends import pairs
+from attngen.frontends.block_masks import masked_of
 from attngen.frontends.trace import TraceError, trace
 from attngen.reference import relative_error
 from attngen.spec import parse_spec
@@ -217,7 +219,7 @@ def test_operators(name: str) -> None:
 
 def test_functions_are_traced_once_and_again_when_they_change(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
-    monkeypatch.setattr(flex, "trace", lambda *mods: traced.append(1) or trace(*mods))
+    monkeypatch.setattr(pairs, "trace", lambda *mods: traced.append(1) or trace(*mods))
     window, first = 5, torch.zeros(2, device=device)
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -266,7 +268,7 @@ def test_block_masks(device: str) -> None:
     q, k, v = inputs(Sizes(1, 2, 2, n, n), device)
     lower = torch.ones(n, n, dtype=torch.bool, device=device).tril()
     whole = create_block_mask(causal, None, None, n, n, device=device)
-    assert flex._masked(whole).mask_mod is causal
+    assert masked_of(whole).mask_mod is causal
     assert relative_error(attngen.flex_attention(q, k, v, block_mask=whole), naive(q, k, v, mask=lower)[0]) < 1e-6
 
     count = torch.tensor([[[1, 1, 2, 2]]], dtype=torch.int32, device=device)  # of blocks of 64
@@ -287,7 +289,7 @@ def test_columns_for_products_of_rows(device: str) -> None:
     sizes = mod.tests[-1].sizes
     made = mod.make(sizes, device, torch.Generator(device).manual_seed(0))
     assert made.score_mod is not None
-    traced, products = flex._pair(made.score_mod, None).apart
+    traced, products = pairs.pair_of(made.score_mod, None).apart
     assert traced.score is None and len(products) == 1 and traced.tables == ()
     q, k, v = inputs(sizes, device)
     right = naive(q, k, v, lambda s: mod.reference(made, sizes)(s * 0.3 * math.sqrt(D)))[0]
@@ -359,6 +361,158 @@ def test_largest_scores(device: str) -> None:
             assert relative_error(aux.lse[seen], right_lse[seen] * math.log(2)) < 1e-6
 
 
+# ---------------------------------------------------------------------------------------------- inside torch.compile
+
+
+def compiled(function: Any, fullgraph: bool = True) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="inductor" if torch.cuda.is_available() else "aot_eager", fullgraph=fullgraph)
+
+
+def alike(function: Any, graph: Any, *leaves: Tensor) -> None:
+    """A compiled function gives the bits of the function, and of its gradients."""
+    found, right = graph(*leaves[:3]), function(*leaves[:3])
+    found, right = ([x] if isinstance(x, Tensor) else [x[0], *x[1]] for x in (found, right))
+    assert all(a.equal(b) for a, b in zip(found, right, strict=True))
+    w = torch.randn_like(found[0])
+    for a, b in zip(torch.autograd.grad(found[0], leaves, w), torch.autograd.grad(right[0], leaves, w)):
+        assert a.equal(b)
+
+
+def test_a_call_is_part_of_one_graph_and_follows_what_its_functions_hold(device: str) -> None:
+    """Values of tensors, other tensors and numbers, other lengths; the same bits as outside of torch.compile."""
+    slope, window, factor = torch.rand(2, device=device, requires_grad=True), 5, 0.5
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() <= window
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s * factor - slope[h] * (q_idx - kv_idx)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q * 2, k, v, score, mask, return_aux=AuxRequest(lse=True, max_scores=True))
+
+    graph, qkv = compiled(function), inputs(Sizes(1, 2, 2, 20, 20), device)
+    for _ in range(2):
+        alike(function, graph, *qkv, slope)
+    with torch.no_grad():
+        slope.mul_(2)
+    alike(function, graph, *qkv, slope)
+    slope = torch.rand(2, device=device, requires_grad=True)
+    alike(function, graph, *qkv, slope)
+    for window, factor in ((3, 0.5), (2, 0.25), (7, 0.75)):  # noqa: B007 (the functions read them)
+        alike(function, graph, *qkv, slope)
+    alike(function, graph, *inputs(Sizes(1, 2, 2, 33, 33), device), slope)
+
+
+def test_functions_of_one_code_are_told_apart_in_a_graph(device: str) -> None:
+    def within(size: int, first: Tensor) -> Any:
+        return lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() <= size) | (first[kv_idx] > 0)
+
+    def partial(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, size: int) -> Tensor:
+        return (q_idx - kv_idx).abs() <= size
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
+        return attngen.flex_attention(q, k, v, None, mask)
+
+    graph, (q, k, v) = compiled(function), inputs(Sizes(1, 2, 2, 20, 20), device)
+    first = torch.zeros(20, device=device)
+    second = first.clone()
+    second[:2] = 1
+    masks = [within(4, first), within(4, second), within(5, second), or_masks(within(2, first), within(1, second))]
+    for mask in (*masks, functools.partial(partial, size=3)):
+        assert graph(q, k, v, mask).equal(function(q, k, v, mask))
+
+
+def test_methods_and_block_masks_in_a_graph(device: str) -> None:
+    """A method's module has its parameters and numbers; a mask has its lists, where they say more than the function, and its plan."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope, self.every = torch.nn.Parameter(torch.rand(2)), 3
+            at = torch.tensor([[[[0, 0], [0, 1]]]], dtype=torch.int32, device=device)
+            count = torch.tensor([[[1, 1]]], dtype=torch.int32, device=device)  # of blocks of 16
+            self.blocks = BlockMask.from_kv_blocks(count, at, BLOCK_SIZE=16, mask_mod=self.mask, seq_lengths=(32, 32))
+
+        def mask(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (q_idx >= kv_idx) & (kv_idx % self.every != 1)
+
+        def score(self, s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return s - self.slope[h] * (q_idx - kv_idx)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            whole = attngen.flex_attention(q, k, v, self.score, self.mask)
+            result: Tensor = attngen.flex_attention(q, k, v, self.score, self.blocks) + whole
+            return result
+
+    layer, (q, k, v) = Attention().to(device), inputs(Sizes(1, 2, 2, 32, 32), device)
+    graph = compiled(layer)
+    for layer.every in (3, 4):
+        layer.blocks.mask_mod = layer.mask
+        alike(layer, graph, q, k, v, layer.slope)
+
+
+def test_what_cannot_be_part_of_a_graph_says_so_and_is_called_outside_of_it(device: str) -> None:
+    class Hidden:
+        tables = {"first": torch.rand(2, device=device)}
+
+    hidden = Hidden()
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: s + h)
+
+    def reads(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + hidden.tables["first"][h] * kv_idx
+
+    def unseen(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, reads)
+
+    def refused(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, _cumulative)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        block_mask = create_block_mask(_lower, None, None, 20, 20, device=device)
+        return attngen.flex_attention(q, k, v, None, block_mask)
+
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    for function, sentence in (
+        (inside, "flex_attention: a function is defined inside of what is compiled; expected one from outside of it"),
+        (unseen, "flex_attention: `table` is not among what the functions hold, so torch.compile would not see it change"),
+        (refused, "`aten::cumsum` has no expression"),
+        (masked, "flex_attention: a block mask is made inside of what is compiled; expected one from outside of it"),
+    ):
+        with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+            compiled(function)(q, k, v)
+        assert sentence in str(error.value)
+        if function is not refused:
+            assert compiled(function, fullgraph=False)(q, k, v).equal(function(q, k, v))
+    with pytest.raises(TraceError, match="`aten::cumsum` has no expression"):
+        compiled(refused, fullgraph=False)(q, k, v)
+
+
+def test_a_method_is_traced_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though Python makes it anew each time that somebody asks for it; another object's is traced, too."""
+
+    @dataclass
+    class Window:
+        size: int
+
+        def mask(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (q_idx - kv_idx).abs() <= self.size
+
+    traced: list[int] = []
+    monkeypatch.setattr(pairs, "trace", lambda *mods: traced.append(1) or trace(*mods))
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    distance = (torch.arange(20, device=device)[:, None] - torch.arange(20, device=device)).abs()
+    near, far = Window(2), Window(6)
+    for window, expected in ((near, 1), (near, 1), (far, 2), (near, 2), (far, 2)):
+        out = attngen.flex_attention(q, k, v, block_mask=window.mask)
+        assert len(traced) == expected and relative_error(out, naive(q, k, v, mask=distance <= window.size)[0]) < 1e-6
+    near.size = 3
+    assert relative_error(attngen.flex_attention(q, k, v, block_mask=near.mask), naive(q, k, v, mask=distance <= 3)[0]) < 1e-6
+
+
 # ---------------------------------------------------------------------------------------------- what is refused
 
 HERE = str(Path(__file__))
@@ -366,6 +520,10 @@ HERE = str(Path(__file__))
 
 def _cumulative(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return s + torch.cumsum(s.view(1), 0)[0]
+
+
+def _lower(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
 
 
 def _branching(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

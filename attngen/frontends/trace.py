@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from attngen.lang.names import name_problem
 from attngen.lang.params import Kind
 
 Mod = Callable[..., Any]
+DEEPEST = 8  # of functions that hold functions
 NAMED_FROM = 7  # parts of an expression; one with as many that occurs twice gets a name
 _KINDS: dict[str, Kind] = {"bool": "bool", "int32": "int", "fp32": "real"}
 _POSITIONS = ("b", "h", "q_idx", "kv_idx")
@@ -122,8 +124,8 @@ class _Tracer:
         what = "score_mod" if score else "mask_mod"
         inner = inspect.unwrap(getattr(mod, "func", mod))
         code = getattr(inner, "__code__", None)
-        captured = list(_tensors(mod))
-        names = {id(x): name for name, x in captured}
+        captured = [(name, x) for name, x in leaves(mod) if isinstance(x, torch.Tensor)]
+        names = {id(x): name for name, x in reversed(captured)}
         device = next((x.device for _, x in captured), torch.device("cpu"))
         operators = Operators(partial(self._call, names), device, code.co_filename if code else "")
         inputs = [scalar("real" if name == "s" else "int", ast.Name(name, ast.Load())) for name in (*["s"] * score, *_POSITIONS)]
@@ -208,30 +210,37 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _tensors(mod: Any, seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a function holds, by the names that it has for them, and those of the functions that it holds."""
-    seen = set() if seen is None else seen
-    for name, value in held(mod):
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            for i, x in enumerate(value):
-                if isinstance(x, torch.Tensor):
-                    yield f"{name}_{i}", x
-                elif callable(x):
-                    yield from _tensors(x, seen)
-        elif callable(value):
-            yield from _tensors(value, seen)
+def leaves(mod: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The tensors, numbers and words that a function holds, by the names that it has for them, and those of the functions that it holds.
+
+    torch.compile can follow it: then it looks for changes of these as it does for those of what it reads itself.
+    """
+    for name, value in _held(mod):
+        yield from _leaves_of(name, value, (*within, mod))
 
 
-def held(mod: Any) -> Iterator[tuple[str, Any]]:
+def _leaves_of(name: str, value: Any, within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (torch.Tensor, bool, int, float, str)):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, x in enumerate(value):
+            yield from _leaves_of(f"{name}_{i}", x, within)
+    elif isinstance(value, (type, ModuleType)) or len(within) > DEEPEST or any(value is x for x in within):
+        return
+    elif callable(value):
+        yield from leaves(value, within)
+    elif hasattr(value, "__dict__"):
+        for attribute, x in vars(value).items():
+            if isinstance(x, (torch.Tensor, bool, int, float, str)):
+                yield attribute, x
+
+
+def _held(mod: Any) -> Iterator[tuple[str, Any]]:
     """What a function depends on besides its arguments: names and values."""
     if isinstance(getattr(mod, "func", None), Callable):  # type: ignore[arg-type]
         yield "func", mod.func  # functools.partial
-        yield from enumerate_names(getattr(mod, "args", ()))
+        for i, x in enumerate(getattr(mod, "args", ())):
+            yield f"arg_{i}", x
         yield from (getattr(mod, "keywords", None) or {}).items()
         return
     if inspect.ismethod(mod):
@@ -240,6 +249,9 @@ def held(mod: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(mod, torch.nn.Module):
         yield from mod.named_parameters()
         yield from mod.named_buffers()
+        for name, x in vars(mod).items():
+            if isinstance(x, (bool, int, float, str)) and name != "training":
+                yield name, x
         return
     if not inspect.isfunction(mod):
         yield from vars(mod).items() if hasattr(mod, "__dict__") and not isinstance(mod, type) else ()
@@ -254,13 +266,8 @@ def held(mod: Any) -> Iterator[tuple[str, Any]]:
     yield from zip(mod.__code__.co_varnames[: mod.__code__.co_argcount][-len(defaults) :] if defaults else (), defaults)
     yield from (mod.__kwdefaults__ or {}).items()
     for name in mod.__code__.co_names:
-        value = mod.__globals__.get(name)
-        if isinstance(value, (torch.Tensor, bool, int, float)) or inspect.isfunction(value):
-            yield name, value
-
-
-def enumerate_names(values: Any) -> Iterator[tuple[str, Any]]:
-    return ((f"arg_{i}", x) for i, x in enumerate(values))
+        if name in mod.__globals__:
+            yield name, mod.__globals__[name]
 
 
 def _named(e: ast.expr, letter: str) -> tuple[str, dict[str, str]]:
