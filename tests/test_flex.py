@@ -405,6 +405,18 @@ def test_a_call_is_part_of_one_graph_and_follows_what_its_functions_hold(device:
     alike(function, graph, *inputs(Sizes(1, 2, 2, 33, 33), device), slope)
 
 
+def test_lengths_are_symbols_of_a_graph_where_functions_hold_no_tensors(device: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    graph = torch.compile(lambda q, k, v: attngen.flex_attention(q * 2, k, v, None, _lower), backend=counter, fullgraph=True)
+    for n in (20, 33, 70, 47):
+        q, k, v = inputs(Sizes(1, 2, 2, n, n), device)
+        assert graph(q, k, v).equal(attngen.flex_attention(q * 2, k, v, None, _lower))
+    assert counter.frame_count == 2
+
+
 def test_functions_of_one_code_are_told_apart_in_a_graph(device: str) -> None:
     def within(size: int, first: Tensor) -> Any:
         return lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() <= size) | (first[kv_idx] > 0)

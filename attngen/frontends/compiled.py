@@ -43,7 +43,9 @@ def call(
         return _outside(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
     tensors = [x for x in held if isinstance(x, torch.Tensor)]
     numbers = tuple(_known(x) for x in held if not isinstance(x, torch.Tensor))
-    sizes = tuple(_known(n) for n in (query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2]))
+    sizes = (0, query.shape[1], key.shape[1], 0, 0)
+    if tensors or is_block_mask(block_mask):  # whose dimensions are named where they are as long
+        sizes = tuple(_known(n) for n in (query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2]))
     lse, largest = return_lse, False
     if return_aux is not None:
         lse, largest = return_aux.lse, return_aux.max_scores
