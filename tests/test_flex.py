@@ -152,6 +152,20 @@ def test_dimensions_of_captured_tensors() -> None:
     assert params((1, 4, 4, 64, 64)) == [[2, 3], [2, 40], [7, 3]]
 
 
+def test_tables_of_one_dimension_that_are_computed_into_have_any_length() -> None:
+    """But not those that get a gradient, nor those that are read at what numbers bound."""
+    ids, starts, by_distance = torch.zeros(40, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.zeros(79)
+    learned, few, first = torch.zeros(79, requires_grad=True), torch.zeros(8), torch.zeros(3)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        read = s + by_distance[q_idx - kv_idx + 39] + learned[q_idx - kv_idx + 39] + few[(q_idx - kv_idx) % 8] + few[kv_idx.clamp(0, 7)]
+        return read + first[2] + first[torch.arange(3)].sum()
+
+    data = yaml.safe_load(attngen.spec_from_mods(score, lambda b, h, q_idx, kv_idx: kv_idx >= starts[ids[q_idx]]))
+    found = {name: p["tensor"] for part in (data["mask"], data["score"][0]) for name, p in part["params"].items()}
+    assert found == {"ids": ["Nq"], "starts": ["any"], "by_distance": ["any"], "learned": [79], "few": [8], "first": [3]}
+
+
 def test_parts_that_occur_twice_get_names() -> None:
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         place = (q_idx * 3 + kv_idx // 5) % 17

@@ -90,7 +90,8 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
     derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
     titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *module.by_query])}).", **derived}
     hosts = [(host.name, titles[host.name], HostContext(module, host, views).view()) for host in module.hosts]
-    given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in (wrapper.data_inputs if wrapper.data else [])]
+    taken = [i for i in (wrapper.data_inputs if wrapper.data else []) if not i.is_size]
+    given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in taken]
     return {
         "module": module,
         "w": wrapper,
@@ -100,7 +101,7 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
         "programs": hosts,
         "infinite": any(isinstance(op, Alloc) and op.fill == -sympy.oo for host in module.hosts for op in host.ops()),
         "strip": STRIP,
-        "data_args": "".join(f", {i.name}={i.name}" for i in wrapper.data_inputs) if wrapper.data else "",
+        "data_args": "".join(f", {i.name}={i.name}" for i in taken),
         "data_params": "".join(f", {text}" for text in given),
         "sizes_in": sizes_in,
         "strings_of": lambda names, suffix: layout.tuple_text([f'"{name}{suffix}"' for name in names]),

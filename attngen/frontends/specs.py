@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
 import yaml
 
 from attngen.frontends.trace import Mod, Table, Traced, TraceError, occurs, trace
+from attngen.lang.params import ANY
 from attngen.parts import Sizes
 
 _BLOCKS = re.compile(r"(q_idx|kv_idx) // ([0-9]+)")
@@ -34,7 +36,8 @@ def spec_from_mods(
         sharing: how query heads share K/V heads: mha, mqa or gqa.
         dtype: element types of the module.
         sizes: (B, Hq, Hkv, Nq, Nk) of a call. With them a dimension of a captured tensor is B, H, Nq or Nk only where it is as long;
-            without them, wherever it is read at b, h, q_idx or kv_idx. Other dimensions are numbers: those of the tensor.
+            without them, wherever it is read at b, h, q_idx or kv_idx. Other dimensions are numbers: those of the tensor. A tensor of one
+            dimension without a gradient that is read at what it or another one says, or by distance, has `any` length.
 
     Returns:
         text of a spec, which `attngen build` takes. A captured tensor is a parameter, with the name that the function has for it.
@@ -100,8 +103,23 @@ def _param(table: Table, sizes: Sizes | None, scored: bool) -> dict[str, Any]:
 
 
 def dims_of(table: Table, sizes: Sizes | None) -> tuple[str | int, ...]:
-    """The dimensions of a captured tensor: those of a call by name, where they are read so and have that length; else its own numbers."""
-    return tuple(_dim(n, {read[d] for read in table.reads}, sizes) for d, n in enumerate(table.shape))
+    """The dimensions of a captured tensor: those of a call by name, where they are read so and have that length; else its own numbers.
+
+    One that is computed with has `any` length, if it is the only one, and there is no gradient: as many documents as a call has.
+    """
+    dims = tuple(_dim(n, {read[d] for read in table.reads}, sizes) for d, n in enumerate(table.shape))
+    free = len(dims) == 1 and isinstance(dims[0], int) and not table.tensor.requires_grad
+    return (ANY,) if free and not all(_is_bounded(read[0]) for read in table.reads) else dims
+
+
+def _is_bounded(index: str) -> bool:
+    """Whether numbers bound an index: it is one, or the name of a turn, a remainder or a clamp. Such reads need no checks."""
+    match ast.parse(index, mode="eval").body:
+        case ast.Constant() | ast.UnaryOp() | ast.BinOp(op=ast.Mod()) | ast.Call(func=ast.Name(id="clamp")):
+            return True
+        case ast.Name(id=name):
+            return name not in _NATURAL
+    return False
 
 
 def _dim(n: int, read: set[str], sizes: Sizes | None) -> str | int:
