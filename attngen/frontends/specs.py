@@ -13,7 +13,7 @@ from attngen.lang.params import ANY
 from attngen.parts import Sizes
 
 _BLOCKS = re.compile(r"(q_idx|kv_idx) // ([0-9]+)")
-_NATURAL = {"b": "B", "h": "H", "q_idx": "Nq", "kv_idx": "Nk"}
+_NATURAL = {"b": "B", "h": "H", "q_idx": "Nq", "kv_idx": "Nk", "q_pos": "Nk"}
 
 
 def spec_from_mods(
@@ -78,37 +78,37 @@ def data_of(
         **more,
     }
     if traced.mask is not None:
-        data["mask"] = _written(traced.mask, traced.mask_parts, traced, sizes)
+        data["mask"] = written(traced.mask, traced.mask_parts, traced, sizes)
     if traced.score is not None:
-        data["score"] = [_written(traced.score, traced.score_parts, traced, sizes)]
+        data["score"] = [written(traced.score, traced.score_parts, traced, sizes)]
     spec = make_spec(data, f"the spec of `{name}`")
     if not in_fixed_order(spec):
         data["backward"] = {"deterministic": False}
     return data
 
 
-def _written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None) -> dict[str, Any]:
-    """A mask or modifier as a spec has it: its text, named parts and parameters."""
+def written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None, free: bool = True) -> dict[str, Any]:
+    """A mask or modifier as a spec has it: its text, named parts and parameters. If not `free`, no dimension of these has any length."""
     whole = " ".join((text, *parts.values()))
-    params = {t.name: _param(t, sizes, occurs(t.name, traced.of_score)) for t in traced.tables if occurs(t.name, whole)}
+    params = {t.name: _param(t, sizes, occurs(t.name, traced.of_score), free) for t in traced.tables if occurs(t.name, whole)}
     return {"expr": text} | ({"let": parts} if parts else {}) | ({"params": params} if params else {})
 
 
-def _param(table: Table, sizes: Sizes | None, scored: bool) -> dict[str, Any]:
+def _param(table: Table, sizes: Sizes | None, scored: bool, free: bool) -> dict[str, Any]:
     """The declaration of a captured tensor. One that a score depends on may have a gradient."""
     if len(table.shape) > 4:
         raise TraceError(f"the captured tensor `{table.name}` has {len(table.shape)} dimensions; expected at most 4")
     learned = scored and table.tensor.requires_grad and table.dtype == "fp32"
-    return {"tensor": list(dims_of(table, sizes)), "dtype": table.dtype} | ({"grad": True} if learned else {})
+    return {"tensor": list(dims_of(table, sizes, free)), "dtype": table.dtype} | ({"grad": True} if learned else {})
 
 
-def dims_of(table: Table, sizes: Sizes | None) -> tuple[str | int, ...]:
+def dims_of(table: Table, sizes: Sizes | None, free: bool = True) -> tuple[str | int, ...]:
     """The dimensions of a captured tensor: those of a call by name, where they are read so and have that length; else its own numbers.
 
     One that is computed with has `any` length, if it is the only one, and there is no gradient: as many documents as a call has.
     """
     dims = tuple(_dim(n, {read[d] for read in table.reads}, sizes) for d, n in enumerate(table.shape))
-    free = len(dims) == 1 and isinstance(dims[0], int) and not table.tensor.requires_grad
+    free = free and len(dims) == 1 and isinstance(dims[0], int) and not table.tensor.requires_grad
     return (ANY,) if free and not all(_is_bounded(read[0]) for read in table.reads) else dims
 
 
@@ -124,7 +124,7 @@ def _is_bounded(index: str) -> bool:
 
 def _dim(n: int, read: set[str], sizes: Sizes | None) -> str | int:
     """A dimension of length n that is read at these indices."""
-    if read <= {"q_idx", "kv_idx"}:
+    if read <= {"q_idx", "q_pos", "kv_idx"}:
         names = [_NATURAL[at] for at in sorted(read)]  # keys first: where both are read, queries are no more than keys
     elif len(read) == 1 and (whole := _BLOCKS.fullmatch(next(iter(read)))):
         names = [f"{_NATURAL[whole[1]]}/{whole[2]}"]

@@ -29,7 +29,7 @@ Mod = Callable[..., Any]
 DEEPEST = 8  # of functions that hold functions
 NAMED_FROM = 7  # parts of an expression; one with as many that occurs twice gets a name
 _KINDS: dict[str, Kind] = {"bool": "bool", "int32": "int", "fp32": "real"}
-_POSITIONS = ("b", "h", "q_idx", "kv_idx")
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
 _NOT_USED = ("layout", "device", "pin_memory", "memory_format", "non_blocking")  # of operators' arguments
 
 
@@ -77,14 +77,15 @@ class Traced:
         return occurs(table.name, f"{self.of_mask} {self.of_score}")
 
 
-def trace(score_mod: Mod | None, mask_mod: Mod | None) -> Traced:
+def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...] = POSITIONS) -> Traced:
     """Trace a pair of functions: score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx).
 
-    A score that is -inf under a condition, by `torch.where`, gives the mask that condition.
+    A score that is -inf under a condition, by `torch.where`, gives the mask that condition. `positions` are what the language calls the
+    four numbers that a function is given: `q_pos` in place of `q_idx` is for a function that counts queries among the keys.
 
     Raises TraceError: one sentence with the function, the operation and the line.
     """
-    tracer = _Tracer()
+    tracer = _Tracer(positions)
     conditions: list[ast.expr] = []
     if mask_mod is not None:
         made = tracer.run(mask_mod, False)
@@ -111,7 +112,8 @@ def occurs(name: str, text: str) -> bool:
 class _Tracer:
     """Traces functions one after the other. Their tensors are named together."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: tuple[str, ...]) -> None:
+        self.positions = positions
         self.tables: dict[int, Table] = {}
         self.turns = 0
 
@@ -128,7 +130,7 @@ class _Tracer:
         names = {id(x): name for name, x in reversed(captured)}
         device = next((x.device for _, x in captured), torch.device("cpu"))
         operators = Operators(partial(self._call, names), device, code.co_filename if code else "")
-        inputs = [scalar("real" if name == "s" else "int", ast.Name(name, ast.Load())) for name in (*["s"] * score, *_POSITIONS)]
+        inputs = [scalar("real" if name == "s" else "int", ast.Name(name, ast.Load())) for name in (*["s"] * score, *self.positions)]
         try:
             return self._result(operators.run(mod, inputs), names, mod, what, score)
         except TraceError:
@@ -215,7 +217,7 @@ def leaves(mod: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
 
     torch.compile can follow it: then it looks for changes of these as it does for those of what it reads itself.
     """
-    for name, value in _held(mod):
+    for name, value in held(mod):
         yield from _leaves_of(name, value, (*within, mod))
 
 
@@ -235,7 +237,7 @@ def _leaves_of(name: str, value: Any, within: tuple[Any, ...]) -> Iterator[tuple
                 yield attribute, x
 
 
-def _held(mod: Any) -> Iterator[tuple[str, Any]]:
+def held(mod: Any) -> Iterator[tuple[str, Any]]:
     """What a function depends on besides its arguments: names and values."""
     if isinstance(getattr(mod, "func", None), Callable):  # type: ignore[arg-type]
         yield "func", mod.func  # functools.partial
@@ -266,8 +268,9 @@ def _held(mod: Any) -> Iterator[tuple[str, Any]]:
     yield from zip(mod.__code__.co_varnames[: mod.__code__.co_argcount][-len(defaults) :] if defaults else (), defaults)
     yield from (mod.__kwdefaults__ or {}).items()
     for name in mod.__code__.co_names:
-        if name in mod.__globals__:
-            yield name, mod.__globals__[name]
+        value = mod.__globals__.get(name)
+        if value is not None and not isinstance(value, (type, ModuleType)):
+            yield name, value
 
 
 def _named(e: ast.expr, letter: str) -> tuple[str, dict[str, str]]:

@@ -46,7 +46,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
 
     lengths = {i.name for i in module.inputs if i.is_size}
     for i in module.inputs:
-        given |= {dim: n for dim, n in zip(i.shape, np.shape(inputs.get(i.name))) if dim in lengths}
+        given |= {dim: n for dim, n in zip(i.shape, np.shape(inputs[i.name] if i.shape else 0)) if dim in lengths}
 
     def run(name: str, of_tiles: Mapping[str, int] = tiles) -> Arrays:
         chosen = {"splits": inputs.get("splits", 1), "fused": inputs.get("fused", 0)}
