@@ -490,7 +490,8 @@ class Kernel:
 class Input:
     """A run-time input of the generated function: its keyword, element type, shape (empty for a number) and a line of help.
 
-    Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may have length 1; `least=n`, numbers below n are refused.
+    Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may have length 1; `least=n`, numbers below n are refused;
+    `size`, it is the length of a dimension that has its name, which a call gives with the tensor.
     """
 
     name: str
@@ -506,6 +507,10 @@ class Input:
     @property
     def broadcast(self) -> bool:
         return "broadcast" in self.options
+
+    @property
+    def is_size(self) -> bool:
+        return "size" in self.options
 
     @property
     def least(self) -> int | None:

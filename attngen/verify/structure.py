@@ -147,6 +147,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result, *(["fp16"] if module.cache and module.cache.dtype else []))))
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
     stores += [op.turns.tensor for op in kernel.ops() if isinstance(op, (Add, Merge)) and op.turns]
+    lengths = {i.name for i in module.inputs if i.is_size}
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
@@ -161,7 +162,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
             dims = op.type.dims if isinstance(op, Arg) and op.role in TENSORS else ()
-            sizes = DIMS | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
+            sizes = DIMS | lengths | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(DIMS))}, and at the end D_QK or D_V"
             if isinstance(op, Arg) and op.role in TENSORS[1:] and op.name not in written:

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from attngen.errors import AttngenError
-from attngen.frontends.flex import written
+from attngen.frontends.specs import written
 from attngen.frontends.trace import held, trace
 from attngen.frontends.values import joined
 from attngen.masks import KV, Mask, Q
@@ -95,7 +95,7 @@ def _formula(function: MaskFunction, tensors: list[torch.Tensor], offset: bool) 
         traced = trace(None, function, POSITIONS)
         if (text := _said(traced.mask)) is None:
             return Formula()
-        data = written(text, traced.mask_parts, traced, None)
+        data = written(text, traced.mask_parts, traced, None, free=False)
         mask = read(data)
     except AttngenError as error:
         return Formula(why=str(error))
