@@ -135,8 +135,9 @@ def attend(
     Returns:
         ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning, and gives weights too.
     """
-    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):  # as SDPA does; rotations may have made q and k wider than v
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # as SDPA does; rotations may have made q and k wider than v
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     mask = attention_mask
     if mask is None:
         mask = _implied(module, query, key, is_causal)
