@@ -92,6 +92,12 @@ def in_forward_ad(*tensors: object) -> bool:
         return any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
+def has_tangents(*tensors: object) -> bool:
+    """Whether some of these have tangents, of forward mode."""
+    given = [x for x in tensors if isinstance(x, torch.Tensor)]
+    return in_forward_ad(*given) and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
+
+
 def apply_of(function: Any) -> Callable[..., Any]:
     """An autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
     found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
