@@ -204,10 +204,12 @@ WRAPPER |= {
     "n_kv",
 }
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
+WRAPPER |= {"tq", "tk", "tv", "tangent_out", "tangent_lse"}
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 # Names that modules with more outputs than the LSE have besides, in kernels and in functions.
 OF_OUTPUTS = {f"{word}{name}{rows}" for name in OUTPUTS for word, rows in (("", ""), ("return_", ""), ("", "_rows"))}
+OF_OUTPUTS |= {"tangent_entropy", "tentropy", "tentropy_init", "tentropy_next", "tentropy_all", "tentropy_out", "terms_sum"}
 OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "pull", "terms"}
 OF_OUTPUTS |= {"mass", "mass_init", "mass_next"}
 OF_OUTPUTS |= {"e", "e_init", "e_next", "e_tile", "e_sink", "e_all", "grown", "grown_all", "log2_sink"}

@@ -75,8 +75,8 @@ def build_jvp(spec: Spec) -> Kernel:
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"), "step")
     b.load("tk", "tK", ("b", kv_head(spec), "kv", "d_qk"), "step")
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
-    b.dot("tq_k", "tq", "k", "D_QK", "step")
-    b.dot("ts", "q", "tk", "D_QK", "step", acc="tq_k")
+    b.dot("ts_part", "tq", "k", "D_QK", "step")
+    b.dot("ts", "q", "tk", "D_QK", "step", acc="ts_part")
     steep, *slopes = probabilities(b, "q", "k", steep, *slopes)
     along = zip(slopes, reads)
     b.compute("tscore", steep * symbol("scale") * symbol("ts") + sympy.Add(*(slope * symbol(f"t{read.name}") for slope, read in along)))
@@ -85,8 +85,8 @@ def build_jvp(spec: Spec) -> Kernel:
         b.compute(change, where_seen(b, symbol(weight) * symbol("tscore")))
     b.load("tv", "tV", ("b", kv_head(spec), "kv", "d_v"), "step")
     b.load("v", "V", ("b", kv_head(spec), "kv", "d_v"), "step")
-    b.dot("p_tv", p, "tv", "BLOCK_KV", "step", acc="acc")
-    b.dot("acc_next", f"t{p}", "v", "BLOCK_KV", "step", acc="p_tv")
+    b.dot("acc_part", p, "tv", "BLOCK_KV", "step", acc="acc")
+    b.dot("acc_next", f"t{p}", "v", "BLOCK_KV", "step", acc="acc_part")
     nexts = {"acc": "acc_next", "tlse": _added(b, "tlse", "tp")}
     if with_entropy:
         b.compute("terms", symbol("tp") * symbol("log2_p"))

@@ -148,7 +148,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
@@ -922,8 +922,8 @@ def jvp(
             )
         if DROPOUT:
             keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-        tq_k = tl.dot(tq, tl.trans(k))
-        ts = tl.dot(q, tl.trans(tk), tq_k)
+        ts_part = tl.dot(tq, tl.trans(k))
+        ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         p = tl.exp2(s * qk_scale - lse2[:, None])
         tscore = ts * scale
@@ -943,9 +943,9 @@ def jvp(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
             )
         p_kept_cast = p_kept.to(dtype)
-        p_tv = tl.dot(p_kept_cast, tv, acc)
+        acc_part = tl.dot(p_kept_cast, tv, acc)
         tp_kept_cast = tp_kept.to(dtype)
-        acc = tl.dot(tp_kept_cast, v, p_tv)
+        acc = tl.dot(tp_kept_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
     # tiles that the mask or the ends of the tensors cut
@@ -976,8 +976,8 @@ def jvp(
             )
         if DROPOUT:
             keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
-        tq_k = tl.dot(tq, tl.trans(k))
-        ts = tl.dot(q, tl.trans(tk), tq_k)
+        ts_part = tl.dot(tq, tl.trans(k))
+        ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         s = tl.where(key_padding[None, :] & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]), s, float("-inf"))
         p = tl.exp2(s * qk_scale - lse2[:, None])
@@ -1002,9 +1002,9 @@ def jvp(
                 other=0.0,
             )
         p_kept_cast = p_kept.to(dtype)
-        p_tv = tl.dot(p_kept_cast, tv, acc)
+        acc_part = tl.dot(p_kept_cast, tv, acc)
         tp_kept_cast = tp_kept.to(dtype)
-        acc = tl.dot(tp_kept_cast, v, p_tv)
+        acc = tl.dot(tp_kept_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
     o = tl.load(

@@ -144,11 +144,11 @@ SCHEDULES = {
         ("sm100", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": True}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "num_warps": 8, "num_stages": 3, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
@@ -655,8 +655,8 @@ def jvp(
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
-        tq_k = tl.dot(tq, tl.trans(k))
-        ts = tl.dot(q, tl.trans(tk), tq_k)
+        ts_part = tl.dot(tq, tl.trans(k))
+        ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (
@@ -685,9 +685,9 @@ def jvp(
                 other=0.0,
             )
         p_cast = p.to(dtype)
-        p_tv = tl.dot(p_cast, tv, acc)
+        acc_part = tl.dot(p_cast, tv, acc)
         tp_cast = tp.to(dtype)
-        acc = tl.dot(tp_cast, v, p_tv)
+        acc = tl.dot(tp_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
     o = tl.load(

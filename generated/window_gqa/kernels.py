@@ -158,12 +158,12 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2, "TMA": True}),
         ),
         ("gfx942", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
@@ -830,8 +830,8 @@ def jvp(
             tk = tl.load(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
             )
-        tq_k = tl.dot(tq, tl.trans(k))
-        ts = tl.dot(q, tl.trans(tk), tq_k)
+        ts_part = tl.dot(tq, tl.trans(k))
+        ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         p = tl.exp2(s * qk_scale - lse2[:, None])
         tscore = ts * scale
@@ -849,9 +849,9 @@ def jvp(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
             )
         p_cast = p.to(dtype)
-        p_tv = tl.dot(p_cast, tv, acc)
+        acc_part = tl.dot(p_cast, tv, acc)
         tp_cast = tp.to(dtype)
-        acc = tl.dot(tp_cast, v, p_tv)
+        acc = tl.dot(tp_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
     # tiles that the mask or the ends of the tensors cut
@@ -875,8 +875,8 @@ def jvp(
                 mask=(kv_idx < Nk)[:, None],
                 other=0.0,
             )
-        tq_k = tl.dot(tq, tl.trans(k))
-        ts = tl.dot(q, tl.trans(tk), tq_k)
+        ts_part = tl.dot(tq, tl.trans(k))
+        ts = tl.dot(q, tl.trans(tk), ts_part)
         s = tl.dot(q, tl.trans(k))
         s = tl.where(
             (kv_idx[None, :] >= (q_idx + Nk - 1023 - Nq)[:, None]) & (kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None]),
@@ -903,9 +903,9 @@ def jvp(
                 other=0.0,
             )
         p_cast = p.to(dtype)
-        p_tv = tl.dot(p_cast, tv, acc)
+        acc_part = tl.dot(p_cast, tv, acc)
         tp_cast = tp.to(dtype)
-        acc = tl.dot(tp_cast, v, p_tv)
+        acc = tl.dot(tp_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
     o = tl.load(

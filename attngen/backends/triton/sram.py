@@ -92,7 +92,7 @@ def sram_formula(
         elif op.type.space == "sram":
             widened = kernel.reads_quantised and not _is_operand(kernel, op)  # in registers, before products take it
             depth = STAGES if (from_shared and not widened) or rewrites else ahead
-            streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
+            streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device, from_shared, tf32)
             if tma and not from_shared and kernel.clears(op):  # beside its ring, a copy whose rows past the end are zeros
                 streamed += tile_bytes(op.type) * (2 if kernel.reads_quantised else 1)
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
@@ -154,14 +154,17 @@ def _made(kernel: Kernel) -> Expr:
     return sympy.Add(*(4 * elements(type_) for type_, over in made if type_.dims[0] == over))
 
 
-def _copies(kernel: Kernel, op: Load, depth: Expr, keeps_reused: bool, from_shared: bool, tf32: bool) -> Expr:
-    """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where several products read it.
+def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_shared: bool, tf32: bool) -> Expr:
+    """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where products read it in several
+    ways, over its rows and over its columns.
 
-    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead.
+    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead. What several products read
+    in one way has the ring alone; on gfx942 that of one, as it is copied ahead to registers.
     """
-    if sum(op.name in (dot.a, dot.b) for dot in kernel.dots) < 2:
-        return depth
-    copies = depth + (sympy.Min(1, STAGES - 1) if keeps_reused and from_shared else 0)
+    read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
+    if len(set(read)) < 2:
+        return sympy.Integer(1) if len(read) > 1 and device.shares_stationary else depth
+    copies = depth + (sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared else 0)
     least = sympy.Integer(2) if from_shared else sympy.Min(2, 1 + STAGES / 2)
     return _max(least, copies) if tf32 else copies
 
