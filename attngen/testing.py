@@ -14,7 +14,7 @@ import torch
 from attngen.imported import import_folder
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import OF_KEYS, OUTPUTS
+from attngen.ir.names import FLAT, OF_KEYS, OUTPUTS
 from attngen.parts import Part, Sizes
 from attngen.reference import (
     dropout_weight,
@@ -119,6 +119,11 @@ def load_module(folder: Path) -> ModuleType:
 def result_names(spec: Spec) -> tuple[str, ...]:
     """The results and gradients of a spec's module: the output, what else it gives, and the gradients, also of learned inputs."""
     return ("out", *spec.outputs, *(GRADIENTS if spec.trains else ()), *(f"d{i.name}" for i in spec.learned()))
+
+
+def tangent_names(spec: Spec) -> tuple[str, ...]:
+    """The tangents that a spec's module gives in forward mode: `t` and the names of the results that have gradients."""
+    return tuple(f"t{name}" for name in ("out", *spec.outputs) if name not in (*FLAT, *OF_KEYS)) if spec.trains else ()
 
 
 def asked(spec: Spec) -> dict[str, Any]:
@@ -336,7 +341,7 @@ def _tangents(
     attend: Attend, inputs: tuple[torch.Tensor, ...], along: tuple[torch.Tensor, ...], names: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     """The tangents of the first results of `attend`, by their names with a `t` before them, along tangents of its inputs."""
-    _, found = torch.func.jvp(lambda *x: attend(*x)[: len(names)], inputs, along)
+    found = torch.func.jvp(lambda *x: attend(*x)[: len(names)], inputs, along)[1]
     return {f"t{name}": x for name, x in zip(names, found)}
 
 
@@ -362,9 +367,9 @@ def _exact_tangents(
     out, lse, *_ = attend(q, k, v, mask, weight, *rest)
     half = single * lse.abs().nan_to_num(posinf=0.0) + operand
     of_rows = {key: half * x.abs() for key, x in exact.items() if key != "tout"}
-    less, dtype = exact["tlse"][..., None] * out, inputs[0].dtype
-    rounded = ((out.to(dtype).double() - out).abs() * exact["tlse"][..., None].abs()) + torch.finfo(dtype).eps / 2 * less.abs()
-    return exact, {"tout": rounded}, {"tout": half[..., None] * (exact["tout"].abs() + less.abs()), **of_rows}
+    less = (exact["tlse"][..., None] * out).abs()
+    rounded = torch.finfo(inputs[0].dtype).eps / 2 * less
+    return exact, {"tout": rounded}, {"tout": half[..., None] * (exact["tout"].abs() + less), **of_rows}
 
 
 def _exact(

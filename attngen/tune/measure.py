@@ -186,8 +186,7 @@ class Bench:
         return Problem({name: x.requires_grad_() for name, x in qkv.items()}, given | (DROPOUT if spec.dropout else {}))
 
     def _results(self, module: ModuleType, problem: Problem, kernel: str) -> tuple[torch.Tensor, ...]:
-        """What a kernel takes part in: the output, its tangent, or gradients. The forward of a gradient runs once, under the model's schedules.
-        """
+        """What a kernel takes part in: the output, its tangent, or gradients, whose forward runs once, under the model's schedules."""
         if problem.served:
             with torch.no_grad():
                 return (

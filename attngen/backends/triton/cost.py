@@ -22,7 +22,7 @@ from attngen.bounds.sizes import mode, sizes, streamed_bytes, tile_width
 from attngen.bounds.tiles import count_tiles
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot, unpadded
+from attngen.ir.ops import Dot, Load, unpadded
 from attngen.policy import MANY_ROWS, REACH
 
 
@@ -77,6 +77,7 @@ DESCRIPTORS = Fit(
 )
 ROOMY = 128
 SPILLS = "attngen/backends/triton/spills.txt"  # of schedules that spill
+STREAMED, PER_STREAM = 2, 12  # tiles that loops usually load for products; registers of a CUDA thread that each further one takes
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
 
 
@@ -129,9 +130,10 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
 def _turn(module: Module, kernel: Kernel, row: Row) -> tuple[float, int]:
     """SM cycles of one turn of a kernel's loop, whatever the number of rows (inf if it cannot run); the programs that share an SM."""
     fit, live = fitted(row), registers_per_thread(module, kernel, row)
-    if misfit(module, kernel, row) or live > fit.live_limit:
-        return float("inf"), 0
     device = CLASSES[row.device]
+    more = PER_STREAM * max(0, _streams(kernel) - STREAMED) if device.backend == "cuda" else 0
+    if misfit(module, kernel, row) or live + more > fit.live_limit:
+        return float("inf"), 0
     threads = row.num_warps * device.threads_per_warp
     how = mode(module, row.elem_bytes)
     rows_of_scores = score_tile(module, kernel, row)[0] if kernel.dots else 0
@@ -152,6 +154,13 @@ def _turn(module: Module, kernel: Kernel, row: Row) -> tuple[float, int]:
     cycles += fit.turn * row.num_warps / 4
     cycles += (fit.latency[min(row.num_stages, 3) - 1] + fit.deep * (own * 4 > device.matrix_rows * row.num_warps)) / programs
     return cycles, programs
+
+
+@cache
+def _streams(kernel: Kernel) -> int:
+    """The tiles that a turn of the loop over tiles loads for products."""
+    bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
+    return max((sum(isinstance(op, Load) and op.type.space == "sram" for op in kernel.block(body).ops) for body in bodies), default=0)
 
 
 def fitted(row: Row) -> Fit:

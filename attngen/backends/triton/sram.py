@@ -35,6 +35,7 @@ from attngen.ir.ops import (
 from attngen.policy import JOINED_EACH
 
 BARRIERS = 32  # bytes, of what runs beside the program's warps
+BARRIER, FEW_PRODUCTS = 8, 4  # bytes of one; of more products than so many, each has one in each stage
 TMA_BARRIERS = 64  # bytes, of the copies in flight
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
 WARPS = 8  # of programs that reduce tiles to single numbers
@@ -107,7 +108,8 @@ def sram_formula(
     # Numbers of 8 bits go there again, once they have 16; so does a tile of all columns, which two products take in different layouts.
     scratch += sympy.Add(*(_columns(op) for op in unzips if from_shared or device.shares_stationary or _is_zipped(kernel, op)))
     if not shares_stationary:  # rows of statistics are copied ahead too
-        barriers = BARRIERS if device.keeps_reused and from_shared else 0
+        beside = BARRIERS if len(kernel.dots) <= FEW_PRODUCTS else BARRIER * len(kernel.dots) * STAGES
+        barriers = beside if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
             barriers += TMA_BARRIERS * tma
             statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
@@ -161,12 +163,17 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_sha
     In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead. What several products read
     in one way has the ring alone; on gfx942 that of one, as it is copied ahead to registers.
     """
-    read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
-    if len(set(read)) < 2:
-        return sympy.Integer(1) if len(read) > 1 and device.shares_stationary else depth
+    if len({dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)}) < 2:
+        return sympy.Integer(1) if device.shares_stationary and _is_read_alike(kernel, op) else depth
     copies = depth + (sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared else 0)
     least = sympy.Integer(2) if from_shared else sympy.Min(2, 1 + STAGES / 2)
     return _max(least, copies) if tf32 else copies
+
+
+def _is_read_alike(kernel: Kernel, op: Load) -> bool:
+    """Whether several products read a streamed tile, all in one way."""
+    read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
+    return len(read) > 1 and len(set(read)) == 1 and _in_loop(kernel, op)
 
 
 def _reduced(kernel: Kernel, aligned: bool) -> Expr:
@@ -342,11 +349,16 @@ def _ready_scores(kernel: Kernel) -> int:
     """Tiles of scores that are there when the first product that sums them starts."""
     (body,) = {loop.body for loop in kernel.loops if loop.cls != "all"}
     ops = kernel.walk(body)
-    first = next(i for i, op in enumerate(ops) if isinstance(op, Dot) and op.acc)
+    first = next(i for i, op in enumerate(ops) if isinstance(op, Dot) and _sums_scores(kernel, op))
     ready = {op.name for op in ops[:first]}
-    sources = [kernel.op(op.a) for op in ops if isinstance(op, Dot) and op.acc]
+    sources = [kernel.op(op.a) for op in ops if isinstance(op, Dot) and _sums_scores(kernel, op)]
     made = [op.uses[0][1] if isinstance(op, Map) and op.type.dtype == "T" else op.name for op in sources]  # of a cast, what it casts
     return sum(name.split(".")[0] in ready for name in made)
+
+
+def _sums_scores(kernel: Kernel, op: Dot) -> bool:
+    """Whether a product adds to the sums of scores, or what is made of these, times another tile."""
+    return bool(op.acc) and set(kernel.type_of(op.a).dims) == SCORES
 
 
 def random_bytes(kernel: Kernel, row: Row) -> int:
@@ -356,7 +368,7 @@ def random_bytes(kernel: Kernel, row: Row) -> int:
 
 def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
     device, dims = CLASSES[row.device], sizes(module, row)
-    summed = [op for op in kernel.dots if op.acc]  # Triton spreads the others as these
+    summed = [op for op in kernel.dots if _sums_scores(kernel, op)]  # Triton spreads the others as these
     results = [tuple(dims[d] for d in op.type.unpadded) for op in summed]
     if not results or from_shared(module, kernel, row):
         return False
@@ -387,6 +399,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if any(isinstance(op, Load) and op.pages for op in kernel.ops()):
         return "rows that lie in pages wait for the numbers of these, and fewer of their tiles are copied ahead"
+    if CLASSES[row.device].shares_stationary and any(isinstance(op, Load) and _is_read_alike(kernel, op) for op in kernel.ops()):
+        return "scores may change layout in the room of a tile that several products have read"
     if row.num_stages == 1 and kernel.loops:
         return "without a ring, tiles whose uses do not overlap share room"
     if kernel.dots and _in_tf32(module, row):
