@@ -282,5 +282,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, seed, dropout_threshold, keep_scale, sca
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_2e40530c4815", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_692cec84ab02", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

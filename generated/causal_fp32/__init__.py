@@ -166,5 +166,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_fp32_e532c2e1606e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_fp32_a39998474537", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -100,20 +100,20 @@ SCHEDULES = {
     },
     "jvp": {
         ("sm80", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm100", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("gfx942", 4): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
     },
 }

@@ -327,5 +327,5 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_89af43dcfdb9", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_dropout_mha_e00c5688c172", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -134,12 +134,11 @@ SCHEDULES = {
     },
     "jvp": {
         ("sm80", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
             (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (512, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 2, "TMA": False}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -152,7 +151,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
     },
 }

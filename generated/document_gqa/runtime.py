@@ -98,14 +98,12 @@ def in_forward_ad(*tensors: object) -> bool:
     try:
         return bool(forward_ad._current_level >= 0)
     except AttributeError:
-        given = [x for x in tensors if isinstance(x, torch.Tensor)]
-        return any(forward_ad.unpack_dual(x).tangent is not None for x in given)
+        return has_tangents(*tensors)
 
 
 def has_tangents(*tensors: object) -> bool:
-    """Whether some of these have tangents, of forward mode."""
-    given = [x for x in tensors if isinstance(x, torch.Tensor)]
-    return in_forward_ad(*given) and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
+    """Whether some of these have tangents, of forward mode, while a dual level is open."""
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
@@ -591,9 +589,11 @@ def _is_near(x: torch.Tensor, rows: int) -> bool:
 
 
 def without_backward(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if gradients of some of these are wanted of a call over a cache."""
+    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call over a cache."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+    if in_forward_ad(*tensors) and has_tangents(*tensors):
+        raise NotImplementedError("attention.with_kvcache has no forward mode; expected tensors without tangents")
 
 
 class CacheRules:
@@ -1647,13 +1647,19 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 def refuse_gradients(*tensors: Any) -> None:
     """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or tangents of some of these."""
-    if (torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)) or has_tangents(*tensors):
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         _without_backward()
+    if in_forward_ad(*tensors) and has_tangents(*tensors):
+        _without_forward_mode()
 
 
 def _without_backward(*args: Any, **more: Any) -> None:
+    raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+
+
+def _without_forward_mode() -> None:
     raise NotImplementedError(
-        "attention: this module has no backward and no forward mode (its spec says `backward: false`); call it under torch.no_grad()"
+        "attention: this module has no forward mode (its spec says `backward: false`); expected tensors without tangents"
     )
 
 
@@ -1721,8 +1727,8 @@ class Operators:
         )
         # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
         self.recorded = _recorded_operator(self)
-        self.recorded_backward = backward and _recorded_once(self.backward, _second_derivatives)
-        self.recorded_jvp = jvp and _recorded_once(self.jvp, _of_tangents)
+        self.recorded_backward: Any = backward and _recorded_once(self.backward, _second_derivatives)
+        self.recorded_jvp: Any = jvp and _recorded_once(self.jvp, _of_tangents)
         self.apply = apply_of(_recorded_calls(self, forward, with_rows=False))
         self.apply_with_rows = apply_of(_recorded_calls(self, forward, with_rows=True))
         self.no_rows = (None,) * len(signature.rows)
@@ -1807,8 +1813,9 @@ class Operators:
         operands, learned = args[rows + 3 : len(args) - numbers], map(_by_elements, args[len(args) - numbers :])
         return self.host_jvp(addressable(q), k, v, out, *map(_by_elements, args[3:rows]), *tangents, *operands, *learned)
 
-    def _fake_jvp(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *args: Any) -> Results:
-        return _rows(q, self.signature.widths[1], self.signature.results), *map(torch.empty_like, args[: self.smooth])
+    def _fake_jvp(self, q: torch.Tensor, *args: Any) -> Results:
+        out, *rows = self.fake_forward(q, q, q)
+        return out, *rows[: self.smooth]
 
     def fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         rows = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in self.signature.rows)
@@ -1854,7 +1861,8 @@ class Operators:
         """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that have gradients."""
         saved = (*results[: 1 + self.smooth], *args[: self.numbers_at])
         ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
+        if in_forward_ad(*saved):
+            ctx.save_for_forward(*saved)
         ctx.numbers = args[self.numbers_at :]
         if self.signature.flat:
             ctx.mark_non_differentiable(*results[1 + self.smooth :])
@@ -1862,19 +1870,23 @@ class Operators:
     def tangents(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """The tangents of the output and of the rows, from those of the arguments; None for rows that have none.
 
-        Raises NotImplementedError, in one sentence, for a tangent of an input that has no gradient either."""
-        if self.host_jvp is None:
-            _without_backward()
+        Raises NotImplementedError, in one sentence, for a tangent of an input that has no gradient either.
+        """
+        if self.jvp is None:
+            _without_forward_mode()
         saved, at = ctx.saved_tensors, 1 + self.smooth
         q, k, v, *tensors = saved[at:]
         for i, tangent in enumerate(tangents[3 : self.numbers_at]):
             if tangent is not None and i not in self.signature.learned:
                 name = self.signature.schema.split(", ")[i].split()[-1]
-                raise NotImplementedError(f"attention: {name} has a tangent; expected one only of q, k, v and inputs with `grad: true` in the spec")
+                raise NotImplementedError(
+                    f"attention: {name} has a tangent; expected one only of q, k, v and inputs with `grad: true` in the spec"
+                )
         given = [_tangent(x, t) for x, t in zip((q, k, v), tangents)]
         learned = [_tangent(tensors[i], tangents[3 + i]) for i in self.signature.learned]
         call = self.recorded_jvp.apply if _is_transformed() else self.jvp
-        found = call(q, k, v, *saved[:at], *given, *tensors, *ctx.numbers, *learned)
+        made = (x.detach() for x in saved[:at])  # a graph from tangents to results would have a way back: autograd saves these with theirs
+        found = call(q, k, v, *made, *given, *tensors, *ctx.numbers, *learned)
         return *found, *[None] * self.signature.flat
 
     def gradients(self, ctx: Any, grad_out: torch.Tensor | None, *grad_rows: torch.Tensor | None) -> tuple[Any, ...]:

@@ -263,5 +263,5 @@ OPERANDS = (
     "float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("local_global_dropout_mha_b5defae3af76", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("local_global_dropout_mha_eedd9d913109", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

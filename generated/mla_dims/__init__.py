@@ -206,5 +206,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("mla_dims_053c43cba6c8", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("mla_dims_b0f8cc0f6373", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

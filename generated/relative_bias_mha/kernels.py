@@ -117,7 +117,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (512, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),

@@ -144,7 +144,7 @@ SCHEDULES = {
     },
     "jvp": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),

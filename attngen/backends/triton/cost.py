@@ -77,7 +77,7 @@ DESCRIPTORS = Fit(
 )
 ROOMY = 128
 SPILLS = "attngen/backends/triton/spills.txt"  # of schedules that spill
-STREAMED, PER_STREAM = 2, 12  # tiles that loops usually load for products; registers of a CUDA thread that each further one takes
+STREAMED, PER_STREAM = 3, 24  # tiles that loops load for products, without more; registers of a CUDA thread that each further one takes
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
 
 

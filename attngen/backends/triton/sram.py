@@ -39,6 +39,7 @@ BARRIER, FEW_PRODUCTS = 8, 4  # bytes of one; of more products than so many, eac
 TMA_BARRIERS = 64  # bytes, of the copies in flight
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
 WARPS = 8  # of programs that reduce tiles to single numbers
+TENSOR_ROWS = 128  # of a column of tensor memory
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
@@ -160,11 +161,15 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_sha
     """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where products read it in several
     ways, over its rows and over its columns.
 
-    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead. What several products read
-    in one way has the ring alone; on gfx942 that of one, as it is copied ahead to registers.
+    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead. A tile that several products
+    read in one way has one more where those are ahead of each other, and one has one less whose product's sum the next one continues; on
+    gfx942 the first has one alone, as it is copied ahead to registers.
     """
     if len({dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)}) < 2:
-        return sympy.Integer(1) if device.shares_stationary and _is_read_alike(kernel, op) else depth
+        if _is_read_alike(kernel, op):
+            more = sympy.Min(1, STAGES - 1) if device.keeps_reused else sympy.Integer(0)
+            return sympy.Integer(1) if device.shares_stationary else depth + more
+        return depth - (sympy.Min(1, STAGES - 1) if device.keeps_reused and _is_continued(kernel, op) else 0)
     copies = depth + (sympy.Min(1, STAGES - 1) if device.keeps_reused and from_shared else 0)
     least = sympy.Integer(2) if from_shared else sympy.Min(2, 1 + STAGES / 2)
     return _max(least, copies) if tf32 else copies
@@ -174,6 +179,12 @@ def _is_read_alike(kernel: Kernel, op: Load) -> bool:
     """Whether several products read a streamed tile, all in one way."""
     read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
     return len(read) > 1 and len(set(read)) == 1 and _in_loop(kernel, op)
+
+
+def _is_continued(kernel: Kernel, op: Load) -> bool:
+    """Whether another product of the same turn goes on with the sums of that of scores and a tile."""
+    continued = {dot.acc for dot in kernel.dots}
+    return any(op.name in (dot.a, dot.b) and dot.over in SCORES and dot.name in continued for dot in kernel.dots)
 
 
 def _reduced(kernel: Kernel, aligned: bool) -> Expr:
@@ -423,11 +434,31 @@ def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLO
     device = CLASSES[row.device]
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
-        return miscounts(module, kernel, row)
+        return _crowds(module, kernel, row) or miscounts(module, kernel, row)
     return (
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
         f"BLOCK_KV={row.block_kv}, num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
         f"{device.smem_per_block:,}; a smaller {change} needs less"
+    )
+
+
+def _crowds(module: Module, kernel: Kernel, row: Row) -> str | None:
+    """One sentence where sums take more tensor memory than there is, so that no launch would start; or None.
+
+    Each product has columns of its own, also one whose sums another product goes on with, and so has an operand that is made of scores.
+    Two tiles of half as many rows as a column has share columns.
+    """
+    device, dims = CLASSES[row.device], sizes(module, row)
+    if not (device.tensor_columns and any(isinstance(op, Load) and _is_continued(kernel, op) for op in kernel.ops())):
+        return None
+    made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.dots if set(kernel.type_of(dot.a).dims) == SCORES]
+    columns = sum(dims[dot.type.dims[1]] for dot in kernel.dots) + sum(made) * row.elem_bytes // 4
+    columns = columns * min(row.block_q, TENSOR_ROWS) // TENSOR_ROWS
+    if columns <= device.tensor_columns:
+        return None
+    return (
+        f"on {row.device} the kernel @{kernel.name} needs {columns} columns of tensor memory with BLOCK_KV={row.block_kv}, and has "
+        f"{device.tensor_columns}; a smaller BLOCK_KV or head_dim needs less"
     )
 
 
