@@ -119,11 +119,22 @@ SCHEDULES = {
         ),
         ("any", 2): (
             (
-                None,
+                16,
                 {"BLOCK_Q": 16,
                 "BLOCK_KV": 32,
                 "num_warps": 8,
                 "num_stages": 3,
+                "maxnreg": 255,
+                "TMA": False,
+                "CONVERTS": False,
+                "OVERLAPS": False},
+            ),
+            (
+                None,
+                {"BLOCK_Q": 32,
+                "BLOCK_KV": 32,
+                "num_warps": 8,
+                "num_stages": 2,
                 "maxnreg": 255,
                 "TMA": False,
                 "CONVERTS": False,
@@ -155,7 +166,7 @@ SCHEDULES = {
     },
     "prefill": {
         ("sm80", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 8, "num_stages": 3, "TMA": False, "CONVERTS": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False, "CONVERTS": False}),
         ),
         ("sm90", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False, "CONVERTS": True}),
@@ -169,7 +180,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False, "CONVERTS": False}),
         ),
         ("any", 2): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 8, "num_stages": 3, "TMA": False, "CONVERTS": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False, "CONVERTS": False}),
         ),
     },
 }

@@ -1914,7 +1914,7 @@ class Operators:
 
 def _is_transformed() -> bool:
     """Whether a transform of torch.func is active, which sees autograd functions, and not what is below an operator."""
-    return below_autograd is not None and not torch.compiler.is_compiling() and transforms_are_active()
+    return not torch.compiler.is_compiling() and below_autograd is not None and transforms_are_active()
 
 
 def _tangent(x: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:

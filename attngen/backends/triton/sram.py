@@ -161,9 +161,9 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_sha
     """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where products read it in several
     ways, over its rows and over its columns.
 
-    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead. A tile that several products
-    read in one way has one more where those are ahead of each other, and one has one less whose product's sum the next one continues; on
-    gfx942 the first has one alone, as it is copied ahead to registers.
+    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead. What several products read
+    in one way has one more where those are ahead of each other, and what a product reads whose sums the next one goes on with has one less;
+    on gfx942 the first has one alone, as it is copied ahead to registers.
     """
     if len({dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)}) < 2:
         if _is_read_alike(kernel, op):
