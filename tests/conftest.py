@@ -40,6 +40,7 @@ SLOW = (
     "test_random_specs.py",
     "test_run.py",
     "test_example.py",
+    "test_transformers.py",
     "test_wheel.py",
 )
 

@@ -18,7 +18,7 @@ from attngen import __version__, api
 from attngen.cli import machine, main
 from tests.helpers import ROOT
 
-COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "tune", "list", "new", "schema", "doctor", "cache")
+COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "tune", "list", "new", "schema", "specs-for", "doctor", "cache")
 PASSES = (
     "build", "inline-scores", "base-two", "hoist-scalars", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles",
     "pipeline-loads", "dce", "legalize-triton",

@@ -182,11 +182,6 @@ def test_keys_of_specs_in_tables_and_sentences_are_right(page: str) -> None:
             make_spec({"name": "shown", "head_dim": 64} | beside | data)
 
 
-def test_the_excerpt_of_an_example_is_real() -> None:
-    (shown,) = blocks("docs/cookbook/huggingface.md", "python")
-    assert shown in text("examples/generate_transformers.py")
-
-
 def test_the_mistakes_in_the_readme_are_what_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

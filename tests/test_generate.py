@@ -11,8 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from attngen.reference import naive_attention
-from tests.helpers import CUDA, ROOT, built
+from tests.helpers import CUDA, ROOT
 
 DEVICE = "cuda" if CUDA else "cpu"
 SIZES = {"layers": 1, "d-model": 64, "heads": 4, "steps": 1, "seq": 32, "batch": 2, "slots": 2, "room": 128, "requests": 3}
@@ -77,24 +76,3 @@ def test_pages_are_reused() -> None:
     pages.give(0)
     assert pages.take(1, 256) and sorted(pages.taken[1]) == sorted([*taken, *pages.table[1].tolist()[:1]])
     assert pages.table[0].tolist() == [0] * 4
-
-
-def test_what_transformers_is_given() -> None:
-    """A prompt of 5 tokens in a static cache with room for 16, then a token: only the rows that are there count."""
-    example = imported("generate_transformers")
-    built("decode_gqa")
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, h, n, 128, generator=generator).half().to(DEVICE) for h, n in ((4, 6), (1, 16), (1, 16)))
-    k[:, :, 6:] = v[:, :, 6:] = torch.nan
-    mask = torch.ones(2, 5, dtype=torch.long, device=DEVICE)
-    first = example.lengths(2, 5, 0, mask, DEVICE, kv_length=16)
-    then = example.lengths(2, 1, torch.tensor(5, device=DEVICE), None, DEVICE, kv_length=16)
-    assert first.flatten().tolist() == [5, 5] and then.flatten().tolist() == [6, 6] and then.dim() == 4
-    seen = torch.ones(6, 6, dtype=torch.bool, device=DEVICE).tril()[None, None]
-    whole, _ = naive_attention(q.double(), k[:, :, :6].double(), v[:, :, :6].double(), seen, 0.1)
-    for queries, there, rows in ((q[:, :, :5], first, slice(0, 5)), (q[:, :, 5:], then, slice(5, 6))):
-        out, weights = example.attend(None, queries, k, v, there, 0.1, dropout=0.0)
-        assert weights is None and out.shape == (2, rows.stop - rows.start, 4, 128)
-        torch.testing.assert_close(out.transpose(1, 2).double(), whole[:, :, rows], atol=2e-3, rtol=2e-3)
-    with pytest.raises(ValueError, match="a sequence is padded; expected sequences of one length, without padding"):
-        example.lengths(2, 5, 0, torch.zeros_like(mask), DEVICE)

@@ -48,7 +48,8 @@ def test_every_mask_modifier_and_command_has_its_place() -> None:
     assert titles("reference/masks.md") == list(registry())
     assert titles("reference/scores.md") == list(score_registry())
     assert titles("reference/commands.md") == [f"attngen {name}" for name in COMMANDS]
-    assert titles("reference/python.md") == [f"attngen.{name}" for name in attngen.__all__ if not name.startswith("_")]
+    public = [name for name in attngen.__all__ if not name.startswith("_")]
+    assert titles("reference/python.md") == [f"attngen.{name}" for name in (*public, "integrations.transformers.register")]
     assert set(Spec.model_fields) <= set(rows("reference/spec.md"))
 
 

@@ -16,6 +16,7 @@ from attngen.cli.build import build, dump, emit
 from attngen.cli.console import fail, out
 from attngen.cli.explain import explain
 from attngen.cli.machine import cache, doctor
+from attngen.cli.models import specs_for
 from attngen.cli.profile import profile
 from attngen.cli.specs import list_specs, new, schema
 from attngen.cli.testing import test
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "list": list_specs,
     "new": new,
     "schema": schema,
+    "specs-for": specs_for,
     "doctor": doctor,
     "cache": cache,
 }

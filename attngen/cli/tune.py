@@ -34,7 +34,7 @@ def tune(
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
 ) -> None:
-    """Measure the schedules that the model left, and keep the fastest.
+    """Measure the schedules that the model left; keep the fastest.
 
     What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 512,
     1k, 4k and 16k queries and keys; where keys of a cache are dealt among programs, for 8 sequences of 16k keys, and for 4 and 64 rows of

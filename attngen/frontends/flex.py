@@ -22,7 +22,7 @@ from attngen.parts import Sizes
 from attngen.spec.model import WIDEST_HEAD
 
 _BLOCKS = re.compile(r"(q_idx|kv_idx) // ([0-9]+)")
-_NATURAL = {"b": "B", "h": "H", "q_idx": "Nq", "kv_idx": "Nk"}
+_NATURAL = {"b": "B", "h": "H", "q_idx": "Nq", "kv_idx": "Nk", "q_pos": "Nk"}
 SHORT = 1 << 28  # scores that are evaluated at a time, to hold a block mask against its function
 
 
@@ -90,16 +90,16 @@ def _data(
         **more,
     }
     if traced.mask is not None:
-        data["mask"] = _written(traced.mask, traced.mask_parts, traced, sizes)
+        data["mask"] = written(traced.mask, traced.mask_parts, traced, sizes)
     if traced.score is not None:
-        data["score"] = [_written(traced.score, traced.score_parts, traced, sizes)]
+        data["score"] = [written(traced.score, traced.score_parts, traced, sizes)]
     spec = make_spec(data, f"the spec of `{name}`")
     if not in_fixed_order(spec):
         data["backward"] = {"deterministic": False}
     return data
 
 
-def _written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None) -> dict[str, Any]:
+def written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None) -> dict[str, Any]:
     """A mask or modifier as a spec has it: its text, named parts and parameters."""
     whole = " ".join((text, *parts.values()))
     params = {t.name: _param(t, sizes, occurs(t.name, traced.of_score)) for t in traced.tables if occurs(t.name, whole)}
@@ -121,7 +121,7 @@ def _dims(table: Table, sizes: Sizes | None) -> tuple[str | int, ...]:
 
 def _dim(n: int, read: set[str], sizes: Sizes | None) -> str | int:
     """A dimension of length n that is read at these indices."""
-    if read <= {"q_idx", "kv_idx"}:
+    if read <= {"q_idx", "q_pos", "kv_idx"}:
         names = [_NATURAL[at] for at in sorted(read)]  # keys first: where both are read, queries are no more than keys
     elif len(read) == 1 and (whole := _BLOCKS.fullmatch(next(iter(read)))):
         names = [f"{_NATURAL[whole[1]]}/{whole[2]}"]

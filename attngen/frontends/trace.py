@@ -26,7 +26,7 @@ from attngen.lang.params import Kind
 Mod = Callable[..., Any]
 NAMED_FROM = 7  # parts of an expression; one with as many that occurs twice gets a name
 _KINDS: dict[str, Kind] = {"bool": "bool", "int32": "int", "fp32": "real"}
-_POSITIONS = ("b", "h", "q_idx", "kv_idx")
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
 
 
 class TraceError(AttngenError):
@@ -73,14 +73,15 @@ class Traced:
         return occurs(table.name, f"{self.of_mask} {self.of_score}")
 
 
-def trace(score_mod: Mod | None, mask_mod: Mod | None) -> Traced:
+def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...] = POSITIONS) -> Traced:
     """Trace a pair of functions: score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx).
 
-    A score that is -inf under a condition, by `torch.where`, gives the mask that condition.
+    A score that is -inf under a condition, by `torch.where`, gives the mask that condition. `positions` are what the language calls the
+    four numbers that a function is given: `q_pos` in place of `q_idx` is for a function that counts queries among the keys.
 
     Raises TraceError: one sentence with the function, the operation and the line.
     """
-    tracer = _Tracer()
+    tracer = _Tracer(positions)
     conditions: list[ast.expr] = []
     if mask_mod is not None:
         made = tracer.run(mask_mod, False)
@@ -122,7 +123,8 @@ class _Lines(TorchDispatchMode):
 class _Tracer:
     """Traces functions one after the other. Their tensors are named together."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: tuple[str, ...]) -> None:
+        self.positions = positions
         self.tables: dict[int, Table] = {}
         self.turns = 0
 
@@ -146,7 +148,7 @@ class _Tracer:
 
         captured = list(_tensors(mod))
         device = next((x.device for _, x in captured), torch.device("cpu"))
-        places = [torch.zeros((), dtype=torch.int32, device=device) for _ in _POSITIONS]
+        places = [torch.zeros((), dtype=torch.int32, device=device) for _ in self.positions]
         scores = [torch.zeros((), dtype=torch.float32, device=device)] if score else []
         try:
             with TransformGetItemToIndex(), torch.no_grad():
@@ -159,7 +161,7 @@ class _Tracer:
     def _walk(self, graph: Any, mod: Mod, what: str, lines: _Lines, names: dict[int, str], score: bool) -> Value:
         """The value of the graph's output."""
         values: dict[Any, Value] = {}
-        inputs = iter((*(["s"] if score else []), *_POSITIONS))
+        inputs = iter((*(["s"] if score else []), *self.positions))
         counts: dict[Any, int] = {}
 
         def of(x: Any) -> Any:

@@ -21,10 +21,11 @@ def dealing(module: Module) -> dict[str, Any]:
         return {}
     deal = kernel.deal
     whole = {symbol(name): sympy.Symbol(name, integer=True) for name, _ in deal.reads}
+    work = to_triton(units_of(deal.work).xreplace(whole), lambda name: (name, ()), ())
     return {
         "dealt_by": ", ".join(dealt_by(kernel)),
         "elements": _elements(kernel),
-        "work": to_triton(units_of(deal.work).xreplace(whole), lambda name: (name, ()), ()),
+        "work": f"tl.cast({work}, tl.int32)" if "tl.int64" in work else work,  # sums of it are of 32 bits
         "each": deal.each,
         "unit": UNIT,
         "waves": deal.waves,

@@ -15,6 +15,7 @@ from attngen.cli import COMMANDS, app
 from attngen.emit.elements import Sample
 from attngen.emit.mathml import MathML
 from attngen.emit.page import SEES, Formula, Group, meaning
+from attngen.integrations.transformers import register
 from attngen.ir.dtypes import TORCH
 from attngen.ir.graph import Input
 from attngen.ir.names import INTEGERS
@@ -187,6 +188,7 @@ def language_page() -> str:
 def python_page() -> str:
     """What `attngen` gives to Python, with its docstrings."""
     functions = [(name, getattr(attngen, name)) for name in attngen.__all__ if not name.startswith("_")]
+    functions.append(("integrations.transformers.register", register))
     return rendered(
         "python.md.jinja", functions=[(name, f"attngen.{name}{inspect.signature(f)}", inspect.getdoc(f) or "") for name, f in functions]
     )

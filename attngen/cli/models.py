@@ -1,0 +1,45 @@
+"""Commands for models of other libraries: `specs-for`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attngen.cli.console import count
+from attngen.errors import AttngenError
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+def specs_for(
+    config: Annotated[Path, typer.Argument(help="a config.json of Hugging Face's transformers", show_default=False)],
+    out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the specs")] = Path("specs"),
+    use: Annotated[str, typer.Option("--for", help="training, serving or both")] = "both",
+    dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32; without it, what the configuration says")] = "",
+) -> None:
+    """Write the specs of a model's attention layers.
+
+    The model is made without weights, and runs once. `attngen build` compiles the specs, and
+    attngen.integrations.transformers.register("generated") has models use them.
+
+    \b
+    attngen specs-for config.json                      writes specs/layer_*.yaml
+    attngen specs-for config.json --for serving        those for decoding over a cache alone
+    """
+    import torch
+
+    from attngen.integrations.transformers.ahead import USES
+    from attngen.integrations.transformers.ahead import specs_for as found
+    from attngen.ir.dtypes import ELEMENTS
+
+    if use not in (*USES, "both"):
+        raise AttngenError(f"--for is `{use}`; expected training, serving or both")
+    if dtype and dtype not in DTYPES:
+        raise AttngenError(f"--dtype is `{dtype}`; expected {', '.join(DTYPES)}")
+    specs = found(config, USES if use == "both" else (use,), getattr(torch, ELEMENTS[dtype].torch) if dtype else None)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in specs.items():
+        (out_dir / f"{name}.yaml").write_text(text, encoding="utf-8")
+    print(f"{out_dir} has {count(len(specs), 'spec')}: {', '.join(specs)}")

@@ -1,0 +1,128 @@
+"""The specs of a model, from its configuration alone: for `attngen build`, ahead of the first call.
+
+The model is made without weights, on torch's meta device, and runs once. Its layers say what they would run, and run nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from attngen.errors import AttngenError
+from attngen.integrations.transformers import register
+from attngen.integrations.transformers.attend import Layer, recording
+from attngen.integrations.transformers.formula import Formula, in_documents
+
+LENGTH = 64  # of the sequence that runs; a mask is a formula, and is the same for any
+NAME = "attngen"
+USES = ("training", "serving")
+
+
+def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """The specs of a model's attention layers.
+
+    Args:
+        config: a config.json of transformers, with `model_type`.
+        uses: `training`, which is forward and backward, padded, packed and neither; `serving`, which is decoding over a cache.
+        dtype: what the model computes in; None means what the configuration says, and bfloat16 where it says nothing.
+
+    Returns:
+        YAML by the name of the spec.
+
+    Raises:
+        AttngenError: the file is no configuration, transformers does not know its model, or the model cannot run so; one sentence.
+    """
+    register(name=NAME)
+    read = _read(config)
+    layers: dict[tuple[Layer, Formula], None] = {}
+    failed = []
+    for part in _parts(read):
+        try:
+            layers |= dict.fromkeys(_layers(config, part, dtype))
+        except AttngenError as error:
+            failed.append(str(error))
+    if not layers:
+        none = f"{config}: no layer of the model takes its attention from transformers' interface"
+        raise AttngenError(failed[0] if failed else none)
+    for why in failed:
+        warnings.warn(f"{why}; its specs are not among these", stacklevel=2)
+    specs = {}
+    for layer, formula in layers:
+        for data in _specs(layer, formula, uses):
+            body = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None)
+            specs[data["name"]] = f"# Of {read.model_type}, for transformers: attn_implementation={NAME!r}.\n{body}"
+    return dict(sorted(specs.items()))
+
+
+def _read(path: Path) -> Any:
+    """A configuration of transformers."""
+    from transformers import AutoConfig
+
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return AutoConfig.for_model(**data)
+    except (OSError, UnicodeDecodeError) as error:
+        raise AttngenError(f"{path}: cannot be read ({error.__class__.__name__})") from error
+    except (ValueError, TypeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise AttngenError(f"{path}: is no configuration of a model that transformers knows ({reason})") from error
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """The configuration, or those of its models where there are several, as for text and for images."""
+    inner = [getattr(config, name) for name in ("text_config", "vision_config") if getattr(config, name, None) is not None]
+    yield from inner or [config]
+
+
+def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[Layer, Formula]]:
+    """What the layers of one model run."""
+    from transformers import AutoModel
+
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(config, attn_implementation=NAME, dtype=dtype)
+            for module in model.modules():
+                if type(module).__name__.endswith("Experts"):  # which tokens an expert gets depends on weights
+                    module.forward = lambda x, *_, **__: torch.zeros_like(x)
+            with recording() as layers:
+                model.train()(**_inputs(config, dtype))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise AttngenError(f"{path}: a {config.model_type} cannot run without weights ({reason}), and runs with them") from error
+    return layers
+
+
+def _inputs(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Inputs without values."""
+    if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
+        size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+        return {"pixel_values": torch.empty(1, getattr(config, "num_channels", 3), *size, dtype=dtype)}
+    if bins := getattr(config, "num_mel_bins", None):
+        features = torch.empty(1, bins, 2 * config.max_source_positions, dtype=dtype)
+        return {"input_features": features, "decoder_input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    return {"input_ids": ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {"input_ids": ids}
+
+
+def _specs(layer: Layer, formula: Formula, uses: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The specs of a kind of layers: sequences of one length, padded ones and packed ones; and over a cache."""
+    if formula.why:
+        raise AttngenError(f"the mask of a layer has no formula: {formula.why}")
+    packed = in_documents(formula)
+    for kind in {layer: None, replace(layer, dropout=False): None} if "training" in uses else ():
+        yield kind.spec(formula, "")
+        yield kind.spec(formula, "padded")
+        if formula.causal and not packed.why:
+            yield kind.spec(packed, "")
+    if "serving" in uses and formula.causal:
+        served = replace(layer, served=True, dropout=False)
+        yield served.spec(formula, "")
+        yield served.spec(formula, "spans")

@@ -1,0 +1,351 @@
+"""What transformers calls in every attention layer (its AttentionInterface): the kernels of the layer's spec."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from attngen.errors import AttngenError
+from attngen.integrations.transformers.formula import Formula, in_documents
+from attngen.integrations.transformers.mask import Mask, mask_of
+from attngen.spec.model import WIDEST_HEAD
+
+# Keyword arguments that change nothing here: the mask has them, or they are of other parts of a model.
+_KNOWN = frozenset(
+    ("cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "labels", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q")
+) | frozenset(("num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "sliding_window"))
+_KNOWN |= {"use_cache", "past_key_values", "cross_attention_kwargs", "deterministic", "kernel_options", "training", "return_loss"}
+# Keys that count, over a cache: a run in each sequence. What the mask `key_padding` reads would be computed again in every call.
+SPAN: dict[str, Any] = {
+    "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
+    "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
+}
+SERVED = 16  # queries of a sequence, at most, that run over a cache with its keys dealt among programs
+_WARNED: set[str] = set()
+
+
+Padded = Literal["", "spans", "padded"]  # how a layer knows its keys: all count, a run of them, or any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer's spec follows from, besides its mask."""
+
+    sharing: str
+    widths: tuple[int, int]
+    wide: bool
+    tf32: bool
+    softcap: float | None
+    sink: bool
+    bias: bool
+    dropout: bool
+    served: bool
+
+    def spec(self, formula: Formula, padded: Padded) -> dict[str, Any]:
+        """The spec of a layer with a mask, as plain data."""
+        keys: dict[Padded, list[Any]] = {"": [], "spans": [SPAN], "padded": ["key_padding"]}
+        parts = [*formula.parts, *keys[padded]]
+        scores: list[Any] = [] if self.softcap is None else [{"softcap": self.softcap}]
+        scores += [{"dense_bias": {"learnable": not self.served}}] if self.bias else []
+        scores += [{"sink": {"learnable": not self.served}}] if self.sink else []
+        qk, v = self.widths
+        data = {
+            "name": self._name(formula, padded),
+            "heads": {"sharing": self.sharing},
+            "head_dim": qk if qk == v else {"qk": qk, "v": v},
+            "dtype": ["fp32"] if self.wide else ["bf16", "fp16"],
+            "mask": parts[0] if len(parts) == 1 else {"all_of": parts} if parts else "none",
+        }
+        data |= {"fp32_precision": "tf32"} if self.tf32 else {}
+        data |= {"score": scores} if scores else {}
+        data |= {"dropout": True} if self.dropout else {}
+        return data | ({"cache": "contiguous", "backward": False} if self.served else {})
+
+    def _name(self, formula: Formula, padded: Padded) -> str:
+        """A name that says what the layer does."""
+        words = ["decode"] * self.served + [_word(part) for part in formula.parts]
+        words += [padded] * bool(padded) + ["softcap"] * (self.softcap is not None) + ["bias"] * self.bias
+        words += ["sink"] * self.sink + ["dropout"] * self.dropout + ["fp32"] * self.wide
+        qk, v = self.widths
+        return "_".join(["layer", *words, self.sharing, f"d{qk}" if qk == v else f"d{qk}_{v}"])
+
+
+def _word(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if "expr" in part:
+        return f"mask_{hashlib.sha256(repr(part).encode()).hexdigest()[:6]}"
+    name, fields = next(iter(part.items()))
+    if name == "sliding_window":
+        return f"window_{fields['left']}_{fields['right']}" if fields["right"] else f"window_{fields['left'] + 1}"
+    return {"document": "packed"}.get(name, str(name))
+
+
+_MODULES: dict[tuple[Layer, Formula, Padded], ModuleType] = {}
+FOUND: dict[str, ModuleType] = {}  # modules built ahead of time, by the hash of their spec
+_RECORDING: list[list[tuple[Layer, Formula]]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Layer, Formula]]]:
+    """Note the layers that run, with what their masks say, in place of running them: they give zeros."""
+    layers: list[tuple[Layer, Formula]] = []
+    _RECORDING.append(layers)
+    try:
+        yield layers
+    finally:
+        _RECORDING.pop()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one layer.
+
+    Args:
+        module: the layer.
+        query: [B, Hq, Nq, D]. key, value: [B, Hkv, Nk, D], those of a cache included.
+        attention_mask: a Mask; None where the model makes no mask, and then the layer is causal or sees all, as with SDPA.
+        dropout: probability to drop a weight.
+        scaling: factor on the scores; None means 1 / sqrt(D).
+        is_causal: of a layer without a mask; None means what the layer says.
+        softcap, s_aux, position_bias: what the model does with its scores: a cap, logits [Hq] without values, a bias [1 or B, Hq, Nq, Nk].
+
+    Returns:
+        ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning, and gives weights too.
+    """
+    if torch.is_autocast_enabled(query.device.type):  # as SDPA does; rotations may have made q and k wider than v
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    mask = attention_mask
+    if mask is None:
+        mask = _implied(module, query, key, is_causal)
+        key, value = key[:, :, : mask.shape[3]], value[:, :, : mask.shape[3]]
+    if more.get("cu_seq_lens_q") is not None and isinstance(mask, Mask):
+        mask = _with_documents(mask, more["cu_seq_lens_q"], more.get("cu_seq_lens_k"))
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, s_aux, position_bias))
+    given = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+    why = _unserved(mask, query, key, value, more)
+    if not why and isinstance(mask, Mask):
+        served = not gradients and not dropout and _is_served(mask, query, key)
+        if not served:
+            mask, key, value, position_bias, why = _level(mask, query, key, value, position_bias)
+    if why or not isinstance(mask, Mask):
+        return _by_eager(why, module, query, key, value, mask, {**given, **more})
+    wide = query.dtype == torch.float32
+    groups = query.shape[1] // max(1, key.shape[1])
+    layer = Layer(
+        "mha" if groups == 1 else "mqa" if key.shape[1] == 1 else "gqa",
+        (query.shape[3], value.shape[3]),
+        wide,
+        wide and torch.get_float32_matmul_precision() != "highest",
+        softcap,
+        s_aux is not None,
+        position_bias is not None,
+        dropout > 0,
+        served,
+    )
+    if _RECORDING:
+        _RECORDING[-1].append((layer, mask.formula))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+    padded: Padded = "" if mask.padding is None else "spans" if served and mask.span else "padded"
+    built = _module(layer, mask.formula, padded)
+    inputs = dict(mask.inputs)
+    if padded == "spans" and mask.span:
+        inputs |= dict(zip(SPAN["params"], mask.span))
+    elif padded:
+        inputs["key_padding"] = mask.padding
+    inputs |= {} if s_aux is None else {"sink": s_aux.float()}
+    inputs |= {} if position_bias is None else {"bias": position_bias.to(query.dtype)}
+    if served:
+        keys = (key.transpose(1, 2), value.transpose(1, 2))
+        out = built.attention.with_kvcache(query, *keys, cache_seqlens=_lengths(mask, query), **inputs, scale=scaling)
+    else:
+        inputs |= {"dropout_p": dropout} if dropout > 0 else {}
+        out = built.attention(query, key, value, **_planned(built, mask, query, key, inputs), scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _implied(module: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool | None) -> Mask:
+    """The mask of a layer that is given none, as SDPA takes it: causal from the first key on where there are several queries, or none."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    batch, _, n_q, _ = query.shape
+    if causal and n_q > 1:
+        return mask_of(batch, n_q, min(n_q, key.shape[2]), mask_function=causal_mask_function, device=query.device)
+    return mask_of(batch, n_q, key.shape[2], mask_function=bidirectional_mask_function, device=query.device)
+
+
+def _with_documents(mask: Mask, starts: torch.Tensor, starts_k: torch.Tensor | None) -> Mask:
+    """The mask inside each of the sequences that a call packs into one, where the mask does not say so already."""
+    if mask.formula.packed:
+        return mask
+    batch, _, n_q, n_kv = mask.shape
+    if batch != 1 or n_q != n_kv or starts_k is not None and starts_k.shape != starts.shape:
+        raise AttngenError(
+            f"transformers: cu_seq_lens_q comes with {batch} sequences of {n_q} queries and {n_kv} keys; expected one row of packed "
+            f"sequences, with as many queries as keys"
+        )
+    if "documents" not in mask.plans:
+        ids = torch.searchsorted(starts[1:].contiguous(), torch.arange(n_kv, device=starts.device, dtype=starts.dtype), right=True)
+        inputs = {**mask.inputs, "document_ids": ids.int()[None]}
+        packed = in_documents(mask.formula)
+
+        def make() -> torch.Tensor:
+            return mask.dense() & (ids[:, None] == ids)
+
+        mask.plans["documents"] = Mask((batch, n_q, n_kv), packed, inputs, mask.padding, mask.start, make)
+    documents: Mask = mask.plans["documents"]
+    return documents
+
+
+def _unserved(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> str:
+    """Why attngen does not run a layer; empty where it does."""
+    if not isinstance(mask, Mask):
+        return f"the model was given a mask [{', '.join(map(str, mask.shape))}] of its own"
+    if mask.formula.why:
+        return mask.formula.why
+    if more.get("output_attentions"):
+        return "`output_attentions` asks for weights, which kernels do not keep"
+    if unknown := next((name for name, x in more.items() if name not in _KNOWN and x is not None and x is not False), ""):
+        return f"the layer gives its attention `{unknown}`, which attngen does not know"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"the layer computes in {query.dtype}"
+    if odd := next((n for n in (query.shape[3], value.shape[3]) if n % 8 or not 16 <= n <= WIDEST_HEAD), 0):
+        return f"a head has {odd} columns, and attngen's have a multiple of 8, 16 to {WIDEST_HEAD}"
+    if mask.shape[3] != key.shape[2] or mask.shape[2] != query.shape[2]:
+        return f"the mask is of {mask.shape[2]} queries and {mask.shape[3]} keys, and the layer has {query.shape[2]} and {key.shape[2]}"
+    return ""
+
+
+def _is_served(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a call without gradients runs over its keys as over a cache: few queries, which are the last ones of their sequence."""
+    few = query.shape[2] <= SERVED and key.shape[2] > query.shape[2]
+    at_end = not isinstance(mask.start, torch.Tensor) and mask.start + query.shape[2] == key.shape[2]
+    return few and (at_end or mask.formula.causal)
+
+
+def _lengths(mask: Mask, query: torch.Tensor) -> torch.Tensor:
+    """How many keys each sequence has, the queries' own included: int32 [B] on the device, once for all layers."""
+    if "lengths" not in mask.plans:
+        batch, _, n_q, _ = query.shape
+        end = mask.start + n_q
+        if isinstance(end, torch.Tensor):
+            mask.plans["lengths"] = end.to(torch.int32).expand(batch).contiguous()
+        else:
+            mask.plans["lengths"] = torch.full((batch,), end, dtype=torch.int32, device=query.device)
+    lengths: torch.Tensor = mask.plans["lengths"]
+    return lengths
+
+
+def _level(mask: Mask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+    """(mask, key, value, bias, why): a call whose last query is level with its last key, as specs count positions.
+
+    A static cache has room behind the last query, which a causal mask hides: these keys are left out.
+    """
+    n_q, n_kv = query.shape[2], key.shape[2]
+    if not mask.formula.parts or mask.start is not None and not isinstance(mask.start, torch.Tensor) and mask.start + n_q == n_kv:
+        return mask, key, value, bias, ""
+    if not mask.formula.causal:
+        return mask, key, value, bias, "queries are not the last positions of a cache, and the mask is not causal"
+    if "level" not in mask.plans:
+        mask.plans["level"] = _cut(mask, int(mask.start) + n_q)
+    cut: Mask = mask.plans["level"]
+    end = cut.shape[3]
+    return cut, key[:, :, :end], value[:, :, :end], bias if bias is None else bias[..., :end], ""
+
+
+def _cut(mask: Mask, end: int) -> Mask:
+    """The mask for the first keys alone."""
+    along = {name: dims for name, _, dims in mask.formula.tables}
+
+    def part(name: str, x: Any) -> Any:
+        for d in along.get(name, ()):
+            x = x.narrow(d, 0, end)
+        return x
+
+    batch, _, n_q, _ = mask.shape
+    inputs = {name: part(name, x) for name, x in mask.inputs.items()}
+    padding = None if mask.padding is None else mask.padding[:, :end]
+    return Mask((batch, n_q, end), mask.formula, inputs, padding, end - n_q, lambda: mask.dense()[..., :end])
+
+
+def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
+    """The module of a layer's spec: one that was built ahead of time, or from the cache, or built now."""
+    from attngen.api import build
+    from attngen.spec import make_spec
+
+    key = (layer, formula, padded)
+    found = _MODULES.get(key)
+    if found is None:
+        data = layer.spec(formula, padded)
+        with warnings.catch_warnings():  # of what a mask's author may not mean
+            warnings.simplefilter("ignore")
+            ahead = FOUND.get(make_spec(data).hash()) if FOUND else None
+            found = _MODULES[key] = ahead or build(data)
+    return found
+
+
+def _planned(built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a call, and their plan where the module has one. Layers that share a mask share its plan."""
+    make = getattr(built.attention, "plan", None)
+    if make is None:
+        return inputs
+    at = built, query.shape[1], key.shape[1]
+    if at not in mask.plans:
+        named = inspect.signature(make).parameters
+        given = {"q": query, "k": key, "n_q": query.shape[2], "n_kv": key.shape[2], **inputs}
+        mask.plans[at] = make(**{name: given[name] for name in named if name in given})
+    return {**inputs, "plan": mask.plans[at]}
+
+
+# ------------------------------------------------------------------------------------------------ what attngen does not do
+
+
+def _by_eager(
+    why: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, more: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The layer by the model's own eager function, with a warning that says why, once."""
+    eager = _eager(type(module))
+    if eager is None:
+        raise AttngenError(f"transformers: {why}, and {type(module).__name__} has no eager function to fall back to")
+    if why not in _WARNED:
+        _WARNED.add(why)
+        warnings.warn(f"attngen: {why}; such layers run by the model's eager attention", stacklevel=4)
+    dense = mask.dense() if isinstance(mask, Mask) else mask
+    if dense.dtype == torch.bool:
+        hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
+        dense = torch.where(dense, torch.zeros_like(hidden), hidden)
+    optional = ("softcap", "s_aux", "position_bias")
+    return eager(module, query, key, value, dense, **{k: x for k, x in more.items() if k not in optional or x is not None})
+
+
+def _eager(layer: type) -> Any:
+    """The eager function that a layer's class names in its `forward`."""
+    for cls in layer.__mro__:
+        code = getattr(cls.__dict__.get("forward"), "__code__", None)
+        for name in getattr(code, "co_names", ()):
+            if name.endswith("eager_attention_forward"):
+                return getattr(sys.modules[cls.__module__], name, None)
+    return None
