@@ -31,6 +31,7 @@ class DeviceClass:
     overlaps: bool = False  # programs of a launch may start beside those of the one before, and wait for its end
     reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
+    tensor_columns: int = 0  # of memory for sums of matrix instructions, 128 rows of 32 bits each; 0 where they are in registers
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
     shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
     tuned_on: str = ""  # the device whose measured schedules (attngen/schedules) the class takes, where there are any
@@ -103,7 +104,8 @@ CLASSES = {
             overlaps=True,
             reads_shared=True,
             keeps_reused=True,
-            source=f"{_CUDA}; NVIDIA Blackwell datasheet, 2024",
+            tensor_columns=512,
+            source=f"{_CUDA}; NVIDIA Blackwell datasheet, 2024; PTX ISA 8.6: tensor memory",
         ),
         DeviceClass(
             name="gfx942",

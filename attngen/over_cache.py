@@ -199,10 +199,10 @@ def run_cache_case(module: ModuleType, spec: Spec, case: CacheCase, dtype: str, 
 
 
 def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:
-    """The errors of a case, of a call over a cache or without one."""
+    """The errors of a case, of a call over a cache or without one; of one without, tangents too, if the spec has a backward."""
     if isinstance(case, CacheCase):
         return run_cache_case(module, spec, case, dtype, device, seed)
-    return run_case(module, spec, case, dtype, device, seed)
+    return run_case(module, spec, case, dtype, device, seed, tangents=spec.trains)
 
 
 def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:

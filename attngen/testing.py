@@ -14,7 +14,7 @@ import torch
 from attngen.imported import import_folder
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import OF_KEYS, OUTPUTS
+from attngen.ir.names import FLAT, OF_KEYS, OUTPUTS
 from attngen.parts import Part, Sizes
 from attngen.reference import (
     dropout_weight,
@@ -119,6 +119,11 @@ def load_module(folder: Path) -> ModuleType:
 def result_names(spec: Spec) -> tuple[str, ...]:
     """The results and gradients of a spec's module: the output, what else it gives, and the gradients, also of learned inputs."""
     return ("out", *spec.outputs, *(GRADIENTS if spec.trains else ()), *(f"d{i.name}" for i in spec.learned()))
+
+
+def tangent_names(spec: Spec) -> tuple[str, ...]:
+    """The tangents that a spec's module gives in forward mode: `t` and the names of the results that have gradients."""
+    return tuple(f"t{name}" for name in ("out", *spec.outputs) if name not in (*FLAT, *OF_KEYS)) if spec.trains else ()
 
 
 def asked(spec: Spec) -> dict[str, Any]:
@@ -239,8 +244,11 @@ def run_case(
     scale: float | None = None,
     inputs: dict[str, torch.Tensor] | None = None,
     dropout_p: float = DROPOUT_P,
+    tangents: bool = False,
 ) -> Result:
     """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64. Without a backward, the results alone.
+
+    With `tangents` forward mode is held too, along random tangents of q, k, v and learned inputs: `tout`, `tlse` and the like.
 
     Where outputs have a dtype of their own, naive attention computes in that, and rounds its weights to the dtype of q, k and v. Where
     products are in TF32, so are naive attention's; the interpreter multiplies in fp32 there.
@@ -288,8 +296,16 @@ def run_case(
     with _whole_products():
         naive = errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
     found = errors(_gradients(ours, leaves, grads, names), truth)
-    fp32 = {*OUTPUTS, *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
-    stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key == "out" else in_dtype) for key, x in truth.items()}
+    if tangents:
+        along = (*make_inputs(spec, case, in_dtype, device, seed + 3)[:3], *map(torch.randn_like, learned.values()))
+        exact, *changes = _exact_tangents(attend, leaves, along, mask, weight, names[: len(grads)], operand)
+        wide_along = (*(x.to(out_dtype) for x in along[:3]), *along[3:])
+        with _whole_products():
+            naive |= errors(_tangents(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, wide_along, names[: len(grads)]), exact)
+        found |= errors(_tangents(ours, leaves, along, names[: len(grads)]), exact)
+        truth, rounded = truth | exact, [*rounded, *changes]
+    fp32 = {*OUTPUTS, *(f"t{name}" for name in OUTPUTS), *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
+    stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key in ("out", "tout") else in_dtype) for key, x in truth.items()}
     return Result(case, dtype, found, naive, rounding_of(truth, stored, rounded, operand))
 
 
@@ -319,6 +335,41 @@ def _gradients(
     if results[0].requires_grad:  # naive attention over no key at all has no graph
         found = torch.autograd.grad(smooth, leaves, [g.to(r.dtype) for g, r in zip(grads, smooth)])
     return dict(zip(names, (*(r.detach() for r in results), *found)))
+
+
+def _tangents(
+    attend: Attend, inputs: tuple[torch.Tensor, ...], along: tuple[torch.Tensor, ...], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """The tangents of the first results of `attend`, by their names with a `t` before them, along tangents of its inputs."""
+    found = torch.func.jvp(lambda *x: attend(*x)[: len(names)], inputs, along)[1]
+    return {f"t{name}": x for name, x in zip(names, found)}
+
+
+def _exact_tangents(
+    attend: Attend,
+    inputs: tuple[torch.Tensor, ...],
+    along: tuple[torch.Tensor, ...],
+    mask: torch.Tensor,
+    weight: torch.Tensor | None,
+    names: tuple[str, ...],
+    operand: float,
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Tangents of naive attention in fp64, and what roundings of a fused forward mode alone add to them.
+
+    tO = P tV + tP V - tLSE * O: where a query sees few keys the last two cancel, and what stays is the rounding of the stored output, and
+    of tP, to the dtype of V. P is made anew from the stored LSE: half a unit in the last place of that, in fp32, is a factor. `operand` is
+    the relative error of products' operands.
+    """
+    single = torch.finfo(torch.float32).eps
+    q, k, v, *rest = (x.double() for x in inputs)
+    whole = tuple(x.double() for x in along)
+    exact = _tangents(lambda *x: attend(*x[:3], mask, weight, *x[3:]), (q, k, v, *rest), whole, names)
+    out, lse, *_ = attend(q, k, v, mask, weight, *rest)
+    half = single * lse.abs().nan_to_num(posinf=0.0) + operand
+    of_rows = {key: half * x.abs() for key, x in exact.items() if key != "tout"}
+    less = (exact["tlse"][..., None] * out).abs()
+    rounded = torch.finfo(inputs[0].dtype).eps / 2 * less
+    return exact, {"tout": rounded}, {"tout": half[..., None] * (exact["tout"].abs() + less), **of_rows}
 
 
 def _exact(
@@ -381,7 +432,7 @@ def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> di
     errors = {}
     for key in truth:
         x, ref = found[key].double(), truth[key].detach()
-        if key in OUTPUTS:  # -inf where it should be is no error; anywhere else it stays, and fails
+        if key.removeprefix("t") in OUTPUTS:  # -inf where it should be is no error; anywhere else it stays, and fails
             both = (x == -torch.inf) & (ref == -torch.inf)
             x, ref = x.masked_fill(both, 0.0), ref.masked_fill(both, 0.0)
             rows = (x - ref).abs()

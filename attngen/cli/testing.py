@@ -105,12 +105,12 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
 
         cuda = _interpret_without_cuda()
         from attngen.over_cache import cache_cases, result_of
-        from attngen.testing import cli_cases, load_module, result_names
+        from attngen.testing import cli_cases, load_module, result_names, tangent_names
 
         write_module(render(module), Path(folder) / loaded.name)
         generated = load_module(Path(folder) / loaded.name)
         print(f"{loaded.name} on {torch.cuda.get_device_name() if cuda else 'the CPU, in the interpreter of Triton'}")
-        widths = {name: max(8, len(name)) + 1 for name in result_names(loaded)}
+        widths = {name: max(8, len(name)) + 1 for name in (*result_names(loaded), *tangent_names(loaded))}
         device = "cuda" if cuda else "cpu"
         work: list[tuple[Any, str]] = [*cli_cases(loaded, cuda)]
         dtypes = list(dict.fromkeys(dtype for _, dtype in work))

@@ -188,13 +188,13 @@ def device_table(module: Module, problem: Problem) -> Table:
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True)
     for device in DEVICES.values():
-        for direction in module.directions:
+        for direction in (*module.directions, "jvp"):
             for kernel in module.kernels_of(direction):
                 e = estimate(module, kernel, device, problem)
                 if e is None:
                     table.add_row(device.name, kernel.name, "none")
                     continue
-                ratio = e.loaded / standard_total(module, direction, e.row, problem)
+                standard = standard_total(module, direction, e.row, problem) if direction in module.directions else None
                 table.add_row(
                     device.name,
                     kernel.name,
@@ -205,7 +205,7 @@ def device_table(module: Module, problem: Problem) -> Table:
                     f"{100 * (1 - e.sram / e.limit):.0f}%",
                     f"{e.flops / 1e12:.2f}",
                     f"{e.loaded / 1e9:.2f}",
-                    f"{ratio:.2f}",
+                    f"{e.loaded / standard:.2f}" if standard else "-",
                     f"{e.bytes / 1e9:.2f}",
                     f"{e.intensity:.0f}",
                     e.binds,

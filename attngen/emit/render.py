@@ -110,6 +110,7 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
 
 TITLES = {
     "backward": "Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed.",
+    "jvp": "Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients.",
     "key_mass": "Launch the kernel that sums weights over queries: key_mass.",
     "append": "Store new keys and values in the cache.",
     "decode": "Launch the kernels that read keys from the cache: (out, lse).",

@@ -28,13 +28,14 @@ Arrays = dict[str, Any]
 
 def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any] = SINGLE) -> Arrays:
     """The results of a call, forward and backward, by name: `out`, `lse` and the module's other outputs; where it has a backward also `dq`,
-    `dk`, `dv`, and `d_NAME` of each input that is learned.
+    `dk`, `dv`, and `d_NAME` of each input that is learned; with tangents of its arguments also `tangent_out`, `tangent_lse` and the like.
 
     inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; where there is a backward, `grad_out` [B, Hq, Nq, D_V]
     and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none, and so `grad_entropy` where the module has that output; `scale`; what the mask and
     modifiers read by the names of the module's inputs, and what Python derives of these; `block_mask` [B or 1, Hq or 1, Tq, Tk] where the
     module has one; `seed` and `threshold` with dropout;
-    `splits`, of groups of heads; `fused`, 1 for the backward in one pass, where there is one.
+    `splits`, of groups of heads; `fused`, 1 for the backward in one pass, where there is one; for forward mode `tq`, `tk` and `tv`, and
+    `tNAME` of each input that is learned.
     `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, all of them by default; others have no elements.
     tiles: BLOCK_Q and BLOCK_KV; dtypes: SINGLE or DOUBLE. Raises OutsideTensor where a kernel leaves a tensor.
     """
@@ -43,6 +44,7 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given |= {"dropout_threshold": threshold, "keep_scale": 65536 / (65536 - threshold)}
     given |= {name.upper() if isinstance(x, np.ndarray) else name: x for name, x in inputs.items()}
     given |= {name: inputs[VARIABLES[name]] for name in VARIABLES if VARIABLES[name] in inputs}
+    given |= {f"t{name}": inputs[f"t{name.lower()}"] for name in [*given] if f"t{name.lower()}" in inputs}
 
     lengths = {i.name for i in module.inputs if i.is_size}
     for i in module.inputs:
@@ -63,7 +65,8 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given |= run("key_mass") if "key_mass" in module.outputs else {}
     found = run("backward") if module.trains else {}
     gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV") if module.trains}
-    return {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}, **gradients, **found}
+    tangents = {VARIABLES[name]: x for name, x in run("jvp").items()} if "tQ" in given else {}
+    return {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}, **gradients, **found, **tangents}
 
 
 def execute_host(

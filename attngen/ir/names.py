@@ -156,9 +156,11 @@ SHAPES = {
 CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache of keys and values
 PAIRS = "split_pairs"  # of programs that share the query heads of a group
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
-SHAPES |= {gradient: SHAPES[x] for gradient, x in GRADIENTS.items()}
+TANGENTS = {f"t{x}": x for x in ("Q", "K", "V", "O", "LSE", "ENTROPY")}  # and these, of forward mode
+SHAPES |= {x: SHAPES[of] for x, of in (GRADIENTS | TANGENTS).items()}
 # How generated Python calls tensors that it does not name by their small letters.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse", "dENTROPY": "grad_entropy"}
+VARIABLES |= {"tO": "tangent_out", "tLSE": "tangent_lse", "tENTROPY": "tangent_entropy"}
 # What calls can give beside the output, by the names that specs know, with their tensors: numbers of each query from the forward, of which
 # FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
 OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
@@ -166,6 +168,7 @@ FLAT, OF_KEYS = ("max_score",), ("key_mass",)
 STATISTICS = (
     *("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS"),
     *("ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE", "KEY_MASS"),
+    *("tLSE", "tENTROPY"),
 )
 SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # of what a cache holds in 8 bits
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS", *SCALES.values())
@@ -203,10 +206,12 @@ WRAPPER |= {
     "n_kv",
 }
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
+WRAPPER |= {"tq", "tk", "tv", "tangent_out", "tangent_lse"}
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 # Names that modules with more outputs than the LSE have besides, in kernels and in functions.
 OF_OUTPUTS = {f"{word}{name}{rows}" for name in OUTPUTS for word, rows in (("", ""), ("return_", ""), ("", "_rows"))}
+OF_OUTPUTS |= {"tangent_entropy", "tentropy", "tentropy_init", "tentropy_next", "tentropy_all", "tentropy_out", "terms_sum"}
 OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "pull", "terms"}
 OF_OUTPUTS |= {"mass", "mass_init", "mass_next"}
 OF_OUTPUTS |= {"e", "e_init", "e_next", "e_tile", "e_sink", "e_all", "grown", "grown_all", "log2_sink"}

@@ -12,6 +12,7 @@ from attngen.logical.backward import build_delta, build_dkdv, build_dkdv_end, bu
 from attngen.logical.blocks import build_blocks
 from attngen.logical.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.logical.host import build_hosts
+from attngen.logical.jvp import build_jvp
 from attngen.logical.key_mass import build_key_mass
 from attngen.logical.packed import PACKED
 from attngen.logical.programs import add_programs
@@ -47,6 +48,7 @@ def build_module(spec: Spec) -> Module:
     if not unfused(spec):
         backward += (build_fused, build_dq_end)
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
+    kernels += (build_jvp(spec),) if spec.trains else ()
     kernels += (build_key_mass(spec),) if "key_mass" in spec.outputs else ()
     ways = [way for way in WAYS if way.applies(spec)]
     kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))

@@ -137,7 +137,7 @@ def _statistics(b: KernelBuilder) -> None:
     seen = lse > -sympy.oo
     of_rows = dlse - entropy * dentropy if "entropy" in b.types else dlse
     b.compute("delta", (o_do - select(seen, of_rows, sympy.Integer(0))) / kept, "entry")
-    b.compute("lse2", select(seen, lse * symbol("LOG2E"), sympy.oo), "entry")
+    compute_lse2(b, "entry")
     b.store("DELTA", ("b", "h", "q"), "delta")
     b.store("LSE2", ("b", "h", "q"), "lse2")
     if "entropy" in b.types:
@@ -225,6 +225,12 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
+def compute_lse2(b: KernelBuilder, block: str) -> None:
+    """LSE2 of queries, from their LSE: +inf for one that sees no key, so that every weight recomputed from it is 2^-inf = 0."""
+    lse = symbol("lse")
+    b.compute("lse2", select(lse > -sympy.oo, lse * symbol("LOG2E"), sympy.oo), block)
+
+
 def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed."""
     b.dot("s", a, c, "D_QK", "step")
@@ -235,7 +241,7 @@ def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
         where = sympy.And(where, in_bounds("q"))
     masked = b.mask("masked", "score", where, "step")
     b.compute("p", exp2(symbol(masked) - symbol("lse2")))
-    if "dentropy2" in b.types:
+    if {"dentropy2", "tentropy"} & b.types.keys():
         b.compute("log2_p", select(symbol("p") > 0, symbol(masked) - symbol("lse2"), sympy.Integer(0)))
     return rest
 
@@ -252,7 +258,7 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
     less = b.compute("pull", symbol("delta") + symbol("dentropy2") * symbol("log2_p")) if "dentropy2" in b.types else "delta"
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", less))
     if b.signature.adds and factor != 1 and not b.spec.dropout and not learns:
-        b.compute("p_steep", _where_seen(b, p * factor))
+        b.compute("p_steep", where_seen(b, p * factor))
         b.map("ds", symbol("p_steep") * (dp - delta), "step", "f32", False, **{"p_steep": "p_steep", "dp": "dp", less: less})
         return None
     name = "ds" if factor == 1 else "dscore"
@@ -261,11 +267,11 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
     else:
         b.map(name, p * (dp - delta), "step", "f32", False, **{"p": "p", "dp": "dp", less: less})
     if factor != 1:
-        b.compute("ds", _where_seen(b, symbol("dscore") * factor))
+        b.compute("ds", where_seen(b, symbol("dscore") * factor))
     return symbol(name)
 
 
-def _where_seen(b: KernelBuilder, e: Any) -> Any:
+def where_seen(b: KernelBuilder, e: Any) -> Any:
     """A gradient by score. It is zero where the weight is zero, as past the end: a derivative may be infinite there."""
     return select(symbol("p") > 0, e, sympy.Integer(0)) if singular(b.spec, b.score) else e
 
@@ -581,7 +587,7 @@ def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, fi
 
     def gradient(name: str, slope: Any) -> str:
         """The gradient by what is read, for each score."""
-        return b.compute(name, _where_seen(b, dscore * slope)) if slope != 1 else str(dscore)
+        return b.compute(name, where_seen(b, dscore * slope)) if slope != 1 else str(dscore)
 
     name, kept = x.parts.lower(), symbol("keep_scale") if b.spec.dropout else 1
     if x.by == "distance":
@@ -593,5 +599,5 @@ def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, fi
     elif x.by == "element":
         b.scatter(read, x.parts, gradient(name, slope * kept), "step")
     else:  # an element for each score: it is stored as it is
-        b.compute(name, _where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
+        b.compute(name, where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
         b.store(x.parts, ("b", head, "q", "kv"), name, "step")

@@ -92,9 +92,16 @@ class KernelBuilder:
         self.types.update({f"{op.name}.{f}".rstrip("."): t for f, t in op.results().items()})
         return op.name
 
+    def read_tangents(self, reads: Iterable[Read]) -> None:
+        """Read the tangents of inputs where these are read: `tslope` of %tSLOPE where `slope` is read."""
+        for read in reads:
+            tensor = f"t{read.tensor.upper()}"
+            self.tensor_types[tensor] = self.tensor_types[read.tensor]
+            self.needed += (Read(f"t{read.name}", tensor, read.index),)
+
     def tensors(self, learned: Iterable[Learned] = ()) -> None:
         """Declare all tensors that the kernel reads and writes, also for mask and modifiers."""
-        read = {read.tensor: self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
+        read = {_argument(read.tensor): self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
         for arg in tensor_args(self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
@@ -250,7 +257,7 @@ class KernelBuilder:
         return "group" if symbol("g") in names or "group" in homes else "entry"
 
     def _read(self, read: Read, block: str) -> None:
-        tensor = read.tensor.upper()
+        tensor = _argument(read.tensor)
         plain = self._natural(read)
         rows = [d in POSITIONS for d, _, _ in plain]
         if all(e == natural for _, e, natural in plain) and rows == sorted(rows) and not self._is_packed(read):
@@ -405,6 +412,11 @@ def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
         head = sharing.owned * symbol("group") + floordiv(row, queries)
         return {h: head, hkv: sharing.owned, row: mod(row, queries), symbol("Nq"): queries}
     return {at: e for at, e in ((h, sharing.member), (hkv, sharing.owned)) if at != e}
+
+
+def _argument(tensor: str) -> str:
+    """The argument of kernels that is an input, or what is derived; a tangent is named as its argument."""
+    return tensor.upper() if tensor == tensor.lower() else tensor
 
 
 def _access(tensor: str, index: tuple[Any, ...]) -> Access:

@@ -47,7 +47,7 @@ def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
     A call takes the first of the `ways` to compute the forward that is for it.
     """
     data = module.blocks is not None and module.blocks.data
-    programs = [_forward(module, ways), *([_backward(module)] if trains else [])]
+    programs = [_forward(module, ways), *([_backward(module), _jvp(module)] if trains else [])]
     programs += [_key_mass(module)] if "key_mass" in module.outputs else []
     if module.blocks:
         programs += [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
@@ -129,7 +129,7 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
         shape = tuple("Nc" if d == "Nk" and direction == "decode" else d for d in dims)
         b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
     lists = {own: block_lists(own, module.blocks.data) if module.blocks else {} for own in ("q", "kv")}
-    walked = {"forward": ("q",), "key_mass": ("kv",)}.get(direction, ("q", "kv"))
+    walked = {"forward": ("q",), "jvp": ("q",), "key_mass": ("kv",)}.get(direction, ("q", "kv"))
     for own in walked if alone else lists:
         for name, dims in lists[own].items():
             b.add(Arg(name.lower(), "in", Type("i32", ("*", "*", *dims[2:]), "hbm")))
@@ -170,6 +170,26 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
     else:
         args = (*split_columns(b, block, "Q", "Q"), *split_columns(b, block, "K", "K")) if module.rope else ()
         b.launch("fwd", block, args)
+    return b.host()
+
+
+def _jvp(module: Module) -> Host:
+    """The tangents of the output and of the rows' numbers that have gradients, from those of q, k, v and learned inputs."""
+    b = HostBuilder("jvp")
+    kernel = module.kernel("jvp")
+    own = [arg.name for arg in kernel.args if arg.role == "in" and arg.name in SHAPES]
+    for name in own:
+        b.tensor(name)
+    operands(b, module, "jvp")
+    for i in module.inputs:
+        if i.grad:
+            b.add(Arg(f"t{i.name.upper()}", "in", Type(i.dtype, i.shape, "hbm")))
+    written = [arg.name for arg in kernel.args if arg.role == "out"]
+    for name in written:
+        b.alloc(name, like="Q" if name == "tO" else None)
+    b.branch("Launched", "launches", of=("tO",))
+    b.give(**{name: name for name in written})
+    b.launch("jvp", "launches")
     return b.host()
 
 

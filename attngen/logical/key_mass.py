@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sympy
 
-from attngen.ir.expr import cdiv, select, symbol
+from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Yield
-from attngen.logical.backward import probabilities
+from attngen.logical.backward import compute_lse2, probabilities
 from attngen.logical.common import KernelBuilder, kv_head
 from attngen.logical.signature import Signature
 from attngen.spec import Spec
@@ -41,8 +41,7 @@ def build_key_mass(spec: Spec) -> Kernel:
     b.carried("step", **starts)
     b.load("q", "Q", ("b", "h", "q", "d_qk"), "step")
     b.load("lse", "LSE", ("b", "h", "q"), "step", other=-sympy.oo)
-    lse = symbol("lse")
-    b.compute("lse2", select(lse > -sympy.oo, lse * symbol("LOG2E"), sympy.oo))
+    compute_lse2(b, "step")
     probabilities(b, "k", "q")
     b.reduce_sum("p_sum", "p", "BLOCK_Q", "step")
     b.map("mass_next", symbol("mass") + symbol("p_sum"), "step", mass="mass", p_sum="p_sum")

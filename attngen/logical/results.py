@@ -10,6 +10,8 @@ from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Host, View
 from attngen.ir.ops import Arg, Map, Op, Store
 
+_OUTPUTS = ("O", "tO")  # and its tangent
+
 
 def with_results(module: Module) -> Module:
     """The module with the type of its outputs: of the tensor O, of its views, and of the values that kernels store to it.
@@ -21,13 +23,13 @@ def with_results(module: Module) -> Module:
         return module
 
     def of_kernel(kernel: Kernel) -> Kernel:
-        stored = {op.value for op in kernel.ops() if isinstance(op, Store) and op.dst.tensor == "O"}
-        change = _typed({"O"} | stored, dtype)
+        stored = {op.value for op in kernel.ops() if isinstance(op, Store) and op.dst.tensor in _OUTPUTS}
+        change = _typed({*_OUTPUTS} | stored, dtype)
         return kernel.rewrite(lambda _, op: change(op))
 
     def of_host(host: Host) -> Host:
-        views = {op.name for op in host.ops() if isinstance(op, View) and op.src == "O"}
-        return host.rewrite(_typed({"O"} | views, dtype))
+        views = {op.name for op in host.ops() if isinstance(op, View) and op.src in _OUTPUTS}
+        return host.rewrite(_typed({*_OUTPUTS} | views, dtype))
 
     return replace(module.map_kernels(of_kernel), hosts=tuple(map(of_host, module.hosts)))
 

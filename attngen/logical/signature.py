@@ -119,7 +119,7 @@ def tensor_args(
         return [Arg(name, role, tensor_type(name, signature)) for name in names]
 
     args = tensors(signature.reads, "in")
-    args += [Arg(name.upper(), "in", type_) for name, type_ in read.items()]
+    args += [Arg(name, "in", type_) for name, type_ in read.items()]
     if blocks and signature.scores:
         listed = block_lists(signature.own, blocks.data)
         if "DQ_TURNS" in signature.adds:  # turns are made of the ranks in the lists of queries

@@ -21,11 +21,14 @@ A tile that products also read as a whole, as keys in dQ = dS K, stays; beside i
          %k_own = load %K[b, h, kv, own_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, OWN_QK] @?
          %dq_next = dot %ds %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, OWN_QK] @?
 
+Of a tile that is taken beside a sum element by element, as forward mode takes the output, a program loads its own columns too.
+
 Kernels that read a cache stay as they are, and so do those of latents: tiles of few queries leave room for all columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -34,7 +37,7 @@ import sympy
 from attngen.bounds.sizes import tile_width
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import GridAxis, Kernel, Module
-from attngen.ir.ops import COLUMN_DIM, OWN, WHOLE, Access, Arg, Dot, Init, Load, Op, Scatter, Store, Type
+from attngen.ir.ops import COLUMN_DIM, OWN, WHOLE, Access, Arg, Dot, Init, Load, Map, Op, Scatter, Store, Type
 from attngen.passes.base import Pass
 from attngen.policy import WIDEST_SUM
 
@@ -68,8 +71,17 @@ class _Columns:
         self.letter = next(letter for letter, dim in COLUMN_DIM.items() if dim == self.whole)
         self.uneven = width != tile_width(width)  # then the last program may have fewer columns
         summed = [op for op in kernel.dots if self.whole in op.type.dims]
-        self.operands = {op.b for op in summed}
-        self.both = self.operands & {ref for op in kernel.ops() if op not in summed for ref in op.operands()}  # that others read as a whole
+        operands = {op.b for op in summed}
+        self.both = operands & {ref for op in kernel.ops() if op not in summed for ref in op.operands()}  # that others read as a whole
+        self.loaded = operands | set(self._beside_sums())
+
+    def _beside_sums(self) -> Iterator[str]:
+        """Loaded tiles that a map takes beside a sum, element by element, as forward mode takes the output."""
+        loaded = {op.name for op in self.kernel.ops() if isinstance(op, Load) and self.whole in op.type.dims}
+        for op in self.kernel.ops():
+            used = {ref for _, ref in op.uses} if isinstance(op, Map) and self.whole in op.type.dims else set()
+            if used - loaded and any(self.whole in self.kernel.type_of(ref).dims for ref in used - loaded):
+                yield from used & loaded
 
     def shared(self) -> Kernel:
         first, *rest = self.kernel.grid
@@ -80,7 +92,7 @@ class _Columns:
 
     def _change(self, op: Op) -> list[Op]:
         changed: Any = op
-        if isinstance(op, Load) and op.name in self.operands:
+        if isinstance(op, Load) and op.name in self.loaded:
             part = self._access(replace(op, type=self._type(op.type)))
             return [op, replace(part, name=f"{op.name}_own", columns_of=op.name)] if op.name in self.both else [part]
         if isinstance(op, Store):

@@ -9,7 +9,7 @@ import torch
 
 from attngen.runtime.checks import MAX_ROWS, Rules, is_watched, kind
 from attngen.runtime.memory import MAX_ROW_STRIDE, Layout, on_its_device
-from attngen.runtime.private import guard_of
+from attngen.runtime.private import guard_of, has_tangents, in_forward_ad
 
 OF_NUMPY = (torch.float16, torch.float32)  # which Triton's interpreter can multiply
 Tensors = tuple[torch.Tensor, ...]
@@ -38,9 +38,11 @@ def _is_near(x: torch.Tensor, rows: int) -> bool:
 
 
 def without_backward(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if gradients of some of these are wanted of a call over a cache."""
+    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call over a cache."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+    if in_forward_ad(*tensors) and has_tangents(*tensors):
+        raise NotImplementedError("attention.with_kvcache has no forward mode; expected tensors without tangents")
 
 
 class CacheRules:

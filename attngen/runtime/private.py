@@ -88,8 +88,12 @@ def in_forward_ad(*tensors: object) -> bool:
     try:
         return bool(forward_ad._current_level >= 0)
     except AttributeError:
-        given = [x for x in tensors if isinstance(x, torch.Tensor)]
-        return any(forward_ad.unpack_dual(x).tangent is not None for x in given)
+        return has_tangents(*tensors)
+
+
+def has_tangents(*tensors: object) -> bool:
+    """Whether some of these have tangents, of forward mode, while a dual level is open."""
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def apply_of(function: Any) -> Callable[..., Any]:

@@ -452,6 +452,17 @@ class Spec(BaseModel):
             raise Mistakes((self.key_of(taken), f"{has}; expected another one"))
         return self
 
+    @model_validator(mode="after")
+    def _derivatives_have_names(self) -> Spec:
+        """Generated code names the gradient and the tangent of an input after it."""
+        learned = {i.name for i in self.learned()}
+        for name in (i.name for i in self.inputs() if i.name[1:] in learned):
+            what = {"d": "gradient", "t": "tangent"}.get(name[0])
+            if what:
+                has = f"declares `{name}`, the name that the {what} of `{name[1:]}` has in generated code"
+                raise Mistakes((self.key_of(name), f"{has}; expected another one"))
+        return self
+
     @property
     def trains(self) -> bool:
         """Whether its module has a backward."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.autograd import forward_ad
 
 from attngen.backends import DIVIDERS
 from attngen.bench import grids
@@ -185,7 +186,7 @@ class Bench:
         return Problem({name: x.requires_grad_() for name, x in qkv.items()}, given | (DROPOUT if spec.dropout else {}))
 
     def _results(self, module: ModuleType, problem: Problem, kernel: str) -> tuple[torch.Tensor, ...]:
-        """What a kernel takes part in: the output, or gradients. The forward of a gradient runs once, under the model's schedules."""
+        """What a kernel takes part in: the output, its tangent, or gradients, whose forward runs once, under the model's schedules."""
         if problem.served:
             with torch.no_grad():
                 return (
@@ -194,6 +195,10 @@ class Bench:
         if kernel == "fwd":
             with torch.no_grad():
                 return (module.attention(**problem.qkv, **problem.given),)
+        if kernel == "jvp":
+            with forward_ad.dual_level():
+                duals = {name: forward_ad.make_dual(x.detach(), x.detach().flip(2)) for name, x in problem.qkv.items()}
+                return (forward_ad.unpack_dual(module.attention(**duals, **problem.given)).tangent,)
         if problem.out is None:
             problem.out = module.attention(**problem.qkv, **problem.given)
             problem.grad = torch.randn_like(problem.out)

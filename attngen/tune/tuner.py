@@ -95,7 +95,8 @@ def plan(spec: Spec, device_class: str) -> Plan:
     placed, whole, module = made["describe-loads"], made["dce"], made["legalize-triton"]
     searches = {}
     dealing = [placed.dealing] if placed.dealing else []
-    for kernel in (*placed.kernels_of("forward"), *placed.kernels_of("backward"), *dealing, *placed.kernels_of("decode")):
+    directions = {name: placed.kernels_of(name) for name in ("forward", "backward", "jvp", "decode")}
+    for kernel in (*directions["forward"], *directions["backward"], *directions["jvp"], *dealing, *directions["decode"]):
         (least, _), *_ = ranges(kernel)
         for elem, rows in product(elem_sizes(module), (least or NO_LIMIT, NO_LIMIT)):
             dtype = of_size(module.dtypes, elem)

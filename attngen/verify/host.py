@@ -14,7 +14,7 @@ from attngen.ir.deal import least_items
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
-from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, OUTPUTS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
+from attngen.ir.names import AXES, DROPOUT_SCALARS, FLAT, FOUND, INTEGERS, OUTPUTS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, TENSORS, WHOLE, Arg, Map, Op, Scatter, Type, Yield, dimension
 from attngen.ir.prove import prove_le
 from attngen.verify.overlaps import overlaps
@@ -42,7 +42,9 @@ def structure(module: Module, host: Host) -> Iterator[str]:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected in, scalar or flag, of @entry"
     learned = tuple(f"d_{i.name}" for i in module.inputs if i.grad) if host.name == "backward" else ()
     derived = tuple(name.upper() for d in module.derived if d.program == host.name for name in d.names)
+    smooth = (OUTPUTS.get(name, name) for name in module.by_query if name not in FLAT)
     results = {"forward": ("O", *(OUTPUTS.get(name, name) for name in module.by_query)), "backward": GRADIENTS, "key_mass": ("KEY_MASS",)}
+    results |= {"jvp": ("tO", *(f"t{name}" for name in smooth))}
     expected = (*results.get(host.name, derived), *learned)
     if expected and tuple(host.results) != expected:
         yield f"it gives {', '.join(host.results) or 'nothing'}; expected {', '.join(expected)}"

@@ -33,6 +33,7 @@ def _reasons(module: Module) -> Iterator[str]:
     lengths = {i.name for i in module.inputs if i.is_size and Type(i.dtype, i.shape) == Type("i32")}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     own = WRAPPER | {x.parts.lower() for x in module.learned}  # in which it has the parts of a gradient
+    own |= {f"t{x.input}" for x in module.learned}  # and its tangent
     own |= OF_OUTPUTS if len(module.outputs) > 1 else set()
     if module.blocks is None or module.blocks.data:  # a call gives no list of blocks
         own -= {"block_mask"}

@@ -42,6 +42,13 @@ DKDV = runtime.Kernel(
 )
 BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(1,),
+)
 
 
 def attention(
@@ -203,6 +210,30 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv,
+    )
+    kv_rank = kv_rank.expand(B, Hq, -1, -1)
+    kv_list = kv_list.expand(B, Hq, -1, -1)
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, tangent_out, tangent_lse),
+            (scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, *kv_rank.stride()[:3], *kv_list.stride()[:3], *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+        )
+    return tangent_out, tangent_lse
+
+
 def _lists(block_mask):
     """The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers."""
     of_q_rank, of_q_list = runtime.list_blocks(block_mask)
@@ -212,5 +243,5 @@ def _lists(block_mask):
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("block_sparse_mha_6800d7e384ed", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("block_sparse_mha_993438a40357", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

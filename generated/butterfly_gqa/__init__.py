@@ -41,6 +41,13 @@ DKDV = runtime.Kernel(
     heads=(1, 2, 3),
 )
 DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(1, 2),
+)
 
 
 def attention(
@@ -193,6 +200,31 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Hkv, Nk = k.shape[1:3]
+    group = Hq // max(Hkv, 1)
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv,
+    )
+    kv_rank = kv_rank.expand(B, Hq, -1, -1)
+    kv_list = kv_list.expand(B, Hq, -1, -1)
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, tangent_out, tangent_lse),
+            (scale, Hq, group, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, *kv_rank.stride()[:3], *kv_list.stride()[:3], *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+        )
+    return tangent_out, tangent_lse
+
+
 def _lists(block_mask):
     """The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers."""
     of_q_rank, of_q_list = runtime.list_blocks(block_mask)
@@ -209,5 +241,5 @@ def butterfly(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("butterfly_gqa_a28adf92e3b0", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("butterfly_gqa_1dd6ce624444", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -64,6 +64,14 @@ BWD = runtime.Kernel(
     flags=("DROPOUT",),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(3,),
+    flags=("DROPOUT",),
+)
 
 
 def attention(
@@ -250,7 +258,29 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, seed, dropout_threshold, keep_scale, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides = runtime.strides(q, k, v, out, lse, tq)
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, tq, tk, tv, seed, tangent_out, tangent_lse),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (
+                *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *out_strides, *lse_strides,
+                *tq_strides, tk.stride(0), tk.stride(2), tv.stride(0), tv.stride(2), *tangent_out.stride()[:3],
+                Hq * Nq, Nq,
+            ),
+            (seed is not None,),
+        )
+    return tangent_out, tangent_lse
+
+
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_dropout_mqa_50eef3223ea0", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_692cec84ab02", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

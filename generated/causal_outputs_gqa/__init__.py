@@ -40,6 +40,13 @@ DKDV = runtime.Kernel(
     heads=(1, 2, 3),
 )
 DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (6, "BLOCK_Q"), (7, "BLOCK_KV"), (8, "BLOCK_KV")),
+    heads=(1, 2),
+)
 KEY_MASS = runtime.Kernel(kernels, "key_mass", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV")), heads=(1, 2))
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
 
@@ -203,6 +210,30 @@ def _backward(grad_out, grad_lse, grad_entropy, q, k, v, out, lse, entropy, scal
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, entropy, tq, tk, tv, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Hkv, Nk = k.shape[1:3]
+    group = Hq // max(Hkv, 1)
+    q_strides, k_strides, v_strides, out_strides, lse_strides, entropy_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, entropy, tq, tk, tv,
+    )
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    tangent_entropy = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, entropy, tq, tk, tv, tangent_out, tangent_lse, tangent_entropy),
+            (scale, Hq, group, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *entropy_strides, *tq_strides,
+                *tk_strides, *tv_strides, *tangent_out.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+            ),
+        )
+    return tangent_out, tangent_lse, tangent_entropy
+
+
 def _key_mass(q, k, lse, scale):
     """Launch the kernel that sums weights over queries: key_mass."""
     B, Hq, Nq = q.shape[:3]
@@ -222,6 +253,6 @@ def _key_mass(q, k, lse, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "entropy", "max_score"), flat=1)
-OPERATORS = runtime.Operators("causal_outputs_gqa_d529b11cba6b", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("causal_outputs_gqa_c1d5b9be82f9", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 MASS = OPERATORS.define_key_mass("(Tensor q, Tensor k, Tensor lse, float scale) -> Tensor", _key_mass)

@@ -41,6 +41,13 @@ DKDV = runtime.Kernel(
 )
 BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(1,),
+)
 
 
 def attention(
@@ -177,7 +184,29 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv,
+    )
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, tq, tk, tv, tangent_out, tangent_lse),
+            (scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+        )
+    return tangent_out, tangent_lse
+
+
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("cross_mha_031d6e5873cd", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("cross_mha_2d672968f1f1", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

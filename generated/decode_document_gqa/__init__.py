@@ -329,7 +329,7 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_document_gqa_ddf26f28b063", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_document_gqa_ddf26f28b063", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

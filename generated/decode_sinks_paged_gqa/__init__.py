@@ -227,7 +227,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_906351168053", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_906351168053", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -230,7 +230,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_window_paged_gqa_1fd890920a2a", SIGNATURE, _forward, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_window_paged_gqa_1fd890920a2a", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -65,6 +65,14 @@ BWD = runtime.Kernel(
     flags=("DROPOUT", "LEARN"),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(2,))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(3,),
+    flags=("DROPOUT",),
+)
 
 
 def attention(
@@ -236,7 +244,33 @@ def _backward(
     return dq, dk, dv, learned_d_bias
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, bias, seed, dropout_threshold, keep_scale, scale, tbias):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    (
+        q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides,
+        bias_strides, tbias_strides,
+    ) = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv, bias, tbias,
+    )
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, tq, tk, tv, bias, tbias, seed, tangent_out, tangent_lse),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, *bias_strides, *tbias_strides, *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+            (seed is not None,),
+        )
+    return tangent_out, tangent_lse
+
+
 OPERANDS = "Tensor bias, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_c7dd7a8d1ce5", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_7d23ce26f349", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -127,6 +127,28 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
         ),
     },
+    "jvp": {
+        ("sm80", 2): (
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+        ),
+        ("sm90", 2): (
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 3, "TMA": True}),
+        ),
+        ("sm100", 2): (
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (512, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 2, "TMA": True}),
+        ),
+        ("gfx942", 2): (
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+        ("any", 2): (
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+        ),
+    },
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
@@ -753,3 +775,203 @@ def dq_end(
         dq_out,
         mask=(q_idx < Nq)[:, None],
     )
+
+
+@triton.jit(do_not_specialize=["dropout_threshold", "Nq", "Nk", "stride_tlse_b", "stride_tlse_h"])
+def jvp(
+    Q, K, V, O, LSE, tQ, tK, tV, BIAS, tBIAS, SEED, tO, tLSE, scale, dropout_threshold, keep_scale,
+    Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b,
+    stride_v_h, stride_v_n, stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
+    stride_tq_b, stride_tq_h, stride_tq_n, stride_tk_b, stride_tk_h, stride_tk_n, stride_tv_b,
+    stride_tv_h, stride_tv_n, stride_bias_b, stride_bias_h, stride_bias_n, stride_tbias_b,
+    stride_tbias_h, stride_tbias_n, stride_to_b, stride_to_h, stride_to_n, stride_tlse_b,
+    stride_tlse_h,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TMA: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    # Forward mode: tangents of the output and the LSE; one program per query tile, over key tiles.
+    pid = tl.program_id(0)
+    q_tiles = tl.cdiv(Nq, BLOCK_Q)
+    q_start = (pid % q_tiles) * BLOCK_Q
+    h = pid // q_tiles % Hq
+    b = pid // q_tiles // Hq
+    q_off = tl.arange(0, BLOCK_Q)
+    kv_off = tl.arange(0, BLOCK_KV)
+    dtype = tO.dtype.element_ty
+    q_idx = q_start + q_off
+    d_qk = tl.arange(0, D_QK)
+    d_v = tl.arange(0, D_V)
+
+    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
+    O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
+    tO_head = tO + tl.cast(b, tl.int64) * stride_to_b + tl.cast(h, tl.int64) * stride_to_h
+    tLSE_head = tLSE + tl.cast(b, tl.int64) * stride_tlse_b + tl.cast(h, tl.int64) * stride_tlse_h
+    BIAS_head = BIAS + tl.cast(b, tl.int64) * stride_bias_b + tl.cast(h, tl.int64) * stride_bias_h
+    tBIAS_head = tBIAS + tl.cast(b, tl.int64) * stride_tbias_b + tl.cast(h, tl.int64) * stride_tbias_h
+    if not TMA:
+        Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
+        tQ_head = tQ + tl.cast(b, tl.int64) * stride_tq_b + tl.cast(h, tl.int64) * stride_tq_h
+        K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
+        tK_head = tK + tl.cast(b, tl.int64) * stride_tk_b + tl.cast(h, tl.int64) * stride_tk_h
+        tV_head = tV + tl.cast(b, tl.int64) * stride_tv_b + tl.cast(h, tl.int64) * stride_tv_h
+        V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
+    seed = tl.load(SEED) if DROPOUT else 0
+    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    if TMA:
+        q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
+    else:
+        q = tl.load(
+            Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+    if TMA:
+        tq = tQ.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
+    else:
+        tq = tl.load(
+            tQ_head + tl.cast(q_start, tl.int64) * stride_tq_n + (q_off[:, None] * stride_tq_n + d_qk[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
+    tlse = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
+    score_scale = LOG2E * scale
+    kv_end = tl.cdiv(Nk, BLOCK_KV)
+    kv_full_end = Nk // BLOCK_KV
+    # tiles with nothing to mask: no mask, no bounds checks
+    for kv_tile in tl.range(0, kv_full_end):
+        kv_start = kv_tile * BLOCK_KV
+        bias = tl.load(
+            BIAS_head + tl.cast(q_start, tl.int64) * stride_bias_n + kv_start + (q_off[:, None] * stride_bias_n + kv_off[None, :]),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+        tbias = tl.load(
+            tBIAS_head + tl.cast(q_start, tl.int64) * stride_tbias_n + kv_start + (
+                q_off[:, None] * stride_tbias_n + kv_off[None, :]
+            ),
+            mask=(q_idx < Nq)[:, None],
+            other=0.0,
+        )
+        if TMA:
+            k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+            )
+        if TMA:
+            tk = tK.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            tk = tl.load(
+                tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
+            )
+        if DROPOUT:
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        ts_part = tl.dot(tq, tl.trans(k))
+        ts = tl.dot(q, tl.trans(tk), ts_part)
+        s = tl.dot(q, tl.trans(k))
+        score = bias.to(tl.float32) * LOG2E + s * score_scale
+        p = tl.exp2(score - lse2[:, None])
+        tscore = tbias.to(tl.float32) + ts * scale
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+        tp = p * tscore
+        tp_kept = p_kept * tscore
+        if TMA:
+            tv = tV.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            tv = tl.load(
+                tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + d_v[None, :]),
+            )
+        if TMA:
+            v = V.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+            )
+        p_kept_cast = p_kept.to(dtype)
+        acc_part = tl.dot(p_kept_cast, tv, acc)
+        tp_kept_cast = tp_kept.to(dtype)
+        acc = tl.dot(tp_kept_cast, v, acc_part)
+        tp_sum = tl.sum(tp, 1)
+        tlse = tlse + tp_sum
+    # tiles that the mask or the ends of the tensors cut
+    for kv_tile in tl.range(kv_full_end, kv_end):
+        kv_start = kv_tile * BLOCK_KV
+        kv_idx = kv_start + kv_off
+        bias = tl.load(
+            BIAS_head + tl.cast(q_start, tl.int64) * stride_bias_n + kv_start + (q_off[:, None] * stride_bias_n + kv_off[None, :]),
+            mask=(q_idx < Nq)[:, None] & (kv_idx < Nk)[None, :],
+            other=0.0,
+        )
+        tbias = tl.load(
+            tBIAS_head + tl.cast(q_start, tl.int64) * stride_tbias_n + kv_start + (
+                q_off[:, None] * stride_tbias_n + kv_off[None, :]
+            ),
+            mask=(q_idx < Nq)[:, None] & (kv_idx < Nk)[None, :],
+            other=0.0,
+        )
+        if TMA:
+            k = K.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            k = tl.load(
+                K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        if TMA:
+            tk = tK.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_QK)
+        else:
+            tk = tl.load(
+                tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        if DROPOUT:
+            keep_words = dropout_words(seed, b, h, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
+        ts_part = tl.dot(tq, tl.trans(k))
+        ts = tl.dot(q, tl.trans(tk), ts_part)
+        s = tl.dot(q, tl.trans(k))
+        score = bias.to(tl.float32) * LOG2E + s * score_scale
+        score = tl.where((kv_idx < Nk)[None, :], score, float("-inf"))
+        p = tl.exp2(score - lse2[:, None])
+        tscore = tbias.to(tl.float32) + ts * scale
+        p_kept = dropped(p, keep_words, dropout_threshold, 0.0, False) if DROPOUT else p
+        tp = p * tscore
+        tp_kept = p_kept * tscore
+        if TMA:
+            tv = tV.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            tv = tl.load(
+                tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + d_v[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        if TMA:
+            v = V.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_V)
+        else:
+            v = tl.load(
+                V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
+                mask=(kv_idx < Nk)[:, None],
+                other=0.0,
+            )
+        p_kept_cast = p_kept.to(dtype)
+        acc_part = tl.dot(p_kept_cast, tv, acc)
+        tp_kept_cast = tp_kept.to(dtype)
+        acc = tl.dot(tp_kept_cast, v, acc_part)
+        tp_sum = tl.sum(tp, 1)
+        tlse = tlse + tp_sum
+    o = tl.load(
+        O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
+        mask=(q_idx < Nq)[:, None],
+        other=0.0,
+    )
+    to = (acc * keep_scale - o * tlse[:, None]).to(dtype)
+    tl.store(
+        tO_head + tl.cast(q_start, tl.int64) * stride_to_n + (q_off[:, None] * stride_to_n + d_v[None, :]),
+        to,
+        mask=(q_idx < Nq)[:, None],
+    )
+    tl.store(tLSE_head + q_start + q_off, tlse, mask=q_idx < Nq)

@@ -50,6 +50,13 @@ BWD = runtime.Kernel(
     heads=(1, 2, 3, 4),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(1, 2),
+)
 DOCUMENT_SPANS = runtime.Kernel(kernels, "document_spans")
 
 
@@ -311,6 +318,37 @@ def _backward(
     return dq, dk, dv
 
 
+def _jvp(
+    q, k, v, out, lse, tq, tk, tv, document_q, document_kv, document_first, document_end, document_full_first,
+    document_full_end, document_q_first, document_q_end, document_q_full_first, document_q_full_end, scale,
+):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Hkv, Nk = k.shape[1:3]
+    group = Hq // max(Hkv, 1)
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv,
+    )
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (
+                q, k, v, out, lse, tq, tk, tv, document_q, document_kv, document_first, document_end,
+                document_full_first, document_full_end, tangent_out, tangent_lse,
+            ),
+            (scale, Hq, group, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, document_q.stride(0), document_kv.stride(0), document_first.stride(0),
+                document_end.stride(0), document_full_first.stride(0), document_full_end.stride(0),
+                *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+        )
+    return tangent_out, tangent_lse
+
+
 def _documents(document_ids, Nq):
     """Compute what kernels read of document_ids."""
     B, Nk = document_ids.shape
@@ -356,7 +394,7 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_40db71cebe1b", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_1e77cd0098ef", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

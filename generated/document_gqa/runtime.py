@@ -98,8 +98,12 @@ def in_forward_ad(*tensors: object) -> bool:
     try:
         return bool(forward_ad._current_level >= 0)
     except AttributeError:
-        given = [x for x in tensors if isinstance(x, torch.Tensor)]
-        return any(forward_ad.unpack_dual(x).tangent is not None for x in given)
+        return has_tangents(*tensors)
+
+
+def has_tangents(*tensors: object) -> bool:
+    """Whether some of these have tangents, of forward mode, while a dual level is open."""
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
@@ -585,9 +589,11 @@ def _is_near(x: torch.Tensor, rows: int) -> bool:
 
 
 def without_backward(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if gradients of some of these are wanted of a call over a cache."""
+    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call over a cache."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+    if in_forward_ad(*tensors) and has_tangents(*tensors):
+        raise NotImplementedError("attention.with_kvcache has no forward mode; expected tensors without tangents")
 
 
 class CacheRules:
@@ -1626,6 +1632,13 @@ def _second_derivatives(*args: Any) -> Any:
     )
 
 
+def _of_tangents(*args: Any) -> Any:
+    raise RuntimeError(
+        "attention: the tangents that forward mode gives cannot be differentiated again; expected that of the output detached, as in "
+        "MeanFlow's loss, or naive attention where its gradient is needed"
+    )
+
+
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise NotImplementedError(
         "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
@@ -1633,13 +1646,21 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def refuse_gradients(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients of some of these."""
+    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or tangents of some of these."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         _without_backward()
+    if in_forward_ad(*tensors) and has_tangents(*tensors):
+        _without_forward_mode()
 
 
 def _without_backward(*args: Any, **more: Any) -> None:
     raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+
+
+def _without_forward_mode() -> None:
+    raise NotImplementedError(
+        "attention: this module has no forward mode (its spec says `backward: false`); expected tensors without tangents"
+    )
 
 
 def _wants_order() -> bool:
@@ -1654,16 +1675,23 @@ def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torc
 
 
 class Operators:
-    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module, which run its host programs.
+    """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run its host programs.
 
-    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)` and `backward(grad_out, *grad_rows, q, k, v, out,
-    *rows, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, of the rows that have gradients. They get tensors that
-    kernels can read in place. A module whose `backward` is None has no such operator. If another copy of the module has registered NAME,
-    a `_` is added to it.
+    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q, k, v, out,
+    *rows, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, of the rows that have gradients, and of these too
+    `jvp(q, k, v, out, *rows, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They get
+    tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
+    module has registered NAME, a `_` is added to it.
     """
 
     def __init__(
-        self, name: str, signature: Signature, forward: Callable[..., Results], backward: Callable[..., Results] | None, interpreted: bool
+        self,
+        name: str,
+        signature: Signature,
+        forward: Callable[..., Results],
+        backward: Callable[..., Results] | None,
+        jvp: Callable[..., Results] | None,
+        interpreted: bool,
     ) -> None:
         self.library = torch.library.Library("attngen", "FRAGMENT")
         while hasattr(torch.ops.attngen, f"{name}_forward"):
@@ -1673,13 +1701,17 @@ class Operators:
         self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
         self.host_forward: Any = forward
         self.host_backward: Any = backward
+        self.host_jvp: Any = jvp
         self.run_backward = on_its_device(self._backward)
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
         rows, smooth = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, signature.smooth))
         upstream = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
-        saved = f"Tensor q, Tensor k, Tensor v, Tensor out, {smooth}, {operands}"
+        found = f"Tensor q, Tensor k, Tensor v, Tensor out, {smooth}"
+        saved = f"{found}, {operands}"
+        along = "".join(f", Tensor t_{i}" for i in range(len(learned)))
+        tangents = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
         self.smooth = len(signature.smooth)
         self.forward = self.define(
             "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})", self._forward, self.fake_forward
@@ -1690,8 +1722,13 @@ class Operators:
             self._backward,
             self._fake_backward,
         )
+        self.jvp: Any = jvp and self.define(
+            "jvp", f"({found}, Tensor tq, Tensor tk, Tensor tv, {operands}{along}) -> ({tangents})", self._jvp, self._fake_jvp
+        )
         # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
-        self.recorded = _recorded_calls(self, self._run_operator, with_rows=True)
+        self.recorded = _recorded_operator(self)
+        self.recorded_backward: Any = backward and _recorded_once(self.backward, _second_derivatives)
+        self.recorded_jvp: Any = jvp and _recorded_once(self.jvp, _of_tangents)
         self.apply = apply_of(_recorded_calls(self, forward, with_rows=False))
         self.apply_with_rows = apply_of(_recorded_calls(self, forward, with_rows=True))
         self.no_rows = (None,) * len(signature.rows)
@@ -1713,11 +1750,11 @@ class Operators:
 
         With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed.
         """
-        if shapes is None or (self.interpreted and q.dtype not in _OF_NUMPY):
+        if shapes is None or in_forward_ad(q, k, v) or (self.interpreted and q.dtype not in _OF_NUMPY):
             return self._through_dispatcher(q, k, v, *operands)
         learned = self.signature.learned
         wanted = q.requires_grad or k.requires_grad or v.requires_grad or (learned and any(operands[i].requires_grad for i in learned))
-        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
+        if wanted and torch.is_grad_enabled():
             if return_rows:
                 return self.apply_with_rows(q, k, v, *operands, shapes)
             return self.apply(q, k, v, *operands, shapes), *self.no_rows
@@ -1743,9 +1780,9 @@ class Operators:
         return args
 
     def _through_dispatcher(self, *args: Any) -> Results:
-        """Call the operator; in the interpreter, with what that can multiply."""
-        dtype = args[0].dtype
-        out, *rows = self.forward(*self._multiplied(*args))
+        """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the recorded call instead."""
+        dtype, args = args[0].dtype, self._multiplied(*args)
+        out, *rows = self.recorded.apply(*args) if _is_transformed() else self.forward(*args)
         return out.to(self.signature.results or dtype), *rows
 
     # ------------------------------------------------------------------ what the dispatcher calls
@@ -1768,6 +1805,18 @@ class Operators:
             saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
         return self.host_backward(addressable(grad_out), *grad_rows, q, k, v, *saved)
 
+    def _jvp(self, q: torch.Tensor, *args: Any) -> Results:
+        """`args`: k, v, the output, the rows; tangents of q, k and v; the operands; tangents of learned inputs."""
+        rows, numbers = 3 + self.smooth, len(self.signature.learned)
+        k, v, out = map(addressable, args[:3])
+        tangents = map(addressable, args[rows : rows + 3])
+        operands, learned = args[rows + 3 : len(args) - numbers], map(_by_elements, args[len(args) - numbers :])
+        return self.host_jvp(addressable(q), k, v, out, *map(_by_elements, args[3:rows]), *tangents, *operands, *learned)
+
+    def _fake_jvp(self, q: torch.Tensor, *args: Any) -> Results:
+        out, *rows = self.fake_forward(q, q, q)
+        return out, *rows[: self.smooth]
+
     def fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
         rows = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in self.signature.rows)
         return _rows(q, self.signature.widths[1], self.signature.results), *rows
@@ -1789,12 +1838,7 @@ class Operators:
         """A call of the forward operator that autograd sees."""
         if self.backward is None:
             refuse_gradients(*args[:3], *(args[i] for i in self.learned))
-        return self.recorded.apply(*args, None)
-
-    def _run_operator(self, *args: Any) -> Results:
-        """The results of the forward operator, below autograd. The last argument stands for shapes, which it is not given."""
-        with below_autograd():
-            return self.forward(*args[:-1])
+        return self.recorded.apply(*args)
 
     def _register_autograd(self) -> None:
         if below_autograd is None:
@@ -1803,31 +1847,47 @@ class Operators:
                     self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
                 )
                 torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
+                torch.library.register_autograd(self.jvp.name(), _of_tangents, lib=self.library)
             else:
                 name = self.forward.name()
                 torch.library.register_autograd(name, _without_backward, setup_context=_without_backward, lib=self.library)
             return
-
-        class Gradients(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *args: Any) -> Any:
-                with below_autograd():
-                    return self.backward(*args)
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> Any:
-                _second_derivatives()
-
-        for op, record in ((self.forward, self._record), (self.backward, Gradients.apply)):
-            if op:
-                self.library.impl(op, _where_recorded(op, record), "Autograd")
+        self.library.impl(self.forward, _where_recorded(self.forward, self._record), "Autograd")
+        if self.backward:
+            self.library.impl(self.backward, _where_recorded(self.backward, self.recorded_backward.apply), "Autograd")
+            self.library.impl(self.jvp, _where_recorded(self.jvp, self.recorded_jvp.apply), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
-        """Save what the backward needs: q, k, v, the operands, the output and the rows that have gradients."""
-        ctx.save_for_backward(*results[: 1 + self.smooth], *args[: self.numbers_at])
+        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that have gradients."""
+        saved = (*results[: 1 + self.smooth], *args[: self.numbers_at])
+        ctx.save_for_backward(*saved)
+        if in_forward_ad(*saved):
+            ctx.save_for_forward(*saved)
         ctx.numbers = args[self.numbers_at :]
         if self.signature.flat:
             ctx.mark_non_differentiable(*results[1 + self.smooth :])
+
+    def tangents(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        """The tangents of the output and of the rows, from those of the arguments; None for rows that have none.
+
+        Raises NotImplementedError, in one sentence, for a tangent of an input that has no gradient either.
+        """
+        if self.jvp is None:
+            _without_forward_mode()
+        saved, at = ctx.saved_tensors, 1 + self.smooth
+        q, k, v, *tensors = saved[at:]
+        for i, tangent in enumerate(tangents[3 : self.numbers_at]):
+            if tangent is not None and i not in self.signature.learned:
+                name = self.signature.schema.split(", ")[i].split()[-1]
+                raise NotImplementedError(
+                    f"attention: {name} has a tangent; expected one only of q, k, v and inputs with `grad: true` in the spec"
+                )
+        given = [_tangent(x, t) for x, t in zip((q, k, v), tangents)]
+        learned = [_tangent(tensors[i], tangents[3 + i]) for i in self.signature.learned]
+        call = self.recorded_jvp.apply if _is_transformed() else self.jvp
+        made = (x.detach() for x in saved[:at])  # a graph from tangents to results would have a way back: autograd saves these with theirs
+        found = call(q, k, v, *made, *given, *tensors, *ctx.numbers, *learned)
+        return *found, *[None] * self.signature.flat
 
     def gradients(self, ctx: Any, grad_out: torch.Tensor | None, *grad_rows: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients of q, k, v and of each argument after them in a call; None for those that are not needed."""
@@ -1842,12 +1902,30 @@ class Operators:
             grad_out = torch.zeros_like(out)
         learned = self.signature.learned
         needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
-        direct = is_plain(q, k, v) and not torch.is_grad_enabled()  # then the operator would do nothing else
-        call = self.run_backward if direct else self.backward
+        if is_plain(q, k, v):
+            call = self.backward if torch.is_grad_enabled() else self.run_backward  # then the operator would do nothing else
+        else:
+            call = self.recorded_backward.apply if _is_transformed() else self.backward
         dq, dk, dv, *inputs = call(grad_out, *grad_rows, q, k, v, out, *rows, *tensors, *ctx.numbers, *needs)
         for at, gradient in zip(learned, inputs):
             rest[at] = gradient if need[at] else None
         return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is active, which sees autograd functions, and not what is below an operator."""
+    return not torch.compiler.is_compiling() and below_autograd is not None and transforms_are_active()
+
+
+def _tangent(x: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
+    """A tangent of x; where there is none, of zeros."""
+    return torch.zeros_like(x) if tangent is None else tangent
+
+
+def _by_elements(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy if kernels cannot read it in place: its last dimension has a stride, or its sign is lazy."""
+    x = x.resolve_neg()
+    return x if not x.dim() or x.stride(-1) == 1 else x.contiguous()
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
@@ -1882,6 +1960,53 @@ def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows
             return operators.gradients(ctx, *grads)
 
     return Attention
+
+
+def _recorded_operator(operators: Operators) -> type[torch.autograd.Function]:
+    """The autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows): for all modes and transforms."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with below_autograd():
+                return operators.forward(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            operators.save(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            return operators.gradients(ctx, *grads)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+            return operators.tangents(ctx, *tangents)
+
+        vmap = staticmethod(_refuse_vmap)
+
+    return Attention
+
+
+def _recorded_once(op: Any, refuse: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """The autograd function of calls of an operator whose results cannot be differentiated again."""
+
+    class Derivative(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with below_autograd():
+                return op(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        backward = staticmethod(refuse)
+        jvp = staticmethod(refuse)
+        vmap = staticmethod(_refuse_vmap)
+
+    return Derivative
 
 
 def _public_setup(operators: Operators) -> Callable[..., None]:

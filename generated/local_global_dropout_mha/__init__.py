@@ -55,6 +55,14 @@ DKDV = runtime.Kernel(
     heads=(3,),
     flags=("DROPOUT",),
 )
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(3,),
+    flags=("DROPOUT",),
+)
 
 
 def attention(
@@ -211,6 +219,31 @@ def _backward(
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv,
+    )
+    kv_rank = kv_rank.expand(B, Hq, -1, -1)
+    kv_list = kv_list.expand(B, Hq, -1, -1)
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, seed, tangent_out, tangent_lse),
+            (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, *kv_rank.stride()[:3], *kv_list.stride()[:3], *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+            (seed is not None,),
+        )
+    return tangent_out, tangent_lse
+
+
 def _lists(block_mask):
     """The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers."""
     of_q_rank, of_q_list = runtime.list_blocks(block_mask)
@@ -230,5 +263,5 @@ OPERANDS = (
     "float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("local_global_dropout_mha_709b318ebddb", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("local_global_dropout_mha_eedd9d913109", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

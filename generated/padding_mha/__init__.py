@@ -43,6 +43,13 @@ DKDV = runtime.Kernel(
 )
 BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(1,),
+)
 
 
 def attention(
@@ -235,6 +242,31 @@ def _backward(
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, key_padding, key_padding_first, key_padding_run, key_padding_end, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Nk = k.shape[2]
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv,
+    )
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (
+                q, k, v, out, lse, tq, tk, tv, key_padding, key_padding_first, key_padding_run, key_padding_end,
+                tangent_out, tangent_lse,
+            ),
+            (scale, Hq, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, key_padding.stride(0), *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+        )
+    return tangent_out, tangent_lse
+
+
 def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of its last True."""
     n = visible.shape[1]
@@ -252,5 +284,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("padding_mha_f7ed53b8cc4e", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_3c31e464f11d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -64,6 +64,14 @@ BWD = runtime.Kernel(
     specialised=(1,),
 )
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
+JVP = runtime.Kernel(
+    kernels,
+    "jvp",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    heads=(2, 3),
+    specialised=(1,),
+)
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(2, 3), specialised=(1,))
 
 
@@ -249,7 +257,30 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, prefix_length, scale, need_
     return dq, dk, dv
 
 
+def _jvp(q, k, v, out, lse, tq, tk, tv, prefix_length, scale):
+    """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
+    B, Hq, Nq = q.shape[:3]
+    Hkv, Nk = k.shape[1:3]
+    group = Hq // max(Hkv, 1)
+    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, lse, tq, tk, tv,
+    )
+    tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
+    tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    if tangent_out.numel():
+        JVP(
+            q, Nq, B * Hq,
+            (q, k, v, out, lse, tq, tk, tv, tangent_out, tangent_lse),
+            (scale, prefix_length, Hq, group, Nq, Nk),
+            (
+                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
+                *tv_strides, *tangent_out.stride()[:3], Hq * Nq, Nq,
+            ),
+        )
+    return tangent_out, tangent_lse
+
+
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_0eaa973213d8", SIGNATURE, _forward, _backward, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_ccc4f5ed04d3", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -103,11 +103,17 @@ def test_without_a_mask_flops_are_4nnd_forward_and_10nnd_backward(n):
 
 
 def test_what_kernels_execute_counts_every_product():
-    """Forward two; dK/dV four and dQ three, as both compute the scores and dP again; five where one kernel has all."""
+    """Forward two; dK/dV four and dQ three, as both compute the scores and dP again; five where one kernel has all, and for tangents."""
     one = {"tiles": 1, "BLOCK_Q": 1, "BLOCK_KV": 1, "D_QK": 1, "D_V": 1}
     executed = {kernel.name: executed_flops(kernel) for kernel in target("full_mha").kernels}
     assert executed.pop("delta") == executed.pop("dq_end") == 0
-    assert {name: evaluate(e, one) for name, e in executed.items()} == {"fwd": 2 * 2, "dkdv": 2 * 4, "dq": 2 * 3, "bwd": 2 * 5}
+    assert {name: evaluate(e, one) for name, e in executed.items()} == {
+        "fwd": 2 * 2,
+        "dkdv": 2 * 4,
+        "dq": 2 * 3,
+        "bwd": 2 * 5,
+        "jvp": 2 * 5,
+    }
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -200,6 +206,7 @@ def test_bytes_moved_counted_by_hand():
         "dq": 2 * (4 * q + 3 * row_of_q) + 4 * (k + k),  # q, o, dO, dQ, LSE, delta, LSE2; k, v
         "bwd": 2 * (4 * k) + 4 * (q + q + 2 * row_of_q + 2 * 2 * q),  # k, v, dK, dV; q, dO, LSE2, delta, and dQ in fp32, read and written
         "dq_end": 2 * (2 * q + row_of_q + q),  # dQ in fp32, LSE2; dQ
+        "jvp": 2 * (4 * q + 2 * row_of_q) + 4 * 4 * k,  # q, o, their tangents, LSE and its own; k, v, and their tangents
     }
 
 

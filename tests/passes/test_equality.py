@@ -162,6 +162,8 @@ class Call:
         given |= {"grad_out": normal(*of[:2], n_q, v), "grad_lse": normal(*of[:2], n_q if chance.random() < 0.8 else 0)}
         if "entropy" in spec.outputs:
             given["grad_entropy"] = normal(*of[:2], n_q if given["grad_lse"].shape[2] else 0)
+        learned = [i.name for i in spec.inputs() if i.grad]
+        given |= {f"t{name}": normal(*given[name].shape) for name in ("q", "k", "v", *learned)}
         blocks = spec.mask.blocks()
         if blocks and not blocks.pattern:
             shape = [*of[:2], -(-n_q // blocks.size), -(-n_kv // blocks.size)]
@@ -202,26 +204,36 @@ def naive(spec: Spec, call: Call) -> Results:
     """What naive attention in PyTorch, by hand-written oracles, gives for the call, in float64."""
     learned = {i.name: call.inputs[i.name].double().clone().requires_grad_() for i in spec.inputs() if i.grad}
     q, k, v = (call.inputs[name].clone().requires_grad_() for name in ("q", "k", "v"))
-    inputs = {**call.inputs, **learned}
     shape = (*call.sizes[:2], *call.sizes[3:])
     weight = dropout_keep(shape, call.dropout_p, call.seed).double() * (65536 / (65536 - call.threshold))
-    modify, sink = reference_scores(spec.score, q, k, inputs)
-    mask = reference_mask(spec.mask, q, k, inputs)
-    out, lse = naive_attention(q, k, v, mask, spec.head_dim.qk**-0.5, weight, modify, sink)
-    entropy = naive_entropy(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)
-    outputs = {"entropy": entropy, "max_score": naive_max_score(q, k, mask, spec.head_dim.qk**-0.5, modify)}
-    outputs |= {"key_mass": naive_key_mass(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)}
-    more = {name: outputs[name].detach().numpy() for name in spec.outputs if name in outputs}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: torch.Tensor) -> tuple[dict[str, torch.Tensor], ...]:
+        """(what has gradients and tangents, what has none)."""
+        inputs = {**call.inputs, **dict(zip(learned, given))}
+        modify, sink = reference_scores(spec.score, q, k, inputs)
+        mask = reference_mask(spec.mask, q, k, inputs)
+        out, lse = naive_attention(q, k, v, mask, spec.head_dim.qk**-0.5, weight, modify, sink)
+        smooth = {"out": out, "lse": lse, "entropy": naive_entropy(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)}
+        flat = {"max_score": naive_max_score(q, k, mask, spec.head_dim.qk**-0.5, modify)}
+        flat |= {"key_mass": naive_key_mass(q, k, mask, spec.head_dim.qk**-0.5, modify, sink)}
+        return {name: x for name, x in smooth.items() if name in ("out", *spec.outputs)}, flat
+
+    results, flat = attention(q, k, v, *learned.values())
+    more = {name: x.detach().numpy() for name, x in flat.items() if name in spec.outputs}
+    points = [x.detach() for x in (q, k, v, *learned.values())]
+    along = tuple(call.inputs[f"t{name}"] for name in ("q", "k", "v", *learned))
+    _, tangents, _ = torch.func.jvp(attention, tuple(points), along, has_aux=True)
     leaves = {"dq": q, "dk": k, "dv": v, **{f"d_{name}": x for name, x in learned.items()}}
-    smooth = (out, lse, *([entropy] if "entropy" in spec.outputs else []))
+    out, *_ = smooth = tuple(results.values())
     flowing = [call.inputs[name] for name in ("grad_out", "grad_lse", "grad_entropy")[: len(smooth)]]
     flowing = [grad if grad.shape == x.shape else torch.zeros_like(x) for grad, x in zip(flowing, smooth)]
     found = [torch.zeros_like(x) for x in leaves.values()]
     if out.requires_grad:
         grads = torch.autograd.grad(smooth, list(leaves.values()), flowing, allow_unused=True)
         found = [zero if x is None else x for zero, x in zip(found, grads)]
-    results = {"out": out.detach().numpy(), "lse": lse.detach().numpy(), **more}
-    return {**results, **{name: x.numpy() for name, x in zip(leaves, found)}}
+    given = {name: x.detach().numpy() for name, x in results.items()} | more
+    given |= {f"tangent_{name}": x.numpy() for name, x in tangents.items()}
+    return {**given, **{name: x.numpy() for name, x in zip(leaves, found)}}
 
 
 def computed(module: Module, call: Call, inputs: dict[str, Any]) -> Results:
@@ -248,7 +260,8 @@ def with_many_queries(module: Module) -> Module:
 
 def expected_of(call: Call, results: Results) -> Results:
     """What both calls give, by what naive attention does: gradients that a call does not need have no elements."""
-    others = {name: x if name in ("out", *OUTPUTS, *call.second.split()) else np.zeros(0) for name, x in results.items()}
+    gradients = {name for name in results if name.startswith("d")} - {*call.second.split()}
+    others = {name: np.zeros(0) if name in gradients else x for name, x in results.items()}
     return {**results, **{f"{name} of the second call": x for name, x in others.items()}}
 
 

@@ -22,7 +22,7 @@ from attngen.bounds.sizes import mode, sizes, streamed_bytes, tile_width
 from attngen.bounds.tiles import count_tiles, evaluate, repeats
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Dot, unpadded
+from attngen.ir.ops import Dot, Load, unpadded
 from attngen.policy import MANY_ROWS, REACH, WIDEST_SUM
 
 
@@ -77,6 +77,7 @@ DESCRIPTORS = Fit(
 )
 ROOMY = 128
 SPILLS = "attngen/backends/triton/spills.txt"  # of schedules that spill
+STREAMED, PER_STREAM = 3, 24  # tiles that loops load for products, without more; registers of a CUDA thread that each further one takes
 FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
 
 
@@ -131,7 +132,8 @@ def _turn(module: Module, kernel: Kernel, row: Row) -> tuple[float, int]:
     """SM cycles of one turn of a kernel's loop, whatever the number of rows (inf if it cannot run); the programs that share an SM."""
     fit, live = fitted(row), registers_per_thread(module, kernel, row)
     device = CLASSES[row.device]
-    if misfit(module, kernel, row) or live > fit.live_limit or _is_crammed(module, kernel, row, device):
+    more = PER_STREAM * max(0, _streams(kernel) - STREAMED) if device.backend == "cuda" else 0
+    if misfit(module, kernel, row) or live + more > fit.live_limit or _is_crammed(module, kernel, row, device):
         return float("inf"), 0
     threads = row.num_warps * device.threads_per_warp
     how = mode(module, row.elem_bytes)
@@ -160,6 +162,13 @@ def _is_crammed(module: Module, kernel: Kernel, row: Row, device: DeviceClass) -
     instructions lie in registers, and there is no room for these beside it."""
     on_units = mode(module, row.elem_bytes) != "ieee"
     return device.reads_shared and on_units and row.columns > WIDEST_SUM and not from_shared(module, kernel, row)
+
+
+@cache
+def _streams(kernel: Kernel) -> int:
+    """The tiles that a turn of the loop over tiles loads for products."""
+    bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
+    return max((sum(isinstance(op, Load) and op.type.space == "sram" for op in kernel.block(body).ops) for body in bodies), default=0)
 
 
 def fitted(row: Row) -> Fit:

@@ -35,9 +35,11 @@ from attngen.ir.ops import (
 from attngen.policy import JOINED_EACH
 
 BARRIERS = 32  # bytes, of what runs beside the program's warps
+BARRIER, FEW_PRODUCTS = 8, 4  # bytes of one; of more products than so many, each has one in each stage
 TMA_BARRIERS = 64  # bytes, of the copies in flight
 ALIGNMENT = 1024  # bytes, of tiles that matrix instructions read from shared memory
 WARPS = 8  # of programs that reduce tiles to single numbers
+TENSOR_ROWS = 128  # of a column of tensor memory
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
@@ -92,7 +94,7 @@ def sram_formula(
         elif op.type.space == "sram":
             widened = kernel.reads_quantised and not _is_operand(kernel, op)  # in registers, before products take it
             depth = STAGES if (from_shared and not widened) or rewrites else ahead
-            streamed += share_of(op) * tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
+            streamed += share_of(op) * tile_bytes(op.type) * _copies(kernel, op, depth, device, from_shared, tf32)
             if tma and not from_shared and kernel.clears(op):  # beside its ring, a copy whose rows past the end are zeros
                 streamed += tile_bytes(op.type) * (2 if kernel.reads_quantised else 1)
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
@@ -107,7 +109,8 @@ def sram_formula(
     # Numbers of 8 bits go there again, once they have 16; so does a tile of all columns, which two products take in different layouts.
     scratch += sympy.Add(*(_columns(op) for op in unzips if from_shared or device.shares_stationary or _is_zipped(kernel, op)))
     if not shares_stationary:  # rows of statistics are copied ahead too
-        barriers = BARRIERS if device.keeps_reused and from_shared else 0
+        beside = BARRIERS if len(kernel.dots) <= FEW_PRODUCTS else BARRIER * len(kernel.dots) * STAGES
+        barriers = beside if device.keeps_reused and from_shared else 0
         if from_shared or rewrites:
             barriers += TMA_BARRIERS * tma
             statistics = ALIGNMENT * cdiv(statistics + barriers, ALIGNMENT) + barriers
@@ -154,20 +157,41 @@ def _made(kernel: Kernel) -> Expr:
     return sympy.Add(*(4 * elements(type_) for type_, over in made if type_.dims[0] == over))
 
 
-def _copies(kernel: Kernel, op: Load, depth: Expr, keeps_reused: bool, from_shared: bool, tf32: bool) -> Expr:
-    """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where several products read it.
+def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_shared: bool, tf32: bool) -> Expr:
+    """How often a streamed tile is in shared memory: the depth of its ring, and what it takes beside that where products read it in several
+    ways, over its rows and over its columns.
 
-    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead.
+    In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead. What several products read
+    in one way has one more where those are ahead of each other, and what a product reads whose sums the next one goes on with has one less;
+    on gfx942 the first has one alone, as it is copied ahead to registers.
     """
     parts = [
         1 - share_of(part) for part in kernel.ops() if isinstance(part, Load) and part.columns_of == op.name
     ]  # of all columns: the tile
+    readers = [dot for dot in kernel.dots if op.name in (dot.a, dot.b)]
+    if not parts and len({dot.over for dot in readers}) < 2:
+        if _is_read_alike(kernel, op):
+            more = sympy.Min(1, STAGES - 1) if device.keeps_reused else sympy.Integer(0)
+            return sympy.Integer(1) if device.shares_stationary else depth + more
+        return depth - (sympy.Min(1, STAGES - 1) if device.keeps_reused and _is_continued(kernel, op) else 0)
     # A part that has all columns is the tile itself, which products then read twice.
-    if len(parts) + sum(op.name in (dot.a, dot.b) for dot in kernel.dots) < 2:
+    if len(parts) + len(readers) < 2:
         return depth
-    copies = depth + (sympy.Mul(sympy.Min(1, STAGES - 1), *parts) if keeps_reused and from_shared else 0)
+    copies = depth + (sympy.Mul(sympy.Min(1, STAGES - 1), *parts) if device.keeps_reused and from_shared else 0)
     least = sympy.Integer(2) if from_shared else sympy.Min(2, 1 + STAGES / 2)
     return _max(least, copies) if tf32 else copies
+
+
+def _is_read_alike(kernel: Kernel, op: Load) -> bool:
+    """Whether several products read a streamed tile, all in one way."""
+    read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
+    return len(read) > 1 and len(set(read)) == 1 and _in_loop(kernel, op)
+
+
+def _is_continued(kernel: Kernel, op: Load) -> bool:
+    """Whether another product of the same turn goes on with the sums of that of scores and a tile."""
+    continued = {dot.acc for dot in kernel.dots}
+    return any(op.name in (dot.a, dot.b) and dot.over in SCORES and dot.name in continued for dot in kernel.dots)
 
 
 def _reduced(kernel: Kernel, aligned: bool) -> Expr:
@@ -352,11 +376,16 @@ def _ready_scores(kernel: Kernel) -> int:
     """Tiles of scores that are there when the first product that sums them starts."""
     (body,) = {loop.body for loop in kernel.loops if loop.cls != "all"}
     ops = kernel.walk(body)
-    first = next(i for i, op in enumerate(ops) if isinstance(op, Dot) and op.acc)
+    first = next(i for i, op in enumerate(ops) if isinstance(op, Dot) and _sums_scores(kernel, op))
     ready = {op.name for op in ops[:first]}
-    sources = [kernel.op(op.a) for op in ops if isinstance(op, Dot) and op.acc]
+    sources = [kernel.op(op.a) for op in ops if isinstance(op, Dot) and _sums_scores(kernel, op)]
     made = [op.uses[0][1] if isinstance(op, Map) and op.type.dtype == "T" else op.name for op in sources]  # of a cast, what it casts
     return sum(name.split(".")[0] in ready for name in made)
+
+
+def _sums_scores(kernel: Kernel, op: Dot) -> bool:
+    """Whether a product adds to the sums of scores, or what is made of these, times another tile."""
+    return bool(op.acc) and set(kernel.type_of(op.a).dims) == SCORES
 
 
 def random_bytes(kernel: Kernel, row: Row) -> int:
@@ -366,7 +395,7 @@ def random_bytes(kernel: Kernel, row: Row) -> int:
 
 def _moves_scores(module: Module, kernel: Kernel, row: Row) -> bool:
     device, dims = CLASSES[row.device], sizes(module, row)
-    summed = [op for op in kernel.dots if op.acc]  # Triton spreads the others as these
+    summed = [op for op in kernel.dots if _sums_scores(kernel, op)]  # Triton spreads the others as these
     results = [tuple(dims[d] for d in op.type.unpadded) for op in summed]
     if not results or from_shared(module, kernel, row):
         return False
@@ -397,6 +426,8 @@ def slack(module: Module, kernel: Kernel, row: Row) -> str | None:
         return "rows of a head dimension that is no multiple of 16 are not copied ahead"
     if any(isinstance(op, Load) and op.pages for op in kernel.ops()):
         return "rows that lie in pages wait for the numbers of these, and fewer of their tiles are copied ahead"
+    if CLASSES[row.device].shares_stationary and any(isinstance(op, Load) and _is_read_alike(kernel, op) for op in kernel.ops()):
+        return "scores may change layout in the room of a tile that several products have read"
     if row.num_stages == 1 and kernel.loops:
         return "without a ring, tiles whose uses do not overlap share room"
     if kernel.dots and _in_tf32(module, row):
@@ -419,12 +450,32 @@ def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLO
     device = CLASSES[row.device]
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
-        return miscounts(module, kernel, row)
+        return _crowds(module, kernel, row) or miscounts(module, kernel, row)
     columns = f"COLUMNS={row.columns}, " if row.columns else ""
     return (
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
         f"BLOCK_KV={row.block_kv}, {columns}num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
         f"{device.smem_per_block:,}; a smaller {change} needs less"
+    )
+
+
+def _crowds(module: Module, kernel: Kernel, row: Row) -> str | None:
+    """One sentence where sums take more tensor memory than there is, so that no launch would start; or None.
+
+    Each product has columns of its own, also one whose sums another product goes on with, and so has an operand that is made of scores.
+    Two tiles of half as many rows as a column has share columns.
+    """
+    device, dims = CLASSES[row.device], sizes(module, row)
+    if not (device.tensor_columns and any(isinstance(op, Load) and _is_continued(kernel, op) for op in kernel.ops())):
+        return None
+    made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.dots if set(kernel.type_of(dot.a).dims) == SCORES]
+    columns = sum(dims[dot.type.dims[1]] for dot in kernel.dots) + sum(made) * row.elem_bytes // 4
+    columns = columns * min(row.block_q, TENSOR_ROWS) // TENSOR_ROWS
+    if columns <= device.tensor_columns:
+        return None
+    return (
+        f"on {row.device} the kernel @{kernel.name} needs {columns} columns of tensor memory with BLOCK_KV={row.block_kv}, and has "
+        f"{device.tensor_columns}; a smaller BLOCK_KV or head_dim needs less"
     )
 
 
