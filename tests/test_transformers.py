@@ -321,6 +321,13 @@ def test_what_is_not_supported_falls_back_with_one_warning() -> None:
     assert "a head has 12 columns, and attngen's have a multiple of 8" in why
 
 
+def test_keys_that_a_layer_chose_are_not_forgotten() -> None:
+    """DeepSeek 3.2 puts them into the mask for eager attention alone, and else into an argument that eager attention does not read."""
+    x = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(AttngenError, match="Linear gives its attention `indices`, the keys that it chose, in place of a mask"):
+        attends.attend(torch.nn.Linear(1, 1), x, x, x, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
+
+
 def test_a_mask_that_cannot_be_traced_falls_back() -> None:
     model = made("llama")
     ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1))
@@ -394,6 +401,85 @@ def test_formulas_are_kept_by_form() -> None:
     assert first is not formula(masks.and_masks(CHUNKS, masks.blockwise_overlay(IDS)), 0)[0]
     apart, same = (masks.or_masks(masks.blockwise_overlay(x), masks.blockwise_overlay(y)) for x, y in ((IDS, IDS + 1), (IDS, IDS)))
     assert formula(apart, 0)[0] is not formula(same, 0)[0] and len(formula(apart, 0)[1]) == 2
+
+
+LIMITS = {"window": 4}
+
+
+class Settings:
+    """An object of a user's, which a mask function reads."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def read(self) -> int:
+        return self.window
+
+
+def in_window(window: Callable[[], Any]) -> Any:
+    return lambda b, h, q, k: (k <= q) & (k > q - window())
+
+
+def of_settings(window: int) -> Any:
+    settings = Settings(window)
+    return lambda b, h, q, k: (k <= q) & (k > q - settings.window)
+
+
+def of_a_module(window: int) -> Any:
+    LIMITS["window"] = window
+    return lambda b, h, q, k: (k <= q) & (k > q - LIMITS["window"])
+
+
+def of_a_size(window: int) -> Any:
+    x = torch.zeros(2, window)
+    return lambda b, h, q, k: (k <= q) & (k > q - x.shape[1])
+
+
+def of_a_branch(window: int) -> Any:
+    x = torch.tensor([window])
+    return lambda b, h, q, k: (k <= q) & (k > q - (4 if x[0] < 5 else 9))
+
+
+PIECES: dict[str, Callable[[int], Any]] = {
+    "number": lambda window: in_window(lambda: window),
+    "object": of_settings,
+    "method": lambda window: in_window(Settings(window).read),
+    "dictionary": lambda window: (lambda limits: lambda b, h, q, k: (k <= q) & (k > q - limits["window"]))({"window": window}),
+    "of the module": of_a_module,
+    "size": of_a_size,
+    "value": lambda window: (lambda x: lambda b, h, q, k: (k <= q) & (k > q - x.item()))(torch.tensor(window)),
+    "branch": of_a_branch,
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_functions_that_differ_have_other_formulas(name: str) -> None:
+    """Functions of one code, with another number in what they read: none gets the formula of the one before."""
+    for window in (4, 9, 4):
+        assert formula(PIECES[name](window), 0)[0].parts == ({"sliding_window": {"left": window - 1, "right": 0}},)
+
+
+def test_masks_of_transformers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (lambda: masks.causal_mask_function, lambda: masks.chunked_causal_mask_function(8, IDS[0])):
+        first = formula(make(), 0)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("attngen.integrations.transformers.formula.trace", lambda *_: pytest.fail("traces again"))
+            assert formula(make(), 0)[0] is first
+
+
+def test_sequences_in_any_order_and_other_unions() -> None:
+    """Only an intersection hides other sequences; numbers that fall along a row, as -1 for padding, are not sorted."""
+    ids = torch.tensor([[0, 0, 1, 1, -1, -1]])
+    both = masks.and_masks(masks.bidirectional_mask_function, masks.packed_sequence_mask_function(ids))
+    assert formula(both, 0)[0].parts == ("document",)
+    either = formula(masks.or_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(IDS)), 0)[0]
+    assert not either.packed and not either.causal and " or " in either.parts[0]["expr"]
+
+
+def test_a_tensor_without_dimensions_is_an_input_of_one() -> None:
+    last = torch.tensor(4)
+    mask = mask_of(2, N, N, mask_function=lambda b, h, q, k: (k <= q) & (k > q - last))
+    assert [x.tolist() for x in mask.inputs.values()] == [[4]]
 
 
 def test_positions_are_told_where_a_cache_begins() -> None:

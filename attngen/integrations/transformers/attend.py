@@ -29,6 +29,7 @@ SPAN: dict[str, Any] = {
     "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
     "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
 }
+CHOSEN = ("indices", "block_indices")  # of the keys that a layer chose: its mask has them for eager attention alone
 SERVED = 16  # queries of a sequence, at most, that run over a cache with its keys dealt among programs
 _WARNED: set[str] = set()
 
@@ -327,6 +328,11 @@ def _by_eager(
     why: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, more: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The layer by the model's own eager function, with a warning that says why, once."""
+    if chosen := next((name for name in CHOSEN if more.get(name) is not None), ""):
+        raise AttngenError(
+            f"transformers: {type(module).__name__} gives its attention `{chosen}`, the keys that it chose, in place of a mask; attngen "
+            f'cannot run this model: use another attn_implementation for it, as "eager"'
+        )
     eager = _eager(type(module))
     if eager is None:
         raise AttngenError(f"transformers: {why}, and {type(module).__name__} has no eager function to fall back to")

@@ -127,7 +127,7 @@ def mask_of(
             padding = torch.nn.functional.pad(padding, (0, missing))
     inputs: dict[str, Any] = {}
     for name, number, at in found.tables:
-        x = _part(tensors[number], at, kv_offset, kv_length)
+        x = _part(tensors[number], at, kv_offset, kv_length) if tensors[number].dim() else tensors[number][None]
         inputs[name] = x if x.dtype in (torch.bool, torch.int32, torch.int64) or x.is_floating_point() else x.int()
     if found.offset:
         inputs[OFFSET] = kv_offset
