@@ -313,6 +313,9 @@ def test_what_is_not_supported_falls_back_with_one_warning() -> None:
         assert f"the model was given a mask [2, 1, {N}, {N}] of its own" in why and torch.equal(out.logits, masked)
     out, why = fallen(model, input_ids=ids, use_cache=False, unheard_of=3)
     assert "gives its attention `unheard_of`, which attngen does not know" in why and torch.equal(out.logits, expected.logits)
+    mask = mask_of(1, N, N, attention_mask=lengths(N)[1:] > 0)
+    out, why = fallen(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    assert "the mask is of 1 sequences, and the layer has 2" in why and out.logits.shape[:2] == ids.shape
     out, why = fallen(model.double(), input_ids=ids, use_cache=False)
     assert "the layer computes in torch.float64" in why
     narrow = made("llama", head_dim=12)
@@ -554,10 +557,21 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(AttngenError, match="cannot be read"):
         specs_for(path)
-    for text in ("{", "[]", "{}", json.dumps({"model_type": "no_such_model"})):
+    of_llama = {"model_type": "llama", **SIZES, **HEADS}
+    wrong = {
+        "{": "is not JSON",
+        "[]": "has no `model_type`",
+        "{}": "has no `model_type`",
+        json.dumps({"model_type": "no_such_model"}): "transformers knows no model `no_such_model`$",
+        json.dumps({"model_type": "mine", "auto_map": {}}): "no model `mine`; it comes with code of its own, which attngen does not run",
+        json.dumps({**of_llama, "hidden_size": "big"}): "is no configuration of a llama .*'hidden_size' expected int, got str",
+        json.dumps({**of_llama, "head_dim": 12}): "no layer of the llama runs with attngen: a head has 12 columns",
+    }
+    for text, why in wrong.items():
         path.write_text(text)
-        with pytest.raises(AttngenError, match="is no configuration of a model that transformers knows"):
+        with pytest.raises(AttngenError, match=why) as found:
             specs_for(path)
+        assert "\n" not in str(found.value)
 
 
 def test_the_cookbook_shows_the_registration() -> None:
