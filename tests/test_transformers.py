@@ -367,6 +367,10 @@ def test_keys_that_count_are_a_run_where_that_is_known() -> None:
 def test_registration_is_checked(tmp_path: Path) -> None:
     with pytest.raises(AttngenError, match="the name `my_flash` means something else to transformers"):
         register(name="my_flash")
+    for taken in ("sdpa", "eager"):
+        with pytest.raises(AttngenError, match=f"transformers has an implementation `{taken}` already"):
+            register(name=taken)
+    register()  # again
     with pytest.raises(AttngenError, match="has no generated module; expected what `attngen build --out` writes"):
         register(tmp_path)
 
