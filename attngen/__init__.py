@@ -15,7 +15,7 @@ _HOMES = {
     "build": "attngen.api",
     "load": "attngen.api",
     "flex_attention": "attngen.frontends.flex",
-    "spec_from_mods": "attngen.frontends.flex",
+    "spec_from_mods": "attngen.frontends.specs",
 }
 
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # read when sympy is first imported; 1,000 by default, which one module exceeds
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attngen.api import build as build
     from attngen.api import load as load
     from attngen.frontends.flex import flex_attention as flex_attention
-    from attngen.frontends.flex import spec_from_mods as spec_from_mods
+    from attngen.frontends.specs import spec_from_mods as spec_from_mods
 else:
 
     def __getattr__(name: str) -> Any:
@@ -33,5 +33,8 @@ else:
             raise AttributeError(f"module `attngen` has no attribute `{name}`")
         import importlib
 
-        globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        from attngen.collector import paused
+
+        with paused():
+            globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return globals()[name]

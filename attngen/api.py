@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attngen import store
+from attngen.collector import paused
 from attngen.errors import AttngenError, SpecError, last_line
 from attngen.imported import import_folder
 
@@ -146,14 +147,15 @@ def _compile(key: str, spec: Spec, path: Path | None) -> Path:
 
 def _render(spec: Spec, path: Path | None) -> dict[str, str]:
     """The files of a spec's module."""
-    from attngen.emit.render import render
-    from attngen.passes.pipeline import lower
-    from attngen.spec import naming, place
+    with paused():
+        from attngen.emit.render import render
+        from attngen.passes.pipeline import lower
+        from attngen.spec import naming, place
 
-    for where, text in spec.notes():
-        warnings.warn(f"{place(path, where)}: `{where[0]}` {text}", stacklevel=4)
-    with naming(path):
-        return render(lower(spec))
+        for where, text in spec.notes():
+            warnings.warn(f"{place(path, where)}: `{where[0]}` {text}", stacklevel=4)
+        with naming(path):
+            return render(lower(spec), store.templates())
 
 
 def _import(folder: Path) -> ModuleType:

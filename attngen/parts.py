@@ -14,6 +14,7 @@ from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.ir.ops import BLOCKS
 from attngen.lang import Expression, Param, position_note
+from attngen.lang.params import ANY
 
 if TYPE_CHECKING:
     import torch
@@ -42,11 +43,11 @@ class Sizes(NamedTuple):
     n_kv: int
 
     def of(self, dim: str) -> int:
-        """The length of a dimension by the IR's name, or of a number."""
+        """The length of a dimension by the IR's name, or of a number; of one that may have any, as many as there are keys."""
         names = {"B": self.batch, "Hq": self.q_heads, "Hkv": self.kv_heads, "Nq": self.n_q, "Nk": self.n_kv}
         if blocks := re.fullmatch(BLOCKS, dim):
             return -(-names[blocks[1]] // int(blocks[2]))
-        return names[dim] if dim in names else int(dim)
+        return names[dim] if dim in names else int(dim) if dim.isdigit() else max(1, self.n_kv)
 
 
 class Part(BaseModel):
@@ -75,7 +76,7 @@ class Part(BaseModel):
         import torch
 
         found: dict[str, torch.Tensor | float] = {}
-        for i in self.inputs():
+        for i in (i for i in self.inputs() if not i.is_size):
             shape = [sizes.of(d) for d in i.shape]
             if i.dtype == "b1":
                 found[i.name] = torch.rand(shape, generator=generator) < 0.7
@@ -150,7 +151,10 @@ def _param_inputs(params: Mapping[str, Param]) -> tuple[Input, ...]:
         if param.value is not None:
             continue
         options = ("grad",) * param.grad + ((f"least={param.min}",) if param.min is not None else ())
-        found.append(Input(name, _DTYPES[param.scalar or param.dtype], param.dims, "a parameter of the spec", options))
+        dims = tuple(f"{name}_len{at or ''}" if dim == ANY else dim for at, dim in enumerate(param.dims))
+        found.append(Input(name, _DTYPES[param.scalar or param.dtype], dims, "a parameter of the spec", options))
+        sizes = (size for size, dim in zip(dims, param.dims) if dim == ANY)
+        found += [Input(size, "i32", (), f"a length of `{name}`", ("size",)) for size in sizes]
     return tuple(found)
 
 

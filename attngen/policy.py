@@ -21,6 +21,8 @@ UNEVEN = 3
 FUSED_LISTED = 8192  # keys, at most, where the mask lists blocks: with more and few blocks in a row, programs wait too long for each other
 ALIGNED_KEYS = 8  # numbers of 16 bits in the 16 bytes at whose multiples rows start that a copy engine reads (CUDA, cuTensorMapEncodeTiled)
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
+WIDEST_SUM = 256  # columns of a sum that a program holds on every device; programs may share those of more
+LEAST_SHARED = 128  # columns that a program has of these, at least: with fewer, scores are computed more often than they are used
 WIDEST_FUSED = 320  # of the kernel that also adds to dQ: with 64 keys these sums are 160 registers of a consumer of a divided kernel
 # Heads whose longest programs start together; those of more would not all find their keys in the L2 (docs/perf-log.md, section 18).
 ABREAST = 8

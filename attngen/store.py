@@ -3,6 +3,7 @@
     modules/causal_mqa_0123456789abcdef/    a module, under its name and a digest of its code
     modules/.receipts/KEY                   the name of that folder; KEY is a digest of what was asked for and of attngen's own files
     modules/.locks/HASH.lock                held by the process that compiles the spec with this hash
+    modules/.templates/                     the templates of modules, as Jinja has compiled them
 
 A module is written beside its place and moved there. Before it is imported, its code is held against the digest in its name, so
 what is half-written or damaged counts as absent. What another version of attngen has built is found by no key of this one.
@@ -14,7 +15,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from attngen.emit.files import write_file, write_module
@@ -91,6 +92,14 @@ def building(spec_hash: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def templates() -> Path:
+    """The folder of templates as Jinja has compiled them, which takes longer than to fill them in. It may be missing, or not writable."""
+    folder = root() / ".templates"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def modules() -> list[Path]:

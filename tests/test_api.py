@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import shutil
 import signal
@@ -19,7 +20,9 @@ import torch
 import attngen
 from attngen import api, sources, store
 from attngen.emit.files import write_module
+from attngen.emit.render import _environment, render
 from attngen.errors import AttngenError, SpecError
+from attngen.passes.pipeline import lower
 from attngen.spec import load_spec, make_spec
 from tests.helpers import ROOT
 
@@ -282,6 +285,42 @@ def test_what_is_damaged_is_built_again(
     anew(monkeypatch)
     assert is_right(attngen.build(SPEC), device)
     assert compiled == ["mine"] * 2 and kernels.read_bytes() == before and len(store.modules()) == 1
+
+
+def test_compiled_templates_are_kept_and_what_they_give_is_the_same(cache: Path) -> None:
+    """Whatever is found where they are kept, and where nothing can be kept."""
+    module = lower(make_spec(SPEC))
+    right, kept = render(module), store.templates()
+    assert kept == cache / ".templates" and render(module, kept) == right
+    files = list(kept.iterdir())
+    for file in files:
+        file.write_bytes(b"damaged")
+    _environment.cache_clear()
+    assert files and render(module, kept) == right
+    assert all(file.read_bytes() != b"damaged" for file in files)
+    shutil.rmtree(kept)
+    kept.write_text("no folder")
+    _environment.cache_clear()
+    assert render(module, store.templates()) == right
+
+
+def test_collections_pause_while_a_module_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+
+    def lower(_: Any) -> Any:
+        ran.append(gc.isenabled())
+        raise AttngenError("enough")
+
+    monkeypatch.setattr("attngen.passes.pipeline.lower", lower)
+    for before in (True, False):
+        (gc.enable if before else gc.disable)()
+        try:
+            with pytest.raises(AttngenError, match="enough"):
+                attngen.build(SPEC)
+            assert gc.isenabled() == before
+        finally:
+            gc.enable()
+    assert ran == [False, False]
 
 
 def test_another_attngen_builds_anew(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_the_summary_is_never_cut(project: Path, attngen: Cli, monkeypatch: pyte
 def test_one_wrong_spec_and_nothing_is_written(project: Path, attngen: Cli) -> None:
     (project / "specs" / "bad.yaml").write_text("name: bad\nhead_dim: 63\nmask: windw\n")
     assert attngen("build", "specs/good.yaml", "specs/bad.yaml", code=1).splitlines() == [
-        "error: specs/bad.yaml, line 2: `head_dim` is the number 63; expected a whole number from 16 to 256 that is a multiple of 8, "
+        "error: specs/bad.yaml, line 2: `head_dim` is the number 63; expected a whole number from 16 to 512 that is a multiple of 8, "
         "or {qk: ..., v: ...}",
         "error: specs/bad.yaml, line 3: `mask` is `windw`, which is not a mask; did you mean `sliding_window`?",
     ]
@@ -341,6 +341,21 @@ def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None
     (project / "specs" / "gqa.yaml").write_text(GOOD.replace("good", "gqa") + "heads: {sharing: gqa}\n")
     error = attngen("explain", "specs/gqa.yaml", "--heads", "6", "--kv-heads", "4", code=1)
     assert error == "error: --heads 6 is not a multiple of --kv-heads 4\n"
+
+
+def test_explain_says_which_tiles_bounds_and_lists_leave(project: Path, attngen: Cli) -> None:
+    """Of masks of positions; the last sentence is what the module does."""
+    loose = "abs(q_idx // 64 % 8 - kv_idx // 64 % 8) < 1"
+    for mask, expected in (
+        ("causal", "bounds leave 62.5% (25.0%), lists 62.5% (25.0%); kernels visit what bounds leave"),
+        (f'{{expr: "{loose}"}}', "bounds leave 100.0% (100.0%), lists 25.0% (25.0%); kernels visit what lists leave"),
+    ):
+        (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
+        lines = attngen("explain", "specs/x.yaml", "--seq", "500").splitlines()
+        at = lines.index("Tiles visited of 512 x 512, in 128 x 128, counted in a sample of rows (those that are masked)")
+        assert lines[at + 1 : at + 3] == [f"  programs that own {own}: {expected}" for own in ("queries", "keys")]
+    (project / "specs" / "x.yaml").write_text("name: x\nhead_dim: 64\nmask: document\n")
+    assert "Tiles visited" not in attngen("explain", "specs/x.yaml")
 
 
 def test_explain_says_why_no_kernel_is_divided(project: Path, attngen: Cli, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_excerpts_of_ir_are_real() -> None:
     modules = [
         *lowered("causal_mqa").values(),
         *lowered("decode_mla").values(),
+        *lowered("causal_d512_gqa").values(),
         *(
             m
             for name in (

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 import attngen
 from attngen.bench.mods import MODS, Mod, Sizes
 from attngen.errors import SpecError
-from attngen.frontends import flex
+from attngen.frontends import pairs
+from attngen.frontends.block_masks import masked_of
 from attngen.frontends.trace import TraceError, trace
 from attngen.reference import relative_error
 from attngen.spec import parse_spec
@@ -150,6 +152,20 @@ def test_dimensions_of_captured_tensors() -> None:
     assert params((1, 4, 4, 64, 64)) == [[2, 3], [2, 40], [7, 3]]
 
 
+def test_tables_of_one_dimension_that_are_computed_into_have_any_length() -> None:
+    """But not those that get a gradient, nor those that are read at what numbers bound."""
+    ids, starts, by_distance = torch.zeros(40, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.zeros(79)
+    learned, few, first = torch.zeros(79, requires_grad=True), torch.zeros(8), torch.zeros(3)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        read = s + by_distance[q_idx - kv_idx + 39] + learned[q_idx - kv_idx + 39] + few[(q_idx - kv_idx) % 8] + few[kv_idx.clamp(0, 7)]
+        return read + first[2] + first[torch.arange(3)].sum()
+
+    data = yaml.safe_load(attngen.spec_from_mods(score, lambda b, h, q_idx, kv_idx: kv_idx >= starts[ids[q_idx]]))
+    found = {name: p["tensor"] for part in (data["mask"], data["score"][0]) for name, p in part["params"].items()}
+    assert found == {"ids": ["Nq"], "starts": ["any"], "by_distance": ["any"], "learned": [79], "few": [8], "first": [3]}
+
+
 def test_parts_that_occur_twice_get_names() -> None:
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         place = (q_idx * 3 + kv_idx // 5) % 17
@@ -217,7 +233,7 @@ def test_operators(name: str) -> None:
 
 def test_functions_are_traced_once_and_again_when_they_change(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
-    monkeypatch.setattr(flex, "trace", lambda *mods: traced.append(1) or trace(*mods))
+    monkeypatch.setattr(pairs, "trace", lambda *mods: traced.append(1) or trace(*mods))
     window, first = 5, torch.zeros(2, device=device)
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -266,7 +282,7 @@ def test_block_masks(device: str) -> None:
     q, k, v = inputs(Sizes(1, 2, 2, n, n), device)
     lower = torch.ones(n, n, dtype=torch.bool, device=device).tril()
     whole = create_block_mask(causal, None, None, n, n, device=device)
-    assert flex._masked(whole).mask_mod is causal
+    assert masked_of(whole).mask_mod is causal
     assert relative_error(attngen.flex_attention(q, k, v, block_mask=whole), naive(q, k, v, mask=lower)[0]) < 1e-6
 
     count = torch.tensor([[[1, 1, 2, 2]]], dtype=torch.int32, device=device)  # of blocks of 64
@@ -287,7 +303,7 @@ def test_columns_for_products_of_rows(device: str) -> None:
     sizes = mod.tests[-1].sizes
     made = mod.make(sizes, device, torch.Generator(device).manual_seed(0))
     assert made.score_mod is not None
-    traced, products = flex._pair(made.score_mod, None).apart
+    traced, products = pairs.pair_of(made.score_mod, None).apart
     assert traced.score is None and len(products) == 1 and traced.tables == ()
     q, k, v = inputs(sizes, device)
     right = naive(q, k, v, lambda s: mod.reference(made, sizes)(s * 0.3 * math.sqrt(D)))[0]
@@ -310,6 +326,18 @@ def test_a_second_process_takes_the_module_from_the_cache() -> None:
     assert again.returncode == 0, again.stderr
 
 
+def test_tracing_imports_nothing_of_pytorchs_compiler() -> None:
+    """Which would take longer than all else of a call that finds its module in the cache."""
+    code = (
+        "import sys, torch, attngen\n"
+        "table = torch.ones(2, 9)\n"
+        "def score(s, b, h, q, k): return torch.where(q >= k, s.tanh() + table[h, (q - k).abs() % 9] + torch.arange(3).sum(), -1.0)\n"
+        "attngen.spec_from_mods(score, lambda b, h, q, k: (q // 4 >= k // 4) & ~(k == 7))\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_results_of_the_call(device: str) -> None:
     q, k, v = inputs(Sizes(1, 4, 2, 20, 20), device)
     out, lse = naive(q, k, v)
@@ -318,7 +346,197 @@ def test_results_of_the_call(device: str) -> None:
     both, aux = attngen.flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True))
     for x in (alone, pair[0], both):
         assert relative_error(x, out) < 1e-6
-    assert relative_error(pair[1], lse) < 1e-6 and torch.equal(aux.lse, pair[1])
+    assert relative_error(pair[1], lse) < 1e-6 and torch.equal(aux.lse, pair[1]) and aux.max_scores is None
+
+
+def test_largest_scores(device: str) -> None:
+    """Of scores that are scaled and modified, as FlexAttention's eager implementation gives them; -inf for queries that see nothing."""
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    results = torch.tensor([0.5, -2.0], device=device)  # a name that modules with outputs have themselves
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s * results[h] - (q_idx - kv_idx).abs() / 8
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx - 3) | (q_idx > 35)
+
+    q, k, v = inputs(Sizes(2, 2, 2, 40, 50), device)
+    blocks = create_block_mask(mask, None, None, 40, 50, device=device)
+    _, right_lse, right = math_attention(q, k, v, score, blocks.as_tuple(), 0.3, {})
+    for lse in (False, True):
+        out, aux = attngen.flex_attention(q, k, v, score, mask, scale=0.3, return_aux=AuxRequest(lse=lse, max_scores=True))
+        found, expected = aux.max_scores, right.detach() * math.log(2)
+        assert found.dtype == torch.float32 and found.shape == (2, 2, 40) and not found.requires_grad
+        seen = expected > -math.inf
+        assert bool((found == -math.inf).equal(~seen)) and bool((~seen).any()) and relative_error(found[seen], expected[seen]) < 1e-6
+        assert (aux.lse is not None) == lse and out.requires_grad
+        if lse:
+            assert relative_error(aux.lse[seen], right_lse[seen] * math.log(2)) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------- inside torch.compile
+
+
+def compiled(function: Any, fullgraph: bool = True) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="inductor" if torch.cuda.is_available() else "aot_eager", fullgraph=fullgraph)
+
+
+def alike(function: Any, graph: Any, *leaves: Tensor) -> None:
+    """A compiled function gives the bits of the function, and of its gradients."""
+    found, right = graph(*leaves[:3]), function(*leaves[:3])
+    found, right = ([x] if isinstance(x, Tensor) else [x[0], *x[1]] for x in (found, right))
+    assert all(a.equal(b) for a, b in zip(found, right, strict=True))
+    w = torch.randn_like(found[0])
+    for a, b in zip(torch.autograd.grad(found[0], leaves, w), torch.autograd.grad(right[0], leaves, w)):
+        assert a.equal(b)
+
+
+def test_a_call_is_part_of_one_graph_and_follows_what_its_functions_hold(device: str) -> None:
+    """Values of tensors, other tensors and numbers, other lengths; the same bits as outside of torch.compile."""
+    slope, window, factor = torch.rand(2, device=device, requires_grad=True), 5, 0.5
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() <= window
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s * factor - slope[h] * (q_idx - kv_idx)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q * 2, k, v, score, mask, return_aux=AuxRequest(lse=True, max_scores=True))
+
+    graph, qkv = compiled(function), inputs(Sizes(1, 2, 2, 20, 20), device)
+    for _ in range(2):
+        alike(function, graph, *qkv, slope)
+    with torch.no_grad():
+        slope.mul_(2)
+    alike(function, graph, *qkv, slope)
+    slope = torch.rand(2, device=device, requires_grad=True)
+    alike(function, graph, *qkv, slope)
+    for window, factor in ((3, 0.5), (2, 0.25), (7, 0.75)):  # noqa: B007 (the functions read them)
+        alike(function, graph, *qkv, slope)
+    alike(function, graph, *inputs(Sizes(1, 2, 2, 33, 33), device), slope)
+
+
+def test_lengths_are_symbols_of_a_graph_where_functions_hold_no_tensors(device: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    graph = torch.compile(lambda q, k, v: attngen.flex_attention(q * 2, k, v, None, _lower), backend=counter, fullgraph=True)
+    for n in (20, 33, 70, 47):
+        q, k, v = inputs(Sizes(1, 2, 2, n, n), device)
+        assert graph(q, k, v).equal(attngen.flex_attention(q * 2, k, v, None, _lower))
+    assert counter.frame_count == 2
+
+
+def test_functions_of_one_code_are_told_apart_in_a_graph(device: str) -> None:
+    def within(size: int, first: Tensor) -> Any:
+        return lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() <= size) | (first[kv_idx] > 0)
+
+    def partial(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, size: int) -> Tensor:
+        return (q_idx - kv_idx).abs() <= size
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
+        return attngen.flex_attention(q, k, v, None, mask)
+
+    graph, (q, k, v) = compiled(function), inputs(Sizes(1, 2, 2, 20, 20), device)
+    first = torch.zeros(20, device=device)
+    second = first.clone()
+    second[:2] = 1
+    masks = [within(4, first), within(4, second), within(5, second), or_masks(within(2, first), within(1, second))]
+    for mask in (*masks, functools.partial(partial, size=3)):
+        assert graph(q, k, v, mask).equal(function(q, k, v, mask))
+
+
+def test_methods_and_block_masks_in_a_graph(device: str) -> None:
+    """A method's module has its parameters and numbers; a mask has its lists, where they say more than the function, and its plan."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope, self.every = torch.nn.Parameter(torch.rand(2)), 3
+            at = torch.tensor([[[[0, 0], [0, 1]]]], dtype=torch.int32, device=device)
+            count = torch.tensor([[[1, 1]]], dtype=torch.int32, device=device)  # of blocks of 16
+            self.blocks = BlockMask.from_kv_blocks(count, at, BLOCK_SIZE=16, mask_mod=self.mask, seq_lengths=(32, 32))
+
+        def mask(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (q_idx >= kv_idx) & (kv_idx % self.every != 1)
+
+        def score(self, s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return s - self.slope[h] * (q_idx - kv_idx)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            whole = attngen.flex_attention(q, k, v, self.score, self.mask)
+            result: Tensor = attngen.flex_attention(q, k, v, self.score, self.blocks) + whole
+            return result
+
+    layer, (q, k, v) = Attention().to(device), inputs(Sizes(1, 2, 2, 32, 32), device)
+    graph = compiled(layer)
+    for layer.every in (3, 4):
+        layer.blocks.mask_mod = layer.mask
+        alike(layer, graph, q, k, v, layer.slope)
+
+
+def test_what_cannot_be_part_of_a_graph_says_so_and_is_called_outside_of_it(device: str) -> None:
+    class Hidden:
+        tables = {"first": torch.rand(2, device=device)}
+
+    hidden = Hidden()
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: s + h)
+
+    def reads(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return s + hidden.tables["first"][h] * kv_idx
+
+    def unseen(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, reads)
+
+    def refused(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, _cumulative)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        block_mask = create_block_mask(_lower, None, None, 20, 20, device=device)
+        return attngen.flex_attention(q, k, v, None, block_mask)
+
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    for function, sentence in (
+        (inside, "flex_attention: a function is defined inside of what is compiled; expected one from outside of it"),
+        (unseen, "flex_attention: `table` is not among what the functions hold, so torch.compile would not see it change"),
+        (refused, "`aten::cumsum` has no expression"),
+        (masked, "flex_attention: a block mask is made inside of what is compiled; expected one from outside of it"),
+    ):
+        with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+            compiled(function)(q, k, v)
+        assert sentence in str(error.value)
+        if function is not refused:
+            assert compiled(function, fullgraph=False)(q, k, v).equal(function(q, k, v))
+    with pytest.raises(TraceError, match="`aten::cumsum` has no expression"):
+        compiled(refused, fullgraph=False)(q, k, v)
+
+
+def test_a_method_is_traced_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though Python makes it anew each time that somebody asks for it; another object's is traced, too."""
+
+    @dataclass
+    class Window:
+        size: int
+
+        def mask(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (q_idx - kv_idx).abs() <= self.size
+
+    traced: list[int] = []
+    monkeypatch.setattr(pairs, "trace", lambda *mods: traced.append(1) or trace(*mods))
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    distance = (torch.arange(20, device=device)[:, None] - torch.arange(20, device=device)).abs()
+    near, far = Window(2), Window(6)
+    for window, expected in ((near, 1), (near, 1), (far, 2), (near, 2), (far, 2)):
+        out = attngen.flex_attention(q, k, v, block_mask=window.mask)
+        assert len(traced) == expected and relative_error(out, naive(q, k, v, mask=distance <= window.size)[0]) < 1e-6
+    near.size = 3
+    assert relative_error(attngen.flex_attention(q, k, v, block_mask=near.mask), naive(q, k, v, mask=distance <= 3)[0]) < 1e-6
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -328,6 +546,10 @@ HERE = str(Path(__file__))
 
 def _cumulative(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return s + torch.cumsum(s.view(1), 0)[0]
+
+
+def _lower(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
 
 
 def _branching(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -393,8 +615,15 @@ def test_refused_functions(score: Any, mask: Any, sentence: str) -> None:
 def test_a_branch_on_a_position_is_refused_in_one_sentence() -> None:
     with pytest.raises(TraceError) as error:
         attngen.spec_from_mods(_branching)
-    text = str(error.value)
-    assert text.startswith(f"score_mod `_branching`, line {_line(_branching)} cannot be traced: ") and "\n" not in text
+    reason = "a number is taken out of a tensor, as by `if` and `int`; expected `torch.where`, or an index that is a tensor"
+    assert str(error.value) == f"score_mod `_branching`, line {_line(_branching)} cannot be traced: {reason}"
+
+
+def test_what_a_function_keeps_of_a_trace_is_refused() -> None:
+    kept: list[Tensor] = []
+    attngen.spec_from_mods(None, lambda b, h, q_idx, kv_idx: kept.append(q_idx) or q_idx > kv_idx)
+    with pytest.raises(RuntimeError, match="a position or a score is used after the function has ended"):
+        kept[0] + 1
 
 
 def test_refused_calls() -> None:
@@ -413,7 +642,11 @@ def test_refused_calls() -> None:
             {},
             "flex_attention: block_mask is a Tensor; expected a BlockMask, a function of (b, h, q_idx, kv_idx) or None",
         ),
-        ((q, q, q), {"return_aux": AuxRequest(max_scores=True)}, "flex_attention: return_aux asks for max_scores; expected `lse` alone"),
+        (
+            (q, q, q),
+            {"return_lse": True, "return_aux": AuxRequest(lse=True)},
+            "flex_attention: return_lse stands beside return_aux; expected one of them: AuxRequest(lse=True) says the same",
+        ),
     ):
         with pytest.raises((ValueError, TypeError)) as error:
             attngen.flex_attention(*args, **kwargs)  # type: ignore[arg-type]

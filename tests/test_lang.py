@@ -208,17 +208,17 @@ FORMS = "{tensor: [dimensions]}, {scalar: int}, {scalar: float} or {value: numbe
         (
             {"tensor": ["Hq"]},
             ("tensor",),
-            "has the dimension `Hq`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+            "has the dimension `Hq`; expected one of B, H, Hkv, Nq, Nk, a whole number, `any`, or a number of blocks as in Nq/32",
         ),
         (
             {"tensor": [True]},
             ("tensor",),
-            "has the dimension `True`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+            "has the dimension `True`; expected one of B, H, Hkv, Nq, Nk, a whole number, `any`, or a number of blocks as in Nq/32",
         ),
         (
             {"tensor": ["H/2"]},
             ("tensor",),
-            "has the dimension `H/2`; expected one of B, H, Hkv, Nq, Nk, a whole number, or a number of blocks as in Nq/32",
+            "has the dimension `H/2`; expected one of B, H, Hkv, Nq, Nk, a whole number, `any`, or a number of blocks as in Nq/32",
         ),
         ({"tensor": [0]}, ("tensor",), "has the dimension 0; expected a whole number from 1 to 16777216"),
         ({"scalar": "int", "min": 1.0}, ("min",), "is `1.0`; expected a whole number from -1073741823 to 1073741823"),

@@ -18,9 +18,9 @@ from attngen.spec import MAX_BYTES, Spec, json_schema, load_spec, make_spec, par
 from tests.helpers import ROOT, SPECS
 
 BASE = "name: x\nhead_dim: 64\n"  # two good lines; what a case adds starts on line 3
-WIDTH = "expected a whole number from 16 to 256 that is a multiple of 8"
+WIDTH = "expected a whole number from 16 to 512 that is a multiple of 8"
 HEAD_DIM = f"{WIDTH}, or {{qk: ..., v: ...}}"
-WIDTH_V = WIDTH.replace("from 16 to 256", "of 16 or more")  # a latent may be wider
+WIDTH_V = WIDTH.replace("from 16 to 512", "of 16 or more")  # a latent may be wider
 MASKS = "expected a list of at least one mask, as in [causal, key_padding]"
 ONCE = "expected each mask once: a repeat hides nothing more"
 DTYPE = "expected `bf16`, `fp16` or `fp32`"
@@ -48,7 +48,7 @@ def message(text: str) -> str:
 MISTAKES = {
     # values
     "name: x\nhead_dim: 63": f"line 2: `head_dim` is the number 63; {HEAD_DIM}",
-    "name: x\nhead_dim: 264": "line 2: `head_dim` has 264 columns; expected at most 256, or `kv: {latent: ...}` beside it",
+    "name: x\nhead_dim: 520": "line 2: `head_dim` has 520 columns; expected at most 512, or `kv: {latent: ...}` beside it",
     "name: x\nhead_dim: 64.0": f"line 2: `head_dim` is the number 64.0; {HEAD_DIM}",
     "name: x\nhead_dim: true": f"line 2: `head_dim` is the boolean `true`; {HEAD_DIM}",
     'name: x\nhead_dim: "64"': f"line 2: `head_dim` is the text `64`; {HEAD_DIM}",

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import sympy
 
-from attngen.bounds.tiles import heads, tile_sum
+from attngen.bounds.tiles import heads, repeats, tile_sum
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Dot, unpadded
+from attngen.ir.ops import WHOLE, Dot, unpadded
 
 TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, over all heads and sequences
 
@@ -26,7 +26,7 @@ def flops(kernel: Kernel, times: Callable[[str], Expr]) -> Expr:
 
 def executed_flops(kernel: Kernel) -> Expr:
     """FLOPs that an emitted kernel executes, as a formula in `tiles`."""
-    return TILES * flops(kernel, lambda block: sympy.Integer(1))
+    return TILES * repeats(kernel) * flops(kernel, lambda block: sympy.Integer(1))
 
 
 def useful_flops(module: Module, direction: str) -> Expr:
@@ -36,7 +36,7 @@ def useful_flops(module: Module, direction: str) -> Expr:
     """
     kernels = module.kernels_of(direction)
     products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.dots}
-    return TILES * sympy.Add(*products.values())
+    return TILES * sympy.Add(*products.values()).subs({symbol(own): symbol(whole) for own, whole in WHOLE.items()})
 
 
 def total_tiles(kernel: Kernel) -> Expr:

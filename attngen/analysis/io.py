@@ -14,8 +14,8 @@ import sympy
 
 from attngen.analysis.algorithms import kernels
 from attngen.analysis.flops import TILES
-from attngen.bounds.sizes import tile_bytes
-from attngen.bounds.tiles import extent, heads, own_tiles
+from attngen.bounds.sizes import share_of, tile_bytes
+from attngen.bounds.tiles import extent, heads, own_tiles, repeats
 from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Add, Arg, Base, Load, Op, Scatter, Store, Type
@@ -42,12 +42,14 @@ def _moves(kernel: Kernel, size: Callable[[Type], Expr]) -> Iterator[tuple[str, 
     for block in kernel.blocks:
         for op in block.ops:
             if isinstance(op, Load) and op.type.dims:
-                yield block.name, op, size(op.type), none
+                yield block.name, op, share_of(op) * size(op.type), none
             elif isinstance(op, (Add, Scatter)):
-                yield block.name, op, size(kernel.type_of(op.value)), size(kernel.type_of(op.value))
+                moved = size(kernel.type_of(op.value)) / repeats(kernel)  # of programs that share columns the first one alone adds
+                yield block.name, op, moved, moved
             elif isinstance(op, Store):
                 sums = Type("f32", ("BLOCK_KV",))  # sums by distance, for two turns of the diagonals
-                yield block.name, op, none, 2 * size(sums) if op.by else size(kernel.type_of(op.value))
+                written = 2 * size(sums) if op.by else size(kernel.type_of(op.value))
+                yield block.name, op, none, written / repeats(kernel) if op.alone else written
 
 
 def loads_and_stores(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str], Expr]) -> Traffic:
@@ -67,9 +69,10 @@ def _walked(kernel: Kernel) -> set[str]:
 
 
 def _heads(kernel: Kernel) -> Expr:
-    """Heads whose tiles programs own: query heads, or key heads; each is counted once for each of the programs that share what it takes."""
+    """Heads whose tiles programs own: query heads, or key heads; each is counted once for each of the programs that share what it takes,
+    or its columns."""
     owned = heads(kernel) / symbol("group") if kernel.has_groups else heads(kernel)
-    return owned * sympy.Mul(*(axis.extent for axis in sharing(kernel.grid)))
+    return owned * repeats(kernel) * sympy.Mul(*(axis.extent for axis in sharing(kernel.grid)))
 
 
 def l2_bytes(kernel: Kernel) -> Traffic:
@@ -78,7 +81,7 @@ def l2_bytes(kernel: Kernel) -> Traffic:
     The formulas are in `tiles` (see flops.TILES), B, Hq, group and the sizes, and in `queries`, the rows of a head, where heads are packed.
     """
     owned = _heads(kernel) * own_tiles(kernel)
-    tiles = heads(kernel) * cdiv(symbol("Nq"), symbol("BLOCK_Q")) if kernel.prepares else TILES
+    tiles = heads(kernel) * cdiv(symbol("Nq"), symbol("BLOCK_Q")) if kernel.prepares else TILES * repeats(kernel)
     return loads_and_stores(kernel, tile_bytes, lambda block: owned if block in _walked(kernel) else tiles)
 
 
@@ -107,7 +110,8 @@ def dram_bytes(kernel: Kernel) -> Traffic:
         if block in _walked(kernel):
             kept = [kept[0] + owned * read, kept[1] + owned * written]
             continue
-        streamed = [streamed[0] + TILES * read, streamed[1] + TILES * written]
+        visits = TILES * repeats(kernel)
+        streamed = [streamed[0] + visits * read, streamed[1] + visits * written]
         arg = _tensor(kernel, op)
         once[arg.name] = (
             tile_bytes(arg.type) if arg.role in ("in", "inout", "sum") else sympy.Integer(0),

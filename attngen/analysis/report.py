@@ -14,7 +14,7 @@ from attngen.ir.expr import to_text
 from attngen.ir.graph import Kernel, Module, Row
 
 # A row leaves out these fields where they have these values.
-UNSAID = {"measured": Row.measured, "backend": Row.backend, "min_rows": Row.min_rows}
+UNSAID = {"measured": Row.measured, "backend": Row.backend, "min_rows": Row.min_rows, "columns": Row.columns}
 
 
 def report(module: Module) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
 
 
 def schedule(row: Row) -> dict[str, Any]:
-    """The fields of a schedule row; `measured`, `backend` and `min_rows` only where they differ from their defaults."""
+    """The fields of a schedule row; those of UNSAID only where they differ from their defaults."""
     return {name: value for name, value in asdict(row).items() if name not in UNSAID or value != UNSAID[name]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from attngen.analysis.flops import executed_flops
@@ -15,7 +16,7 @@ from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import SHARES
 from attngen.ir.numeric import compiled
-from attngen.ir.ops import Arg, Map
+from attngen.ir.ops import WHOLE, Arg, Map
 from attngen.policy import UNIT
 
 
@@ -129,8 +130,10 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
 
 def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
     """Values that `dram_bytes` needs besides `values`: the cache in bytes, programs in flight, and head dimensions without padding."""
+    parts = {own: module.widths[whole] for own, whole in WHOLE.items() if row.columns and whole in module.widths}
     return {
         **module.widths,
+        **{own: Fraction(width, -(-width // row.columns)) for own, width in parts.items()},
         str(CACHE): device.cache_bytes,
         str(IN_FLIGHT): device.sms * backend_of(row).cost.occupancy(module, kernel, row),
     }

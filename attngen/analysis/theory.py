@@ -19,11 +19,11 @@ from attngen.analysis.io import traffic
 from attngen.analysis.roofline import row_of
 from attngen.backends import backend_of
 from attngen.bounds.sizes import elem_sizes, elements
-from attngen.bounds.tiles import NO_BOUND, evaluate, runs, tile_loops, unbounded, visited
+from attngen.bounds.tiles import NO_BOUND, evaluate, repeats, runs, tile_loops, unbounded, visited
 from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import DIRECTIONS, SHARES
-from attngen.ir.ops import Arg
+from attngen.ir.ops import WHOLE, Arg
 
 N, D, M = sympy.symbols("N d M", positive=True)  # rows, head dimension, elements on chip
 SHARE = sympy.Symbol("s", positive=True)  # share of the tiles that are visited
@@ -32,7 +32,7 @@ B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names for BLOC
 ONE_HEAD = {
     **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "queries", *SHARES.values())},
     **{symbol(name): N for name in ("Nq", "Nk")},
-    **{symbol(name): D for name in ("D_QK", "D_V")},
+    **{symbol(name): D for name in ("D_QK", "D_V", *WHOLE)},  # of programs that may share columns, each has all
     **{symbol(name): D / 2 for name in ("PAIRS_QK", "PAIRS_V")},
     symbol("BLOCK_Q"): B_R,
     symbol("BLOCK_KV"): B_C,
@@ -113,7 +113,7 @@ def moved_at_share(kernel: Kernel, share: Expr) -> Expr:
 
 def _or_tiles(kernel: Kernel, block: str) -> Expr:
     """How often a block runs: the symbol `tiles` for the body of the loops over tiles, `runs` for any other block."""
-    return TILES if block in {loop.body for loop in tile_loops(kernel)} else runs(kernel, block)
+    return TILES * repeats(kernel) if block in {loop.body for loop in tile_loops(kernel)} else runs(kernel, block)
 
 
 def visible_share(kernel: Kernel) -> Expr:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from attngen.bench.flex import Mods, mods
+from attngen.bench.functions import FunctionProblem
 from attngen.bench.grids import Cell
 from attngen.bench.problem import Inputs, Problem
 from attngen.ir.dtypes import latent_bytes
@@ -23,8 +24,8 @@ FACTOR = 2.0**-6  # of numbers of 8 bits: normal values in these are below 448, 
 
 
 def problem_of(cell: Cell, device: str, folder: Path) -> Problem:
-    """A cell on a device, over a cache if its spec has one."""
-    return (CacheProblem if cell.cached else Problem)(cell, device, folder)
+    """A cell on a device: over a cache if its spec has one, of a function for FlexAttention, or of a module's call."""
+    return (CacheProblem if cell.cached else FunctionProblem if cell.asked("function") else Problem)(cell, device, folder)
 
 
 @dataclass(frozen=True, eq=False)

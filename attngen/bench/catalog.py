@@ -166,8 +166,16 @@ def decode() -> Grid:
     return Grid("decode", tuple(cells), ("ours", "flash", "cudnn", "flex", "flashinfer", "naive"))
 
 
-GRIDS = {"paper": paper, "fa3": fa3, "flex": flex, "variants": variants, "decode": decode}
-TABLED = ("flex", "variants")  # shown by tables of their own (reports.py), without plots
+def mods() -> Grid:
+    """Masks and modifiers that people write for FlexAttention (mods/), each at its own length, about 8k, 16 heads, D = 128, bf16."""
+    from attngen.bench.functions import cell_of
+    from attngen.bench.mods import MODS
+
+    return Grid("mods", tuple(cell_of("mods", mod, mod.bench) for mod in MODS.values()), ("ours", "flex"))
+
+
+GRIDS = {"paper": paper, "fa3": fa3, "flex": flex, "variants": variants, "decode": decode, "mods": mods}
+TABLED = ("flex", "variants", "mods")  # shown by tables of their own (reports.py), without plots
 
 
 def find_grid(name: str) -> Grid:

@@ -48,7 +48,7 @@ class Cell:
     `call` says how its calls differ from a common user's: `dropout_p`, the probability of dropout; `document`, the rows of each document,
     where the spec reads numbers of documents; `share`, one of so many blocks counts, where it reads a mask of blocks;
     `ragged`, the least keys of a sequence, where their numbers are uniform from that to n_kv; `page`, the keys of a page, where the spec
-    takes any.
+    takes any; `function`, 1 where the spec is that of a function for FlexAttention, which both sides get (functions.py).
     """
 
     grid: str

@@ -68,6 +68,11 @@ class Problem:
             found[i.name].requires_grad_()
         return found
 
+    @property
+    def learned(self) -> tuple[torch.Tensor, ...]:
+        """The inputs of mask and modifiers that get a gradient."""
+        return tuple(self.given[i.name] for i in self.cell.spec.learned())
+
     def _asked(self) -> dict[str, torch.Tensor]:
         """The inputs for which the cell's `call` says what they are."""
         c, found = self.cell, {}
@@ -121,10 +126,9 @@ class Problem:
             return torch.randn(c.batch, heads, rows, width, generator=generator, device=self.device).to(self.dtype)
 
         q, k, v = normal(c.heads, c.n_q, dim.qk), normal(c.kv_heads, c.n_kv, dim.qk), normal(c.kv_heads, c.n_kv, dim.v)
-        learned = tuple(self.given[i.name] for i in c.spec.learned())
         grad = normal(c.heads, c.n_q, dim.v)
         q, k, v = (x.requires_grad_(c.spec.trains) for x in (q, k, v))
-        return Inputs(q, k, v, learned, grad)
+        return Inputs(q, k, v, self.learned, grad)
 
     @property
     def set_bytes(self) -> int:

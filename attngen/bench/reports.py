@@ -1,7 +1,8 @@
-"""Tables as Markdown: of the grids `flex` and `variants`, and of what reads a cache."""
+"""Tables as Markdown: of the grids `flex`, `variants` and `mods`, and of what reads a cache."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,11 +22,11 @@ SMEM = 227 * 1024  # bytes of an H200's SM that a program can have: M of the low
 
 
 def reports(results: Results) -> dict[str, str]:
-    """The tables of a run's grids by file name: flex.md, variants.md, decode.md."""
+    """The tables of a run's grids by file name: flex.md, variants.md, mods.md, decode.md."""
     found = {}
     for grid in dict.fromkeys(line.cell.grid for line in results.lines):
         lines = [line for line in results.lines if line.cell.grid == grid]
-        tables = [markdown(table) for table in {"flex": flex, "variants": variants}.get(grid, over_cache)(lines)]
+        tables = [markdown(table) for table in {"flex": flex, "variants": variants, "mods": mods}.get(grid, over_cache)(lines)]
         parts = [heading(results), *tables, notes(lines)]
         if tables:
             found[f"{grid}.md"] = "\n\n".join(part for part in parts if part) + "\n"
@@ -177,6 +178,26 @@ def _blocks(c: Cell, full: Cell | None, cells: dict[Cell, Peers]) -> list[str]:
     moved = [emitted_bytes(module, direction, "sm90", problem, 1 / share) for direction in DIRECTIONS]
     bound = c.heads * c.n_q**2 * c.spec.head_dim.qk**2 / share / (SMEM / 2) * 2
     return [*row, _figure(cells[c], "ours", "mask_ms", ".0f", 1e3), *(f"{x / 1e9:.2f}" for x in (*moved, bound))]
+
+
+# ---------------------------------------------------------------------------------------------- mods
+
+
+def mods(lines: Sequence[Line]) -> Iterator[Table]:
+    """Milliseconds of each function beside FlexAttention's; last, how many times faster ours are in the geometric mean."""
+    rows, faster = [], []
+    for c, peers in by_cell(lines).items():
+        ms = [[_sum({c: peers}, c, peer, parts) for parts in _PARTS] for peer in ("ours", "flex")]
+        times = [theirs / mine if mine and theirs else None for mine, theirs in zip(*ms)]
+        shown = [f"{x:.3f}" if x is not None else "-" for d in range(2) for x in (ms[0][d], ms[1][d])]
+        rows.append([c.spec.name.removeprefix("mod_"), _figure(peers, "ours", "visible", ".1%"), *shown, *map(_number, times)])
+        faster.append(times)
+    means = [[x for x in column if x is not None] for column in zip(*faster)]
+    last = [_number(math.exp(sum(map(math.log, column)) / len(column)) if column else None) for column in means]
+    yield [_MODS, *rows, ["geometric mean", *[""] * 5, *last]]
+
+
+_MODS = ["function", "visible", "ours fwd ms", "Flex", "ours bwd ms", "Flex", "times faster: fwd", "bwd", "both"]
 
 
 # ---------------------------------------------------------------------------------------------- over a cache

@@ -244,7 +244,7 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
     """
     watch("generating modules")
     cells, peers = list(work), dict(work)
-    modules = build(list({c.spec.name: c.spec for c in cells}.values()), folder)
+    modules = build(list({c.spec.name: c.spec for c in cells if not c.asked("function")}.values()), folder)
     attempts = [Attempt(c, [p for p in peers[c] if not setup.cannot(c, p)]) for c in cells]
     pending = deque(a for a in attempts if a.peers)
     count = 0
@@ -262,7 +262,7 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
         found: list[Child] = []
         while pending and len(found) < setup.jobs:
             attempt, count = pending.popleft(), count + 1
-            found.append(Child(attempt, setup, folder / f"cell{count}", modules[attempt.cell.spec.name]))
+            found.append(Child(attempt, setup, folder / f"cell{count}", modules.get(attempt.cell.spec.name, folder)))
             done.append(found[-1])
         return found
 

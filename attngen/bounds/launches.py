@@ -8,6 +8,7 @@ from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool, mod, symbol
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import OWN
 from attngen.policy import ALIGNED_KEYS, JOINED_EACH
 
 GROUP = 4  # warps that have a number of registers together: those of a copy are filled up to a multiple
@@ -60,6 +61,7 @@ def constants(kernel: Kernel, row: Row) -> dict[str, int]:
         "BLOCK_Q": row.block_q,
         "BLOCK_KV": row.block_kv,
         "TMA": row.tma,
+        **({OWN[axis.var]: row.columns} if (axis := kernel.shared_columns) else {}),
         **({"BLOCK_PARTS": row.block_kv} if kernel.joins_parts else {}),
         **({"CONVERTS": device.converts} if kernel.reads_quantised else {}),
         **({"OVERLAPS": device.overlaps} if kernel.overlaps else {}),

@@ -8,9 +8,10 @@ import sympy
 
 from attngen.bounds.tiles import evaluate
 from attngen.ir.dtypes import ELEMENTS, of_size
-from attngen.ir.expr import Expr, cdiv, symbol
+from attngen.ir.expr import Expr, cdiv, select, symbol
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import DTYPE_BYTES, SIDES, TILED, Load, Type, dimension
+from attngen.ir.ops import DTYPE_BYTES, OWN, SIDES, TILED, WHOLE, Load, Type, axis_of, dimension
+from attngen.policy import LEAST_SHARED
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
 STAGES = symbol("stages")
@@ -42,6 +43,22 @@ def tile_bytes(t: Type) -> Expr:
     return known * elements(t)
 
 
+def share_of(op: Load) -> Expr:
+    """1 for a tile that is loaded; 0 for the program's own columns of a loaded tile where these are all."""
+    if not op.columns_of:
+        return sympy.Integer(1)
+    own = OWN[axis_of(op.src.index[-1])]
+    return select(symbol(own) < symbol(WHOLE[own]), sympy.Integer(1), sympy.Integer(0))
+
+
+def column_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
+    """How many columns of a sum its programs may have, if they share these: all, a half, a quarter and so on; (0,) if they do not."""
+    if (axis := kernel.shared_columns) is None:
+        return (0,)
+    whole = tile_width(module.widths[WHOLE[OWN[axis.var]]])
+    return tuple(whole >> halved for halved in range(whole.bit_length()) if whole >> halved >= LEAST_SHARED)
+
+
 def mode(module: Module, elem_bytes: int) -> str:
     """How products of elements with `elem_bytes` bytes are computed: as the row of its type of that size says, `tf32` or `ieee`."""
     return ELEMENTS[of_size([*module.dtypes, *ELEMENTS], elem_bytes)].products or module.precision
@@ -71,4 +88,4 @@ def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
 @cache
 def _streamed(kernel: Kernel) -> Expr:
     bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
-    return sympy.Add(*(tile_bytes(op.type) for body in bodies for op in kernel.block(body).ops if isinstance(op, Load)))
+    return sympy.Add(*(share_of(op) * tile_bytes(op.type) for body in bodies for op in kernel.block(body).ops if isinstance(op, Load)))

@@ -74,6 +74,11 @@ def heads(kernel: Kernel) -> Expr:
     return found / symbol("group") if kernel.packs else found
 
 
+def repeats(kernel: Kernel) -> Expr:
+    """How many programs visit the same tiles, each for other columns of a sum."""
+    return kernel.shared_columns.extent if kernel.shared_columns else sympy.Integer(1)
+
+
 def extent(kernel: Kernel, axis: str) -> Expr:
     """Number of rows of a head along an axis, as a formula in the sizes of a call."""
     return symbol("group") * symbol("queries") if kernel.packs and axis == "q" else symbol(AXIS_EXTENT[axis])

@@ -183,6 +183,7 @@ def percent(predicted: int, reported: int) -> str:
 
 
 def _where(module: Module, kernel: Kernel, row: Row) -> str:
-    tile = f"BLOCK_Q={row.block_q}, BLOCK_KV={row.block_kv}, num_warps={row.num_warps}, num_stages={row.num_stages}"
+    columns = f"COLUMNS={row.columns}, " if row.columns else ""
+    tile = f"BLOCK_Q={row.block_q}, BLOCK_KV={row.block_kv}, {columns}num_warps={row.num_warps}, num_stages={row.num_stages}"
     of = f" of {DIVIDERS[row.backend].file}" if row.backend in DIVIDERS else ""
     return f"{module.name}: on {row.device} the kernel @{kernel.name}{of} with {tile}"

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from attngen.bench.results import Results
     from attngen.bench.run import Setup, Work
 
-Grids = Annotated[list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants, decode or a YAML file")]
+Grids = Annotated[
+    list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants, decode, mods or a YAML file")
+]
 Words = typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind")
 Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")
 Rows = typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")
@@ -56,7 +58,8 @@ def bench(
     alone.
 
     Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and variants (what dropout
-    costs, and what block sparsity saves). The last two have tables of their own, as Markdown. And decode: steps of decoding over a cache.
+    costs, and what block sparsity saves). The last two have tables of their own, as Markdown. And decode: steps of decoding over a cache;
+    mods: functions that people write for FlexAttention, which both sides get, as `attngen.flex_attention` takes them: a table, too.
 
     Specs with a cache are called over it, by `attention.with_kvcache`. Such a call is timed among many in a CUDA graph, whose inputs rotate
     through more than the L2 holds. Beside microseconds stand the bytes of K and V that some query sees, the rate at which they are read,
@@ -73,6 +76,7 @@ def bench(
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
     attngen bench --grid flex --jobs 1
     attngen bench --grid decode --only ragged,page64
+    attngen bench --grid mods --jobs 1
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
     """

@@ -90,7 +90,7 @@ def _tiles(module: Module, written: set[str]) -> str:
     launched = [kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.dots]
     have = [k.name for k in launched if written & {a.name for a in k.args if a.role in ("out", "inout")}]
     rows = [next((r for r in reversed(module.rows(name)) if r.device == "sm90"), None) for name in have]
-    return " ".join(f"{row.block_q}x{row.block_kv}" if row else "none" for row in rows)
+    return " ".join(row.tile if row else "none" for row in rows)
 
 
 def emit(

@@ -140,7 +140,7 @@ def _compiled(
             if faults and kernel.backend:
                 faults.append(f"{module.name}: until it has its certificate, `schedule: {{backend: triton}}` keeps the portable kernel")
             wrong += faults
-            tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{f' {row.backend}' * (row.backend != module.backend)}"
+            tile = f"{row.tile}x{row.num_warps}x{row.num_stages}{f' {row.backend}' * (row.backend != module.backend)}"
             predicted = maker_of(row).footprint.sram_bytes(module, kernel, row)
             cells = [module.name, kernel.name, row.device, tile, f"{predicted:,}"]
             if isinstance(reading, Reading):

@@ -122,7 +122,7 @@ class Sample:
     def _values(self, inputs: dict[str, Any]) -> Iterator[str]:
         """A text for each input of the mask, for the first sequence and head: a number's or a vector's values, else how they were made."""
         striped = {i.name for part in _written(self.spec.mask) for i in part.inputs() if _is_striped(i)}
-        for i in self.spec.mask.inputs():
+        for i in (i for i in self.spec.mask.inputs() if not i.is_size):
             value, first = inputs[i.name], 0
             while first < len(i.shape) and i.shape[first] in ("B", "Hq", "Hkv"):
                 value, first = value[0], first + 1

@@ -11,18 +11,22 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from attngen.analysis.columns import parts_of_columns
 from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
 from attngen.analysis.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.memory import scratch
 from attngen.analysis.roofline import Problem, estimate, row_for, scheduled_rows, standard_total
 from attngen.analysis.serving import call_flops, decoding, joined_bytes, read_bytes
 from attngen.backends import backend_of
+from attngen.bounds.intervals import Scene
 from attngen.bounds.ranges import inexact
+from attngen.bounds.sampled import counted, samples
 from attngen.bounds.tiles import tile_loops
 from attngen.devices import DEVICES
 from attngen.ir.expr import Expr, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Mask
+from attngen.policy import LISTED, SAMPLED_LENGTHS
 
 FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
 
@@ -46,6 +50,7 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         listed = module.blocks is not None and module.blocks.data and bool(kernel.dots)
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
             yield from (_line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
+    yield from tile_shares(module, problem)
     yield Text("\nFormulas", style="bold")
     for direction in module.directions:
         yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
@@ -71,11 +76,28 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
         style="dim",
     )
+    yield from map(_line, parts_of_columns(module, problem))
     if module.dealing:
         yield from over_cache(module, problem)
     yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
     yield from fit_table(report)
     yield from map(_line, undivided)
+
+
+def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
+    """Which share of the tiles bounds leave, and which lists of blocks would, where the mask is a formula of positions and lengths."""
+    where = module.meaning.where
+    if not samples(where):
+        return
+    n = min(-(-problem.n_kv // LISTED) * LISTED, SAMPLED_LENGTHS[-1])
+    yield Text(f"\nTiles visited of {n} x {n}, in {LISTED} x {LISTED}, counted in a sample of rows (those that are masked)", style="bold")
+    visits = "lists" if module.blocks is not None and module.blocks.data else "bounds"
+    for scene, own in ((Scene("q", "kv"), "queries"), (Scene("kv", "q"), "keys")):
+        found = counted(where, scene, n)
+        bounded, cut, listed, listed_cut = (f"{x / found.all:.1%}" for x in found[1:])
+        yield _line(
+            f"programs that own {own}: bounds leave {bounded} ({cut}), lists {listed} ({listed_cut}); kernels visit what {visits} leave"
+        )
 
 
 def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
@@ -128,7 +150,8 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
                 table.add_row(name, row["device"], f"{row['elem_bytes']}", "", "none")
                 none.append(row["none"])
                 continue
-            tile = f"{row['block_q']}x{row['block_kv']}x{row['num_warps']}x{row['num_stages']}"
+            columns = f"/{row['columns']}" if "columns" in row else ""
+            tile = f"{row['block_q']}x{row['block_kv']}{columns}x{row['num_warps']}x{row['num_stages']}"
             tile += " measured" * row.get("measured", False) + f" {row.get('backend', '')}".rstrip()
             limits = ((">", row.get("min_rows")), ("<=", row["max_rows"]))
             rows, reading = " ".join(f"{sign}{limit}" for sign, limit in limits if limit), row["reading"] or {}
@@ -175,7 +198,7 @@ def device_table(module: Module, problem: Problem) -> Table:
                 table.add_row(
                     device.name,
                     kernel.name,
-                    f"{e.row.block_q}x{e.row.block_kv}",
+                    e.row.tile,
                     str(e.row.num_warps),
                     str(e.row.num_stages),
                     f"{e.sram / 1024:.0f}K",

@@ -20,7 +20,7 @@ from attngen.ir.expr import parse, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, Arg, Load, Map, Type, Yield
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, OWN, WHOLE, Arg, Load, Map, Type, Yield
 
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
@@ -368,12 +368,20 @@ class HostContext:
             "handle": op.kernel.upper(),
             "x": variable(given.get(tensors[0].name, tensors[0].name)) if kernel.prepares else self.first,
             "rows": self._python(rows),
-            "heads": self._python(heads),
+            "heads": " * ".join([self._python(heads), *self._shares(kernel, rows)]),
             "tensors": [variable(given.get(a.name, a.name)) for a in tensors],
             "numbers": numbers,
             "strides": strides,
             "flags": flags,
         }
+
+    def _shares(self, kernel: Kernel, rows: Any) -> list[str]:
+        """The Python source of the number of programs that share the columns of a sum, by the schedule that the launch takes."""
+        if (axis := kernel.shared_columns) is None:
+            return []
+        own = OWN[axis.var]
+        schedule = f'runtime.schedule(kernels, "{kernel.name}", {self.first}, {self._python(rows)})'
+        return [f'-(-{_WIDTHS[WHOLE[own]]} // {schedule}["{own}"])']
 
     def _is_contiguous(self, ref: str) -> bool:
         """Whether it is allocated as a contiguous tensor, or is a view of one that launches alone take: strides follow from dimensions."""

@@ -14,6 +14,7 @@ import sympy
 import yaml
 from markupsafe import Markup, escape
 
+from attngen.analysis.columns import parts_of_columns
 from attngen.analysis.flops import executed_flops, useful_flops
 from attngen.analysis.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.analysis.report import schedule
@@ -256,7 +257,7 @@ def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> 
         lines.append(Bar(f"@{kernel.name}", f"{need / 1024:.1f} KiB, {need / limit:.0%}", need, colour))
         known = next(r for r in report["kernels"][kernel.name]["schedules"] if schedule(row).items() <= r.items())
         read = f"{known['reading']['shared_bytes']:,}" if known["reading"] else "not read"
-        tile = f"{row.block_q} × {row.block_kv}"
+        tile = row.tile.replace("x", " × ")
         rows.append([f"@{kernel.name}", tile, str(row.num_warps), str(row.num_stages), f"{need:,}", read])
     headings = ["kernel", "tile", "warps", "stages", "predicted", "compiler"]
     title = f"{cls}: {limit // 1024} KiB"
@@ -282,7 +283,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
                 continue
             mine.append(e)
             share = e.loaded / standard_total(module, direction, e.row, problem)
-            cells = [f"{e.row.block_q} × {e.row.block_kv}", _si(e.flops, "FLOP"), _si(e.loaded, "B"), f"{share:.3f}", _si(e.bytes, "B")]
+            cells = [e.row.tile.replace("x", " × "), _si(e.flops, "FLOP"), _si(e.loaded, "B"), f"{share:.3f}", _si(e.bytes, "B")]
             rows.append([f"@{kernel.name}", *cells, f"{e.intensity:,.0f}", e.binds, _si(e.seconds, "s")])
             if e.flops:
                 points.append(Point(f"@{kernel.name}", e.intensity, e.flops / e.loaded))
@@ -306,6 +307,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
     if moved:
         charts.append(bars(f"Bytes moved on {device.name}", moved, max(bar.value or 0.0 for bar in moved)))
     headings = ["kernel", "tile", "work", "loaded", "/ standard", "HBM", "FLOP / B", "roof", "time at the roof"]
+    remarks += parts_of_columns(module, problem, [device])
     return Panel(f"{device.name} ({device.cls})", charts, Table(f"Work, bytes and time on {device.name}", headings, rows), remarks)
 
 

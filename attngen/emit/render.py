@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import sympy
+from jinja2.bccache import Bucket
 
 from attngen.analysis.report import report
 from attngen.backends import DIVIDERS, backend_of
@@ -27,11 +30,14 @@ from attngen.sources import templates_dir
 from attngen.verify.inputs import verify_interface
 
 
-def render(module: Module) -> dict[str, str]:
-    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`, `report.json`."""
+def render(module: Module, compiled: Path | None = None) -> dict[str, str]:
+    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`, `report.json`.
+
+    compiled: a folder in which compiled templates are kept for other processes.
+    """
     verify_interface(module)
     printed = backend_of(module).printed(module)
-    env = _environment()
+    env = _environment(compiled)
     dividers = [DIVIDERS[name] for name in sorted({kernel.backend for kernel in module.divided})]
     divided = {d.file: within(env.get_template(d.template).render(d.context(module))) for d in dividers}
     return {
@@ -44,8 +50,20 @@ def render(module: Module) -> dict[str, str]:
     }
 
 
+class _Compiled(jinja2.FileSystemBytecodeCache):
+    """Compiled templates in a folder, each held against its text; where that cannot be read or written, none are kept."""
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        with suppress(OSError):
+            super().load_bytecode(bucket)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        with suppress(OSError):
+            super().dump_bytecode(bucket)
+
+
 @cache
-def _environment() -> jinja2.Environment:
+def _environment(compiled: Path | None) -> jinja2.Environment:
     """The Jinja environment, made once, so that each template is compiled once."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
@@ -54,6 +72,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        bytecode_cache=_Compiled(str(compiled)) if compiled else None,
     )
     env.globals["call"] = layout.call
     env.globals["assign"] = layout.assign
@@ -71,7 +90,8 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
     derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
     titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *module.by_query])}).", **derived}
     hosts = [(host.name, titles[host.name], HostContext(module, host, views).view()) for host in module.hosts]
-    given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in (wrapper.data_inputs if wrapper.data else [])]
+    taken = [i for i in (wrapper.data_inputs if wrapper.data else []) if not i.is_size]
+    given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in taken]
     return {
         "module": module,
         "w": wrapper,
@@ -81,7 +101,7 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
         "programs": hosts,
         "infinite": any(isinstance(op, Alloc) and op.fill == -sympy.oo for host in module.hosts for op in host.ops()),
         "strip": STRIP,
-        "data_args": "".join(f", {i.name}={i.name}" for i in wrapper.data_inputs) if wrapper.data else "",
+        "data_args": "".join(f", {i.name}={i.name}" for i in taken),
         "data_params": "".join(f", {text}" for text in given),
         "sizes_in": sizes_in,
         "strings_of": lambda names, suffix: layout.tuple_text([f'"{name}{suffix}"' for name in names]),

@@ -98,6 +98,11 @@ class Wrapper:
     # ------------------------------------------------------------------ inputs
 
     @property
+    def lengths(self) -> set[str]:
+        """Inputs that are lengths of others, which a call gives with these."""
+        return {i.name for i in self.module.inputs if i.is_size}
+
+    @property
     def planned(self) -> list[str]:
         """Inputs from which the wrapper derives what kernels read. This takes some time, so calls may share the result as a plan."""
         if self.module.blocks and not self.data:
@@ -107,7 +112,7 @@ class Wrapper:
     def help(self, i: Input) -> str:
         if not i.shape:
             return f"{_NUMBERS[i.dtype]}, {i.help}"
-        shape = [f"{d} or 1" if i.broadcast and at < 2 else d for at, d in enumerate(i.shape)]
+        shape = [f"{d} or 1" if i.broadcast and at < 2 else "any" if d in self.lengths else d for at, d in enumerate(i.shape)]
         also = {"i32": "torch.int32 or torch.int64", "f32": "torch.float32 or a 16-bit type"}  # that `take` converts
         dtype = {"T": "of the dtype of q,", **also}.get(i.dtype, TORCH[i.dtype])
         learned = f", differentiable{', in no fixed order' * (i.name in self.unordered)}" if i.grad and self.module.trains else ""
@@ -119,18 +124,22 @@ class Wrapper:
     @property
     def keywords(self) -> list[str]:
         """The keyword arguments of a call, without scale and those that ask for outputs."""
-        found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs]
+        found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs if not i.is_size]
         found += ["plan: Plan | None = None"] if self.planned or self.data else []
         if self.module.blocks and not self.data:
             found.append("block_mask: torch.Tensor | BlockPlan" + (" | None = None" if self.module.blocks.pattern else ""))
         return found + (["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"] if self.module.dropout else [])
 
     def take(self, i: Input) -> str:
-        """The statement that checks an input; it also converts a tensor to what kernels read."""
+        """The statement that checks an input; it also converts a tensor to what kernels read. A size is that of a tensor taken before."""
+        if i.is_size:
+            tensor = next(tensor for tensor in self.module.inputs if i.name in tensor.shape)
+            length = f"{i.name} := {tensor.name}.shape[{tensor.shape.index(i.name)}]"
+            return f'runtime.check_number("{i.name}", {length}, int, 0, "{i.help}")'
         if not i.shape:
             least = -(2**30) if i.least is None else i.least
             return f'runtime.check_number("{i.name}", {i.name}, {_NUMBERS[i.dtype]}, {least}, "{i.help}")'
-        shape = ["None" if d == "*" else _size(d) for d in i.shape]
+        shape = ["None" if d == "*" or d in self.lengths else _size(d) for d in i.shape]
         if i.broadcast:
             shape[:2] = [f"(1, {size})" for size in shape[:2]]
         return f'{i.name} = runtime.take_input(q, "{i.name}", {i.name}, {TORCH[i.dtype]}, [{", ".join(shape)}], "{i.help}")'

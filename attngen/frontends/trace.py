@@ -1,7 +1,7 @@
 """Traces the functions that FlexAttention takes, `mask_mod` and `score_mod`, into expressions of the language.
 
-A function runs once on numbers of no dimension (`make_fx`, fake tensors), which gives its operators. Nothing is compiled. Tensors that it
-captures become inputs: with the dimensions by which they are read, and a gradient where they require one. Python's numbers are written out.
+A function runs once on numbers without data (standins.py). Nothing is compiled. Tensors that it captures become inputs: with the dimensions
+by which they are read, and a gradient where they require one. Python's numbers are written out.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.errors import AttngenError
 from attngen.frontends.operators import OPERATORS, REDUCTIONS, SAME_AS
+from attngen.frontends.standins import Operators
 from attngen.frontends.values import Index, Untold, Value, constant, joined, literal, scalar, size_of
+from attngen.ir.names import OF_OUTPUTS
 from attngen.lang.names import name_problem
 from attngen.lang.params import Kind
 
 Mod = Callable[..., Any]
+DEEPEST = 8  # of functions that hold functions
 NAMED_FROM = 7  # parts of an expression; one with as many that occurs twice gets a name
 _KINDS: dict[str, Kind] = {"bool": "bool", "int32": "int", "fp32": "real"}
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
+_NOT_USED = ("layout", "device", "pin_memory", "memory_format", "non_blocking")  # of operators' arguments
 
 
 class TraceError(AttngenError):
@@ -105,21 +109,6 @@ def occurs(name: str, text: str) -> bool:
     return re.search(rf"\b{name}\b", text) is not None
 
 
-class _Lines(TorchDispatchMode):
-    """Records where in a function each operator was called."""
-
-    def __init__(self, file: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.file, self.calls = file, list[tuple[Any, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != self.file:
-            frame = frame.f_back  # type: ignore[assignment]
-        self.calls.append((func, frame.f_lineno if frame is not None else 0))
-        return func(*args, **(kwargs or {}))
-
-
 class _Tracer:
     """Traces functions one after the other. Their tensors are named together."""
 
@@ -134,65 +123,28 @@ class _Tracer:
 
     def run(self, mod: Mod, score: bool) -> Value:
         """The value that a function gives."""
-        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         what = "score_mod" if score else "mask_mod"
         inner = inspect.unwrap(getattr(mod, "func", mod))
         code = getattr(inner, "__code__", None)
-        lines = _Lines(code.co_filename if code else "")
-
-        def recorded(*args: torch.Tensor) -> Any:
-            with lines:
-                return mod(*args)
-
-        captured = list(_tensors(mod))
+        captured = [(name, x) for name, x in leaves(mod) if isinstance(x, torch.Tensor)]
+        names = {id(x): name for name, x in reversed(captured)}
         device = next((x.device for _, x in captured), torch.device("cpu"))
-        places = [torch.zeros((), dtype=torch.int32, device=device) for _ in self.positions]
-        scores = [torch.zeros((), dtype=torch.float32, device=device)] if score else []
+        operators = Operators(partial(self._call, names), device, code.co_filename if code else "")
+        inputs = [scalar("real" if name == "s" else "int", ast.Name(name, ast.Load())) for name in (*["s"] * score, *self.positions)]
         try:
-            with TransformGetItemToIndex(), torch.no_grad():
-                graph = make_fx(recorded, tracing_mode="fake", _allow_non_fake_inputs=True)(*scores, *places)
+            return self._result(operators.run(mod, inputs), names, mod, what, score)
+        except TraceError:
+            raise
+        except Untold as error:
+            at = f", line {operators.line} of {operators.file}" if operators.line else ""
+            raise TraceError(f"{what} `{_title(mod)}`{at}: {error}") from None
         except Exception as error:
-            at = f", line {lines.calls[-1][1]}" if lines.calls and lines.calls[-1][1] else ""
+            at = f", line {operators.line}" if operators.line else ""
             raise TraceError(f"{what} `{_title(mod)}`{at} cannot be traced: {_first_line(error)}") from error
-        return self._walk(graph, mod, what, lines, {id(x): name for name, x in captured}, score)
 
-    def _walk(self, graph: Any, mod: Mod, what: str, lines: _Lines, names: dict[int, str], score: bool) -> Value:
-        """The value of the graph's output."""
-        values: dict[Any, Value] = {}
-        inputs = iter((*(["s"] if score else []), *self.positions))
-        counts: dict[Any, int] = {}
-
-        def of(x: Any) -> Any:
-            if isinstance(x, torch.fx.Node):
-                return values[x]
-            if isinstance(x, (list, tuple)):
-                return [of(y) for y in x]
-            return constant(x) if isinstance(x, (bool, int, float)) else x
-
-        for node in graph.graph.nodes:
-            match node.op:
-                case "placeholder":
-                    name = next(inputs)
-                    values[node] = scalar("real" if name == "s" else "int", ast.Name(name, ast.Load()))
-                case "get_attr":
-                    values[node] = self._captured(getattr(graph, node.target), names, node)
-                case "call_function":
-                    counts[node.target] = counts.get(node.target, 0) + 1
-                    try:
-                        values[node] = self._call(node, [of(a) for a in node.args], {k: of(v) for k, v in node.kwargs.items()})
-                    except Untold as error:
-                        at = _line(lines, node.target, counts[node.target])
-                        raise TraceError(f"{what} `{_title(mod)}`{at}: `{_operator(node.target)}` {error}") from None
-                case "output":
-                    return self._result(of(node.args[0]), mod, what, score)
-        raise AssertionError("a graph has an output")
-
-    def _result(self, made: Any, mod: Mod, what: str, score: bool) -> Value:
+    def _result(self, made: Any, names: dict[int, str], mod: Mod, what: str, score: bool) -> Value:
         wanted = "a number" if score else "a condition"
-        if isinstance(made, list) and len(made) == 1:
-            made = made[0]
+        made = self._captured(made, names) if isinstance(made, torch.Tensor) else made
         if not isinstance(made, Value) or made.shape:
             given = f"a tensor of shape {list(made.shape)}" if isinstance(made, Value) else f"`{type(made).__name__}`"
             raise TraceError(f"{what} `{_title(mod)}` gives {given}; expected {wanted}")
@@ -200,10 +152,8 @@ class _Tracer:
             raise TraceError(f"{what} `{_title(mod)}` gives {'a condition' if score else 'a number'}; expected {wanted}")
         return made
 
-    def _captured(self, tensor: torch.Tensor, names: dict[int, str], node: Any) -> Value:
-        """A tensor that the function holds; one that it makes of a number while it runs is that number."""
-        if id(tensor) not in names and not tensor.dim() and all("lift_fresh" in str(user.target) for user in node.users):
-            return constant(tensor.item())
+    def _captured(self, tensor: torch.Tensor, names: dict[int, str]) -> Value:
+        """A tensor that the function holds."""
         if id(tensor) not in self.tables:
             kind = "bool" if tensor.dtype == torch.bool else "fp32" if tensor.is_floating_point() else "int32"
             self.tables[id(tensor)] = Table(self._name(names.get(id(tensor), "")), tensor, kind)
@@ -221,17 +171,31 @@ class _Tracer:
         """A name that a parameter can have, and no other tensor has: as in the function, if it can be."""
         stem = re.sub("[^a-z0-9_]+", "_", wanted.lower()).strip("_")[:24] or "table"
         stem = stem if stem[0].isalpha() else f"t_{stem}"
-        stem = f"my_{stem}" if name_problem(stem) or re.fullmatch(r"[imx][0-9]*", stem) else stem
-        taken = {table.name for table in self.tables.values()}
-        return next(name for name in (stem, *(f"{stem}_{n}" for n in range(2, 1000))) if name not in taken)
+        taken = stem in OF_OUTPUTS or re.fullmatch(r"[imx][0-9]*", stem)
+        stem = f"my_{stem}" if taken or name_problem(stem) else stem
+        known = {table.name for table in self.tables.values()}
+        return next(name for name in (stem, *(f"{stem}_{n}" for n in range(2, 1000))) if name not in known)
 
-    def _call(self, node: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
-        name = _operator(node.target)
+    def _call(self, names: dict[int, str], operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
+        """The value of an operator. A tensor of no dimension that the function makes of a number while it runs is that number."""
+        made = operator is torch.ops.aten.lift_fresh.default
+
+        def of(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                return constant(x.item()) if made and not x.dim() and id(x) not in names else self._captured(x, names)
+            if isinstance(x, list):
+                return [of(y) for y in x]
+            return constant(x) if isinstance(x, (bool, int, float)) else x
+
+        name = _operator(operator)
         found = OPERATORS.get(SAME_AS.get(name, name))
-        if found is None:
-            raise Untold("has no expression; `attngen.frontends.operators` has those that have one")
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("layout", "device", "pin_memory", "memory_format", "non_blocking")}
-        return found(self.fresh, *args, **kwargs) if found in REDUCTIONS else found(*args, **kwargs)
+        try:
+            if found is None:
+                raise Untold("has no expression; `attngen.frontends.operators` has those that have one")
+            args, kwargs = [*map(of, args)], {k: of(v) for k, v in kwargs.items() if k not in _NOT_USED}
+            return found(self.fresh, *args, **kwargs) if found in REDUCTIONS else found(*args, **kwargs)
+        except Untold as error:
+            raise Untold(f"`{name}` {error}") from None
 
 
 def _operator(target: Any) -> str:
@@ -248,37 +212,37 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _line(lines: _Lines, target: Any, count: int) -> str:
-    """The line of the n-th call of an operator, where it was recorded."""
-    found = [line for func, line in lines.calls if func == target]
-    line = found[min(count, len(found)) - 1] if found else 0
-    return f", line {line} of {lines.file}" if line else ""
+def leaves(mod: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The tensors, numbers and words that a function holds, by the names that it has for them, and those of the functions that it holds.
 
-
-def _tensors(mod: Any, seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a function holds, by the names that it has for them, and those of the functions that it holds."""
-    seen = set() if seen is None else seen
+    torch.compile can follow it: then it looks for changes of these as it does for those of what it reads itself.
+    """
     for name, value in held(mod):
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            for i, x in enumerate(value):
-                if isinstance(x, torch.Tensor):
-                    yield f"{name}_{i}", x
-                elif callable(x):
-                    yield from _tensors(x, seen)
-        elif callable(value):
-            yield from _tensors(value, seen)
+        yield from _leaves_of(name, value, (*within, mod))
+
+
+def _leaves_of(name: str, value: Any, within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (torch.Tensor, bool, int, float, str)):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, x in enumerate(value):
+            yield from _leaves_of(f"{name}_{i}", x, within)
+    elif isinstance(value, (type, ModuleType)) or len(within) > DEEPEST or any(value is x for x in within):
+        return
+    elif callable(value):
+        yield from leaves(value, within)
+    elif hasattr(value, "__dict__"):
+        for attribute, x in vars(value).items():
+            if isinstance(x, (torch.Tensor, bool, int, float, str)):
+                yield attribute, x
 
 
 def held(mod: Any) -> Iterator[tuple[str, Any]]:
     """What a function depends on besides its arguments: names and values."""
     if isinstance(getattr(mod, "func", None), Callable):  # type: ignore[arg-type]
         yield "func", mod.func  # functools.partial
-        yield from enumerate_names(getattr(mod, "args", ()))
+        for i, x in enumerate(getattr(mod, "args", ())):
+            yield f"arg_{i}", x
         yield from (getattr(mod, "keywords", None) or {}).items()
         return
     if inspect.ismethod(mod):
@@ -287,6 +251,9 @@ def held(mod: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(mod, torch.nn.Module):
         yield from mod.named_parameters()
         yield from mod.named_buffers()
+        for name, x in vars(mod).items():
+            if isinstance(x, (bool, int, float, str)) and name != "training":
+                yield name, x
         return
     if not inspect.isfunction(mod):
         yield from vars(mod).items() if hasattr(mod, "__dict__") and not isinstance(mod, type) else ()
@@ -302,12 +269,8 @@ def held(mod: Any) -> Iterator[tuple[str, Any]]:
     yield from (mod.__kwdefaults__ or {}).items()
     for name in mod.__code__.co_names:
         value = mod.__globals__.get(name)
-        if isinstance(value, (torch.Tensor, bool, int, float)) or inspect.isfunction(value):
+        if value is not None and not isinstance(value, (type, ModuleType)):
             yield name, value
-
-
-def enumerate_names(values: Any) -> Iterator[tuple[str, Any]]:
-    return ((f"arg_{i}", x) for i, x in enumerate(values))
 
 
 def _named(e: ast.expr, letter: str) -> tuple[str, dict[str, str]]:

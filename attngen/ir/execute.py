@@ -37,6 +37,7 @@ from attngen.ir.ops import (
     MEMBER,
     PADDED,
     ROW_AXES,
+    WHOLE,
     Access,
     Add,
     Append,
@@ -106,8 +107,9 @@ def execute_kernel(
 ) -> None:
     """Run every program of a kernel's grid. Tensors of role `out` and `inout` are written in place.
 
-    tensors: by the names of the kernel's arguments, shaped as these say; scalars: its numbers by name; tiles: BLOCK_Q and BLOCK_KV;
-    dtypes: NumPy's types for the IR's, SINGLE or DOUBLE; made: what runs the ops, in place of Launch. Raises OutsideTensor.
+    tensors: by the names of the kernel's arguments, shaped as these say; scalars: its numbers by name; tiles: BLOCK_Q and BLOCK_KV,
+    and OWN_QK and OWN_V, half of the columns where they are not given; dtypes: NumPy's types for the IR's, SINGLE or DOUBLE; made: what
+    runs the ops, in place of Launch. Raises OutsideTensor.
     """
     for arg in kernel.args:
         if arg.role != "scalar" and tensors[arg.name].ndim != len(arg.type.dims):
@@ -115,7 +117,8 @@ def execute_kernel(
             raise AttngenError(f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]")
     launch = (made or Launch)(module, kernel, dtypes)
     padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in module.widths.items()}
-    start = {**CONSTANTS, "BLOCK_PARTS": tiles["BLOCK_KV"], **module.widths, **padded, **tensors, **scalars, **tiles}
+    halves = {dim: padded[PADDED[whole]] // 2 for dim, whole in WHOLE.items() if whole in module.widths}
+    start = {**CONSTANTS, "BLOCK_PARTS": tiles["BLOCK_KV"], **halves, **module.widths, **padded, **tensors, **scalars, **tiles}
     if kernel.deal:
         places = _dealt(kernel, start)
     else:
@@ -405,6 +408,8 @@ class Launch:
         return tile
 
     def _store(self, op: Store, values: Values, cls: str) -> None:
+        if op.alone and values[f"{op.alone}_start"]:
+            return None
         if op.by == "distance":
             return self._store_distances(op, values)
         dims = self.dims[op.value]

@@ -44,6 +44,10 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given |= {name.upper() if isinstance(x, np.ndarray) else name: x for name, x in inputs.items()}
     given |= {name: inputs[VARIABLES[name]] for name in VARIABLES if VARIABLES[name] in inputs}
 
+    lengths = {i.name for i in module.inputs if i.is_size}
+    for i in module.inputs:
+        given |= {dim: n for dim, n in zip(i.shape, np.shape(inputs[i.name] if i.shape else 0)) if dim in lengths}
+
     def run(name: str, of_tiles: Mapping[str, int] = tiles) -> Arrays:
         chosen = {"splits": inputs.get("splits", 1), "fused": inputs.get("fused", 0)}
         return execute_host(module, module.host(name), given, of_tiles, dtypes, chosen)

@@ -21,6 +21,7 @@ from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     MEMBER,
+    OWN,
     Access,
     Add,
     Arg,
@@ -336,6 +337,11 @@ class Kernel:
         return any(isinstance(op, Add) for op in self.ops())
 
     @cached_property
+    def shared_columns(self) -> GridAxis | None:
+        """The axis of the grid along which programs share the columns of a sum; None where each has all."""
+        return next((axis for axis in self.grid if axis.var in OWN), None)
+
+    @cached_property
     def takes_heads(self) -> bool:
         """Whether its programs take query heads of a group one after another."""
         return any(isinstance(op, (Loop, Pipeline)) and op.heads for op in self.ops())
@@ -484,7 +490,8 @@ class Kernel:
 class Input:
     """A run-time input of the generated function: its keyword, element type, shape (empty for a number) and a line of help.
 
-    Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may have length 1; `least=n`, numbers below n are refused.
+    Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may have length 1; `least=n`, numbers below n are refused;
+    `size`, it is the length of a dimension that has its name, which a call gives with the tensor.
     """
 
     name: str
@@ -500,6 +507,10 @@ class Input:
     @property
     def broadcast(self) -> bool:
         return "broadcast" in self.options
+
+    @property
+    def is_size(self) -> bool:
+        return "size" in self.options
 
     @property
     def least(self) -> int | None:
@@ -663,6 +674,12 @@ class Row:
     measured: bool = False
     backend: str = DEFAULT_BACKEND  # of attngen/backends: what compiles the kernel
     min_rows: int = 0
+    columns: int = 0  # of a sum, that a program has, where several may share these; else 0
+
+    @property
+    def tile(self) -> str:
+        """Its tile as tables show it: `64x32`, or `64x32/256` where programs may share columns, of which each has 256."""
+        return f"{self.block_q}x{self.block_kv}{f'/{self.columns}' * bool(self.columns)}"
 
     def rows_of(self, axis: str) -> int:
         """The rows of a tile of an axis, `q` or `kv`."""

@@ -31,9 +31,13 @@ DTYPE_BYTES = {
 COLUMN_DIM = {"d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE", "pair_qk": "PAIRS_QK", "pair_v": "PAIRS_V", "group_v": "GROUPS_V"}
 GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}  # columns -> their groups, each of as many columns that lie side by side
 SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}  # index letter -> dimension of the left or the right half of D_V's columns
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "joined": "BLOCK_PARTS", **COLUMN_DIM, **SIDES}  # index letter -> tile dimension
+OWN = {"own_qk": "OWN_QK", "own_v": "OWN_V"}  # index letter -> dimension of the columns that a program has, where several share a sum's
+WHOLE = {"OWN_QK": "D_QK", "OWN_V": "D_V"}  # that dimension -> the one of all columns
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "joined": "BLOCK_PARTS", **COLUMN_DIM, **SIDES, **OWN}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "joined": "parts", **COLUMN_DIM}  # index letter -> whole axis
+AXIS_EXTENT |= {axis: WHOLE[dim] for axis, dim in OWN.items()}
 TILED = {"BLOCK_Q": "block_q", "BLOCK_KV": "block_kv", "BLOCK_PARTS": "block_kv"}  # tile dimension -> what of a schedule row it is
+TILED |= dict.fromkeys(WHOLE, "columns")
 ROW_AXES = ("q", "kv", "joined")  # whose tiles may pass the end
 MEMBER = "g"  # the number of a query head among those that share a K/V head
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
@@ -194,6 +198,7 @@ class Load(Op):
     With `via` descriptor and `TMA=1` in the schedule, a copy engine fetches the tile by a descriptor of the tensor, and checks its bounds.
     With `pages`, the tensor's first dimension counts pages of so many rows as its third one has; row i of the tile's axis lies in the page
     whose number `pages` has for it, as row i modulo that many. The access has no index for pages.
+    With `columns_of`, they are the program's own columns of a loaded tile; where a program has all columns, that tile itself.
     """
 
     src: Access = field(metadata=OPERAND)
@@ -202,6 +207,7 @@ class Load(Op):
     other: Expr = sympy.Integer(0)
     via: str = ""
     pages: str | None = field(default=None, metadata=OPERAND)
+    columns_of: str | None = field(default=None, metadata=OPERAND)
 
 
 @dataclass(frozen=True)
@@ -437,12 +443,16 @@ class Yield(Op):
 
 @dataclass(frozen=True)
 class Store(Op):
-    """Write a tile. With `by` distance, write its sums over pairs of one distance kv_idx - q_idx, to rows that only this program writes."""
+    """Write a tile. With `by` distance, write its sums over pairs of one distance kv_idx - q_idx, to rows that only this program writes.
+
+    alone: an axis of the grid, along which the first program alone writes it.
+    """
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
     check: Checks = ()
     by: str = ""
+    alone: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)

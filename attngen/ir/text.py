@@ -188,6 +188,7 @@ def _print_row(row: Row | Unfit, backend: str) -> str:
     most = [] if more and row.max_rows is None else [f"rows<={'inf' if row.max_rows is None else row.max_rows}"]
     return (
         f"  {row.device} bytes={row.elem_bytes} {' '.join(more + most)} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
+        f"{f' COLUMNS={row.columns}' * bool(row.columns)}"
         f" num_warps={row.num_warps} num_stages={row.num_stages}{' TMA=1' * row.tma}{' measured' * row.measured}"
         f"{f' backend={row.backend}' if row.backend != backend else ''}"
     )
@@ -306,7 +307,7 @@ def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
 
 _ROW = re.compile(
     rf"(\w+) bytes={_N} (?=rows)(?:rows>{_N} )?(?:rows<=([0-9]{{1,9}}|inf) )?: "
-    rf"BLOCK_Q={_N} BLOCK_KV={_N} num_warps={_N} num_stages={_N}( TMA=1)?( measured)?(?: backend=(\w+))?"
+    rf"BLOCK_Q={_N} BLOCK_KV={_N}(?: COLUMNS={_N})? num_warps={_N} num_stages={_N}( TMA=1)?( measured)?(?: backend=(\w+))?"
 )
 
 
@@ -320,9 +321,10 @@ def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
     if not match:
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
     above, most = int(match[3] or 0), None if match[4] in ("inf", None) else int(match[4])
-    block_q, block_kv, num_warps, num_stages = (int(match[i]) for i in range(5, 9))
-    tma, measured = bool(match[9]), bool(match[10])
-    return Row(match[1], int(match[2]), most, block_q, block_kv, num_warps, num_stages, tma, measured, match[11] or backend, above)
+    block_q, block_kv, columns, num_warps, num_stages = (int(match[i] or 0) for i in range(5, 10))
+    tma, measured = bool(match[10]), bool(match[11])
+    given = match[1], int(match[2]), most, block_q, block_kv, num_warps, num_stages, tma, measured
+    return Row(*given, match[12] or backend, above, columns)
 
 
 @dataclass

@@ -54,6 +54,9 @@ RESERVED: dict[str, frozenset[str]] = {
         *("turned_layout", "turns_passed", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
     )),
     "a variable of kernels": frozenset(
+        ("own_qk", "own_qk_start", "own_v", "own_v_start")
+    )
+    | frozenset(
         ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
     )
     | {"document_q_first_count"}

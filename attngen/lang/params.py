@@ -16,6 +16,7 @@ from attngen.lang.limits import LEAST_REAL, MAX_DIM, MAX_INT, MAX_REAL
 Kind = Literal["bool", "int", "real"]
 Dim = Literal["B", "H", "Hkv", "Nq", "Nk"]
 DIMS: tuple[str, ...] = get_args(Dim)
+ANY = "any"  # a dimension whose length is the tensor's own
 Blocks = Annotated[str, StringConstraints(pattern=f"^{BLOCKS}$")]
 SAID: dict[Kind, str] = {"bool": "a condition", "int": "an integer", "real": "a real number"}
 _KINDS: dict[str, Kind] = {"fp32": "real", "int32": "int", "bool": "bool", "int": "int", "float": "real"}
@@ -29,8 +30,8 @@ def _dims(value: Any) -> Any:
     for dim in value:
         if type(dim) is int and not 1 <= dim <= MAX_DIM:
             raise ValueError(f"has the dimension {shown(dim)}; expected a whole number from 1 to {MAX_DIM}")
-        if type(dim) is not int and not (isinstance(dim, str) and (dim in DIMS or re.fullmatch(BLOCKS, dim))):
-            hint = "one of " + ", ".join(DIMS) + ", a whole number, or a number of blocks as in Nq/32"
+        if type(dim) is not int and not (isinstance(dim, str) and (dim in (*DIMS, ANY) or re.fullmatch(BLOCKS, dim))):
+            hint = "one of " + ", ".join(DIMS) + f", a whole number, `{ANY}`, or a number of blocks as in Nq/32"
             raise ValueError(f"has the dimension `{shown(dim)}`; expected {hint}")
     return tuple(value)
 
@@ -55,9 +56,10 @@ class Param(BaseModel):
     """A parameter of an expression: a tensor or a scalar of the call, or a value fixed in the spec; exactly one of these."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    tensor: Annotated[tuple[Dim | Blocks | int, ...], BeforeValidator(_dims)] | None = Field(
+    tensor: Annotated[tuple[Dim | Blocks | Literal["any"] | int, ...], BeforeValidator(_dims)] | None = Field(
         default=None,
-        description="a tensor of the call: 1 to 4 dimensions out of B, H, Hkv, Nq, Nk, whole numbers, or blocks as in Nq/32 (rounded up)",
+        description="a tensor of the call: 1 to 4 dimensions out of B, H, Hkv, Nq, Nk, whole numbers, `any` length, or blocks as in Nq/32 "
+        "(rounded up)",
     )
     dtype: Literal["fp32", "int32", "bool"] = Field(default="fp32", description="element type of the tensor")
     grad: bool = Field(default=False, description="whether the fp32 tensor gets a gradient")
@@ -86,6 +88,8 @@ class Param(BaseModel):
             raise ValueError(f"has `{stray}` beside `{forms[0]}`; expected it only beside `{home}`")
         if data.get("grad") is True and data.get("dtype", "fp32") != "fp32":
             raise ValueError(f"has `grad: true` and the dtype `{shown(data['dtype'])}`; only fp32 tensors get a gradient")
+        if data.get("grad") is True and ANY in tuple(data["tensor"] or ()):
+            raise ValueError(f"has `grad: true` and a dimension of `{ANY}` length; expected a number, or a name")
         if "min" in keys and data["scalar"] != "int":
             raise ValueError(f"has `min` beside the scalar `{shown(data['scalar'])}`; expected it only beside `scalar: int`")
         return data
@@ -101,7 +105,7 @@ class Param(BaseModel):
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """The tensor's dimensions by the IR's names (B, Hq, Hkv, Nq, Nk) or as digits; none for a number."""
+        """The tensor's dimensions by the IR's names (B, Hq, Hkv, Nq, Nk), as digits, or `any`; none for a number."""
         return tuple("Hq" if d == "H" else str(d) for d in self.tensor or ())
 
     @property

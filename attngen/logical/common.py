@@ -75,6 +75,7 @@ class KernelBuilder:
         self.score = modified(spec)
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
         self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
+        self.lengths = {i.name for i in spec.inputs() if i.is_size}
         along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
         said = spec.mask.expression() if own == "q" else spec.mask.by_key()
         self.where = said if signature.masks else sympy.true
@@ -128,7 +129,7 @@ class KernelBuilder:
         names += ["page_rows"] if self.signature.cache and self.signature.cache.page == "page_rows" else []
         names += [PAIRS] if self.signature.merges else []
         places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
-        bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv"}
+        bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv", *self.lengths}
         by_keys = (self.signature.masks or symbol("Nk") in named | _symbols(places)) and not self.signature.cache
         for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_numbers)):
             self.scalar(name)

@@ -25,6 +25,7 @@ from attngen.passes.pipeline_loads import PipelineLoads
 from attngen.passes.place_barriers import PlaceBarriers
 from attngen.passes.place_memory import PlaceMemory
 from attngen.passes.select_tiles import SelectTiles
+from attngen.passes.share_columns import ShareColumns
 from attngen.passes.simplify import Simplify
 from attngen.passes.split_gradients import SplitGradients
 from attngen.passes.split_loops import SplitLoops
@@ -43,6 +44,7 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
     tables = committed() if tables is None else tables
     return (
         SplitGradients(),
+        ShareColumns(),
         InlineScores(),
         BaseTwo(),
         HoistScalars(),

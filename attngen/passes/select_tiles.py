@@ -22,7 +22,7 @@ import sympy
 
 from attngen.backends import backend_of
 from attngen.bounds.launches import joining_warps
-from attngen.bounds.sizes import elem_sizes, lies_in_pages, mode
+from attngen.bounds.sizes import column_choices, elem_sizes, lies_in_pages, mode, tile_width
 from attngen.bounds.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.bounds.turns import either_way, first_first
 from attngen.devices import CLASSES
@@ -56,6 +56,7 @@ from attngen.policy import (
     UNIT,
     WALKED,
     WALKED_EACH,
+    WIDEST_SUM,
 )
 from attngen.schedules.table import Table, committed
 
@@ -125,8 +126,8 @@ class SelectTiles(Pass):
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
             described = any(isinstance(op, Load) and op.via for op in kernel.ops())
             tma = described and elem == 2 and CLASSES[device].tma and (limit is None or kernel.deal is not None)
-            for q, kv, w in product(blocks_q, blocks_kv, warps):
-                row = Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma, backend=module.backend)
+            for q, kv, w, columns in product(blocks_q, blocks_kv, warps, column_choices(module, kernel)):
+                row = Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma, backend=module.backend, columns=columns)
                 yield replace(row, tma=tma and lies_in_pages(module, kernel, row))
 
         def price(row: Row) -> float:
@@ -141,14 +142,15 @@ class SelectTiles(Pass):
             given_q = (PACKED,)  # the keys are what takes time: further rows would be empty
         if kernel.deal and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
-            lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2)  # to find where rows are takes a while, which longer tiles hide
+            # To find where rows are takes a while, which longer tiles hide.
+            lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2, UNIT // 4)
             fit = (kv for kv in lengths if any(price(r) < float("inf") for r in candidates(given_q, (kv,), warps)))
             given_kv = (next(fit, UNIT),)
         if kernel.tile_page:
             given_kv = tuple(kv for kv in given_kv if kernel.tile_page % kv == 0)
         if not tile_loops(kernel):
             rounds = any("GROUPS_V" in t.dims for op in kernel.ops() for t in op.results().values())
-            side = SUMMED if kernel.loops else ROUNDED if rounds else PLAIN
+            side = (SUMMED if kernel.loops else ROUNDED if rounds else PLAIN) // (1 if module.rope else _times_as_wide(module))
             return Row(device, elem, limit, side, side, 4, 1, backend=module.backend)
         if kernel.counts_pairs:
             return Row(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
@@ -158,9 +160,9 @@ class SelectTiles(Pass):
             return best
         fitting = [r for r in rows if not backend.footprint.misfit(module, kernel, r)]  # asked for by the spec, though it may spill
         if not fitting:
-            smallest = min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q))
+            smallest = min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q, r.columns))
             raise self._too_large(module, kernel, smallest, [*candidates(blocks, blocks, (smallest.num_warps,))])
-        return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps))
+        return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps, r.columns))
 
     def _too_large(self, module: Module, kernel: Kernel, row: Row, free: list[Row]) -> FitError:
         """The smallest row does not fit: blame the spec's overrides, unless none of the `free` rows fits either, with one stage."""
@@ -175,6 +177,11 @@ class SelectTiles(Pass):
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
         return FitError(("schedule",), str(footprint.misfit(module, kernel, row, change)))
+
+
+def _times_as_wide(module: Module) -> int:
+    """How many times as many columns as WIDEST_SUM heads have: tiles of kernels without scores have as many rows fewer."""
+    return max(1, tile_width(max(module.head_dim_qk, module.head_dim_v)) // WIDEST_SUM)
 
 
 def _walking(device: str, elem: int) -> Iterator[Row]:

@@ -21,9 +21,11 @@ from attngen.ir.ops import (
     COLUMN_DIM,
     GROUPED,
     KIND,
+    OWN,
     PADDED,
     ROW_AXES,
     TILED,
+    WHOLE,
     Access,
     Add,
     Append,
@@ -209,7 +211,8 @@ class KernelContext:
             lines.append(f"{own.var}_start = {number} * {AXIS_DIM[own.var]}")
         for head in outer[:-1]:
             extent = self.scalar(head.extent)
-            lines.append(f"{head.var} = {rest} % {extent}")
+            number = f"{rest} % {extent}"
+            lines.append(f"{head.var}_start = ({number}) * {OWN[head.var]}" if head.var in OWN else f"{head.var} = {number}")
             rest = f"{rest} // {extent}"
         lines += [f"{outer[-1].var} = {rest}"] if outer else []
         if self.kernel.deal and not of_parts:
@@ -229,6 +232,8 @@ class KernelContext:
         for axis in COLUMN_DIM:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
+        if columns := self.kernel.shared_columns:
+            lines.append(f"{columns.var} = {columns.var}_start + tl.arange(0, {OWN[columns.var]})")
         return lines, turn, turns
 
     @property
@@ -495,8 +500,16 @@ class KernelContext:
         check = self._check(op.check, op.src, cls, op.type.dims)
         other = "False" if op.type.dtype == "b1" else "0" if op.type.quantised else self._constant(op.other)
         pointer = self._rows_in_cache(op.src, op.pages, "kv_idx") if op.pages else self._pointer(op.src, op.type.dims)
-        text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other}
+        text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other, **self._own_columns(op)}
         return {**text, "described": self._described(op, cls) if op.via else ""}
+
+    def _own_columns(self, op: Load) -> dict[str, str]:
+        """Of a part of a loaded tile: that tile, and the condition under which it is not all of it."""
+        if not op.columns_of:
+            return {"whole": ""}
+        own = OWN[axis_of(op.src.index[-1])]
+        letter = next(axis for axis, dim in COLUMN_DIM.items() if dim == WHOLE[own])
+        return {"whole": self.var(op.columns_of), "part": f"{own} < {self._width(letter)}"}
 
     def _described(self, op: Load, cls: str) -> str:
         """The tile, read through a descriptor: its sequence and head are dimensions of one element. A page has whole tiles.
@@ -519,7 +532,14 @@ class KernelContext:
     def _gather(self, op: Gather, cls: str) -> dict[str, Any]:
         pointer, condition = self._places(op.src, op.where, dict(op.uses), op.type.dims)
         other = "False" if op.type.dtype == "b1" else "0"
-        return {"var": self.var(op.name), "ptr": pointer, "check": condition, "other": other, "described": self._page_of_tile(op)}
+        return {
+            "var": self.var(op.name),
+            "ptr": pointer,
+            "check": condition,
+            "other": other,
+            "whole": "",
+            "described": self._page_of_tile(op),
+        }
 
     def _page_of_tile(self, op: Gather) -> str:
         """The variable with the number of the tile's page, if `op` reads that, and the loop has read it for a copy engine; else empty."""
@@ -575,9 +595,12 @@ class KernelContext:
             tensor = self.kernel.op(op.dst.tensor)
             assert isinstance(tensor, Arg)
             args = [self._start(op.dst, tensor), self.var(op.value), "q_start", "kv_start", "Nq", "Nk", "BLOCK_Q", "BLOCK_KV"]
-            return {"learned": learned, "distances": args}
+            return {"learned": learned, "distances": args, "alone": f"{op.alone}_start == 0" if op.alone else ""}
         tile = self.kernel.type_of(op.value).dims
         check = self._check(op.check, op.dst, cls, tile)
+        if op.alone:
+            rows = check if len(tile) > 1 else f"({check})"
+            check = f"{rows} & ({op.alone}_start == 0)"
         return {"learned": learned, "distances": (), "ptr": self._pointer(op.dst, tile), "value": self.var(op.value), "check": check}
 
     def _add(self, op: Add | Merge, cls: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.backends import DIVIDERS, backend_of
-from attngen.bounds.sizes import lies_in_pages
+from attngen.bounds.sizes import column_choices, lies_in_pages
 from attngen.bounds.tiles import tile_loops
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
@@ -24,13 +24,14 @@ KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_byte
 
 
 def schedule_of(row: Row) -> Schedule:
-    """What of a row is not the range that it is for."""
-    return {name: getattr(row, name) for name in KNOBS}
+    """What of a row is not the range that it is for; columns only where programs may share these."""
+    return {name: getattr(row, name) for name in KNOBS if name != "columns" or row.columns}
 
 
 def shown(schedule: Mapping[str, int]) -> str:
-    """A schedule as docs and tables write it: `128x64x8x3`, or `128x64x8x3 TMA`."""
-    return "x".join(str(schedule[name]) for name in KNOBS if name != "tma") + " TMA" * schedule["tma"]
+    """A schedule as docs and tables write it: `128x64x8x3`, `128x64x8x3 TMA`, or `64x32x8x2 TMA, 256 columns`."""
+    columns = f", {schedule['columns']} columns" if schedule.get("columns") else ""
+    return "x".join(str(schedule[name]) for name in KNOBS if name not in ("tma", "columns")) + " TMA" * schedule["tma"] + columns
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def usable(module: Module, kernel: Kernel, row: Row) -> bool:
     described = any(isinstance(op, Load) and op.via for op in kernel.ops())
     return (
         divides
+        and row.columns in column_choices(module, kernel)
         and (described or not row.tma)
         and lies_in_pages(module, kernel, row)
         and backend_of(row).cost.cycles(module, kernel, row) < float("inf")

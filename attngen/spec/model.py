@@ -31,7 +31,7 @@ PACKAGES = frozenset(sys.stdlib_module_names) | {
     *("attngen", "filelock", "jinja2", "matplotlib", "networkx", "numpy", "platformdirs", "pydantic", "rich", "sympy", "torch", "triton"),
     *("typer", "yaml", "generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
 }
-WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 256, 512, 128  # columns of a head; of a latent, and of what is rotated
+WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 512, 512, 128  # columns of a head; of a latent, and of what is rotated
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -66,7 +66,7 @@ class Heads(BaseModel):
 
 
 class HeadDim(BaseModel):
-    """Width of a head of q and k, and of v: multiples of 8 from 16 to 256, or more where values are part of a latent."""
+    """Width of a head of q and k, and of v: multiples of 8 from 16 to 512, or more where values are part of a latent."""
 
     model_config = _STRICT
     qk: int = Field(ge=16, multiple_of=8)
@@ -318,7 +318,7 @@ class Spec(BaseModel):
             raise Mistakes((("mask",), "hides every key from every query; expected a condition that some pairs meet"))
         for path, part in self._parts():
             needed = _needed(part)
-            if gone := next((i.name for i in part.inputs() if i.name not in needed), None):
+            if gone := next((i.name for i in part.inputs() if i.name not in needed and not i.is_size), None):
                 raise Mistakes((path, f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out"))
             if isinstance(part, Score) and part.sink() is None and symbol("s") not in part.expression().free_symbols:
                 raise Mistakes((path, "forgets the score `s`; expected an expression in it"))
@@ -342,7 +342,7 @@ class Spec(BaseModel):
         for made in self.derived():
             if not seen.isdisjoint(made.names):
                 seen |= set(made.sources)
-        return next((i.name for i in self.inputs() if i.name not in seen), None)
+        return next((i.name for i in self.inputs() if i.name not in seen and not i.is_size), None)
 
     @model_validator(mode="after")
     def _split_is_of_a_cache(self) -> Spec:
@@ -408,6 +408,14 @@ class Spec(BaseModel):
         )
         if found := next(((path, what) for wrong, path, what in cannot if wrong), None):
             raise Mistakes(found)
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_are_of_a_call(self) -> Spec:
+        if self.cache is not None and (size := next((i for i in self.inputs() if i.is_size), None)):
+            tensor = next(i.name for i in self.inputs() if size.name in i.shape)
+            said = f"declares `{tensor}` with `any` length, which calls over a cache do not take; expected a number, or a name"
+            raise Mistakes((self.key_of(tensor), said))
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ name: {name}
 # How query heads share K/V heads: mha (one each), mqa (one for all), gqa (one per group). Counts come from the tensors.
 heads: {{sharing: mha}}
 
-# Width of a head, a multiple of 8 from 16 to 256; or {{qk: 192, v: 128}}.
+# Width of a head, a multiple of 8 from 16 to 512; or {{qk: 192, v: 128}}.
 head_dim: 64
 
 # Element types the module accepts: bf16, fp16, fp32.

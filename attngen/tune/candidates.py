@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from attngen.backends import DIVIDERS, backend_of
-from attngen.bounds.sizes import lies_in_pages, streamed_bytes
-from attngen.bounds.tiles import count_tiles
+from attngen.bounds.sizes import column_choices, lies_in_pages, sizes, streamed_bytes
+from attngen.bounds.tiles import count_tiles, evaluate, repeats
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.policy import MANY_ROWS, REACH
 
@@ -47,8 +47,11 @@ class Search:
         return (*self.kept[:1], *self.divided, *self.kept[1:])
 
 
-def choices(chosen: Row) -> dict[str, tuple[int, ...]]:
-    """What a schedule can choose, by the names of a row's fields; rings of one tile more than the model tries."""
+def choices(chosen: Row, columns: tuple[int, ...] = (0,)) -> dict[str, tuple[int, ...]]:
+    """What a schedule can choose, by the names of a row's fields; rings of one tile more than the model tries.
+
+    columns: of a sum, that a program may have.
+    """
     given = backend_of(chosen).choices
     return {
         "block_q": given.blocks,
@@ -56,13 +59,14 @@ def choices(chosen: Row) -> dict[str, tuple[int, ...]]:
         "num_warps": given.warps,
         "num_stages": (*reversed(given.stages), given.stages[0] + 1),
         "tma": (False, True) if chosen.tma else (False,),  # select-tiles takes it wherever it can be had
+        "columns": columns,
     }
 
 
 def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
     """Every schedule that the axes give for the range of rows of one, `chosen` by the model, which is the first."""
     yield chosen
-    axes = choices(chosen)
+    axes = choices(chosen, column_choices(module, kernel))
     axes |= (
         {"block_q": (chosen.block_q,)} if kernel.deal else {}
     )  # it has all rows: with another one keys are read twice, or rows are empty
@@ -147,4 +151,4 @@ def _loses(module: Module, kernel: Kernel, row: Row, least: int, best: float, ke
 def _loaded(module: Module, kernel: Kernel, row: Row) -> int:
     """Bytes that the loops over tiles load for one head of many rows."""
     tiles = count_tiles(kernel, MANY_ROWS, MANY_ROWS, row.block_q, row.block_kv, reach=REACH)
-    return tiles * streamed_bytes(module, kernel, row)
+    return tiles * streamed_bytes(module, kernel, row) * int(evaluate(repeats(kernel), {**sizes(module, row), **module.widths}))

@@ -49,7 +49,7 @@ Ask = Callable[[tuple[Cell, Sequence[Row], int], float], list[Answer]]  # of a r
 
 def home(spec: str, row: Row) -> str:
     """The name of the folder of the module whose kernel a row is measured with: of divided kernels, each row has a module."""
-    tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}"
+    tile = f"{row.tile}x{row.num_warps}x{row.num_stages}"
     return f"{spec}-{row.backend}-{tile}" if row.backend in DIVIDERS else spec
 
 

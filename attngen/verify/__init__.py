@@ -17,6 +17,7 @@ from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.text import print_module
 from attngen.verify import host
 from attngen.verify.caches import ends
+from attngen.verify.columns import columns
 from attngen.verify.divided import bodies, flights, role_types, roles, scopes, used, walks
 from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.joins import joins
@@ -44,6 +45,7 @@ _STRUCTURE: dict[str, Rule] = {
     "indexing": indexing,
     "names": names,
     "bounds-checked": bounds_checked,
+    "columns": columns,
     "rewrites": rewrites,
     "merges": merges,
 }

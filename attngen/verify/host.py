@@ -15,7 +15,7 @@ from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FOUND, INTEGERS, OUTPUTS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, TENSORS, Arg, Map, Op, Scatter, Type, Yield, dimension
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, TENSORS, WHOLE, Arg, Map, Op, Scatter, Type, Yield, dimension
 from attngen.ir.prove import prove_le
 from attngen.verify.overlaps import overlaps
 
@@ -241,6 +241,7 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     own = kernel.own_axis
     tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
     expected = {own: tiles} | {axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")}
+    expected |= {axis: cdiv(symbol(WHOLE[dim]), symbol(dim)) for axis, dim in OWN.items()}
     expected |= {"part": symbol("parts")} if kernel.deal else {}
     expected |= {"kv": cdiv(symbol("Nc"), symbol("BLOCK_KV"))} if own == "kv" and kernel.reads_cache else {}
     for at, axis in enumerate(kernel.grid):

@@ -19,8 +19,10 @@ from attngen.ir.ops import (
     AXIS_EXTENT,
     COLUMN_DIM,
     MEMBER,
+    OWN,
     PADDED,
     ROW_AXES,
+    WHOLE,
     Add,
     Append,
     Arg,
@@ -50,7 +52,7 @@ CONSTANTS = {"LOG2E", "LN2"}
 RESERVED = (
     POSITIONS | CONSTANTS | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
 )
-RESERVED |= {*PADDED.values(), *COLUMN_DIM, "dtype", "float", "pid", "tl", "triton"}
+RESERVED |= {*PADDED.values(), *COLUMN_DIM, *OWN, *WHOLE, *(f"{axis}_start" for axis in OWN), "dtype", "float", "pid", "tl", "triton"}
 RESERVED |= {"abreast", "first_head", "heads_abreast", "own_head", "q_next", "turn"}
 RESERVED |= {
     "at",
@@ -72,7 +74,7 @@ RESERVED |= {
     "tile_at",
     "keep_mask",
 }
-TILES = {AXIS_DIM[axis] for axis in ROW_AXES}
+TILES = {*(AXIS_DIM[axis] for axis in ROW_AXES), *WHOLE}
 
 
 def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -80,7 +82,8 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     sharing = SHARINGS[module.sharing]
     heads = {"Hq": list(dict.fromkeys((symbol("h"), sharing.member))), "Hkv": list(dict.fromkeys((sharing.read, sharing.owned)))}
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in heads}
-    letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items()}
+    letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items() if axis not in OWN}
+    own = {AXIS_EXTENT[axis.var]: symbol(axis.var) for axis in kernel.grid if axis.var in OWN}
     letters |= {"items": joined_items() if kernel.joins_parts else item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     for axis in sharing_axes(kernel.grid):
@@ -96,6 +99,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         dims = kernel.type_of(tensor.name).dims
         for dim, index in zip(dims[1:] if in_pages(op) else dims, indices):
             right = [letters[dim]] if dim in letters else heads.get(dim, [])
+            right += [own[dim]] if dim in own else []
             if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[kernel.own_axis] == dim:  # the first or last row of the own tile
                 right = [symbol(f"{kernel.own_axis}_start"), last_row(kernel.own_axis)]
             if index not in right:
@@ -109,6 +113,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
                 named.add(kernel.own_axis)
             if MEMBER in named:  # of a head that no other program of the group has
                 named |= {axis.var for axis in sharing_axes(kernel.grid)}
+            named |= {op.alone} if op.alone else set()
             for axis in kernel.grid:
                 alone = not isinstance(op, Merge) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
                 if alone or not {axis.var, f"{axis.var}_start"} & named:
@@ -214,12 +219,14 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
     divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
     scalars |= {*DEALT} if kernel.deal else set()
     for a in kernel.grid:
-        yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B"} | TILES)
+        widths = {AXIS_EXTENT[a.var]} if a.var in OWN else set()
+        yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B"} | TILES | widths)
     for op in kernel.ops():
         known = scalars | CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | TILES
         known |= {MIRRORED for a in kernel.grid if a.mirrored}
+        columns = {a.var for a in kernel.grid if a.var in OWN}
         axes = set() if kernel.walks else {own}
-        known |= {f"{axis}_start" for axis in axes}
+        known |= {f"{axis}_start" for axis in axes | columns}
         for loop in kernel.around(kernel.graph.nodes[op.name]["block"]):
             known |= {f"{name}_start" if name in AXIS_DIM else name for name in loop.variables}
             axes |= {loop.var} & set(AXIS_DIM)
@@ -227,7 +234,7 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
             known |= {f"{a}_idx" for a in (AXIS_DIM if isinstance(op, Mask) else axes) if AXIS_DIM[a] in dimensions(kernel, op)}
             known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
         elif isinstance(op, (Base, Count, Length, Load, Store)):
-            known |= axes | {*COLUMN_DIM, AXIS_EXTENT[own]}
+            known |= axes | columns | {*COLUMN_DIM, AXIS_EXTENT[own]}
         for symbol_name, ref in getattr(op, "uses", ()):
             if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
                 yield f"%{op.name} takes `{symbol_name}` for %{ref}; a scalar has one name in all expressions"

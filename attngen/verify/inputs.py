@@ -30,6 +30,7 @@ def _reasons(module: Module) -> Iterator[str]:
     if "forward" not in {host.name for host in module.hosts}:
         yield f"the host programs are {', '.join(host.name for host in module.hosts) or 'none'}; expected forward among them"
     given = {i.name: Type(i.dtype, i.shape) for i in module.inputs}
+    lengths = {i.name for i in module.inputs if i.is_size and Type(i.dtype, i.shape) == Type("i32")}
     names = [*(i.name for i in module.inputs), *(name for d in module.derived for name in d.names)]
     own = WRAPPER | {x.parts.lower() for x in module.learned}  # in which it has the parts of a gradient
     own |= OF_OUTPUTS if len(module.outputs) > 1 else set()
@@ -40,15 +41,17 @@ def _reasons(module: Module) -> Iterator[str]:
         if names.count(name) > 1 or taken or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             yield f"`{name}` is declared twice, is a name of the wrapper's own, or is not in small letters"
     for name, type_ in given.items():
-        sized = all(d in INPUT_DIMS or d.isdigit() or re.fullmatch(BLOCKS, d) for d in type_.dims)
+        sized = all(d in INPUT_DIMS or d in lengths or d.isdigit() or re.fullmatch(BLOCKS, d) for d in type_.dims)
         if type_.dtype not in ("b1", "i32", "f32", "T") or not sized:
             yield f"`input {name} : {type_.dtype}[{', '.join(type_.dims)}]`; expected b1, i32, f32 or T of {', '.join(INPUT_DIMS)}, numbers"
         if not type_.dims and type_.dtype not in ("i32", "f32"):
             yield f"`input {name} : {type_.dtype}[]`; expected a number, i32 or f32"
     for i in module.inputs:
         for option in i.options:
-            if option not in ("grad", "broadcast") and not option.startswith("least="):
-                yield f"`input {i.name}` has the option `{option}`; expected grad, broadcast or least=n"
+            if option not in ("grad", "broadcast", "size") and not option.startswith("least="):
+                yield f"`input {i.name}` has the option `{option}`; expected grad, broadcast, size or least=n"
+        if i.is_size and not (i.name in lengths and any(i.name in tensor.shape and not tensor.grad for tensor in module.inputs)):
+            yield f"`input {i.name}` has the option `size`; expected a number, i32, that is a dimension of an input without a gradient"
     programs = {host.name: tuple(a.name.lower() if a.role == "in" else a.name for a in host.args) for host in module.hosts}
     for d in module.derived:
         if d.program and d.program not in programs:

@@ -383,6 +383,8 @@ class _Machine:
         numbers += [n for i in self.takers[r] for n in (state.agents[i].uses[r], state.agents[i].given[r])]
         by = min((n - numbers[0] + period // 2) % period - period // 2 for n in numbers) + numbers[0]
         by -= by % self.slots[r] if self.names[r][0] in self.dealt else 0  # a number says in which slot a tile is
+        if not by % period:
+            return state
         agents = list(state.agents)
         for i in self.sharers[r]:
             agents[i] = agents[i]._replace(shared=_set(agents[i].shared, r, (agents[i].shared[r] - by) % period))
@@ -401,6 +403,8 @@ class _Machine:
         for i in self.sharers[r]:
             j = self.other(r, i)
             by, agent, taker = state.agents[j].given[r], state.agents[i], state.agents[j]
+            if not by:
+                continue
             state = _with_agent(state, i, agent._replace(shared=_set(agent.shared, r, (agent.shared[r] - by) % period)))
             uses, given = ((n - by) % period for n in (taker.uses[r], taker.given[r]))
             state = _with_agent(state, j, taker._replace(uses=_set(taker.uses, r, uses), given=_set(taker.given, r, given)))

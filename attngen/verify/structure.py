@@ -60,7 +60,7 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         ("backend", module.backend, tuple(BACKENDS)),
         *(("backend", name, (module.backend, *_dividers(module, kernel))) for name in _named_backends(module, kernel)),
         *(("dtype", d, tuple(ELEMENTS)) for d in module.dtypes),
-        *((f"head_dim {n}", d, range(16, 257 + 384 * bool(module.rope), 8)) for n, d in module.head_dims),
+        *((f"head_dim {n}", d, range(16, 513 + 128 * bool(module.rope), 8)) for n, d in module.head_dims),
     ):
         if value not in known:
             yield f"`{key} {value}`; expected one of {', '.join(map(str, known))}"
@@ -147,6 +147,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result, *(["fp16"] if module.cache and module.cache.dtype else []))))
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
     stores += [op.turns.tensor for op in kernel.ops() if isinstance(op, (Add, Merge)) and op.turns]
+    lengths = {i.name for i in module.inputs if i.is_size}
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
@@ -161,7 +162,7 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
             if isinstance(op, Arg) and op.role not in roles:
                 yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
             dims = op.type.dims if isinstance(op, Arg) and op.role in TENSORS else ()
-            sizes = DIMS | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
+            sizes = DIMS | lengths | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
                 yield f"%{op.name} is of [{', '.join(dims)}]; expected {', '.join(sorted(DIMS))}, and at the end D_QK or D_V"
             if isinstance(op, Arg) and op.role in TENSORS[1:] and op.name not in written:

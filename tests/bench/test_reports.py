@@ -1,4 +1,4 @@
-"""The grids `flex` and `variants`: what their cells are, beside formulas by hand, and the tables of their results."""
+"""The grids `flex`, `variants` and `mods`: what their cells are, beside formulas by hand, and the tables of their results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.bench.catalog import FLEX, MEMORY_ROWS, flex, variants
+from attngen.bench.catalog import FLEX, MEMORY_ROWS, flex, mods, variants
 from attngen.bench.grids import Cell
+from attngen.bench.mods import MODS
 from attngen.bench.problem import Problem
 from attngen.bench.reports import reports
 from attngen.bench.results import Line, Results, read_results
@@ -137,3 +138,25 @@ def test_the_tables_of_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         main(["bench", "--from", "results.json"])
     assert text in capsys.readouterr().out and Path("bench/variants.md").read_text() == text
     assert not list(Path("bench").glob("*.svg"))
+
+
+def test_the_table_of_functions(tmp_path: Path) -> None:
+    """Every function of mods/ is a cell; times, how many times faster they are, and the geometric means of these."""
+    cells = mods().cells
+    assert [c.spec.name.removeprefix("mod_") for c in cells] == list(MODS)
+    assert all((c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv) == MODS[c.spec.name.removeprefix("mod_")].bench.sizes for c in cells)
+    assert {(c.dtype, c.spec.head_dim.qk, c.spec.head_dim.v) for c in cells} == {("bf16", 128, 128)}
+    times = {"causal": ((1.0, 2.0), (2.0, 8.0)), "natten": ((2.0, 4.0), (1.0, 1.0)), "graphormer_edge": ((3.0, 5.0), None)}
+    lines = []
+    for c in cells:
+        for peer, ms in zip(("ours", "flex"), times.get(c.spec.name.removeprefix("mod_"), ())):
+            figures = {} if ms is None else {"fwd_ms": ms[0], "bwd_ms": ms[1]} | ({"visible": 0.5} if peer == "ours" else {})
+            lines.append(Line(c, peer, figures, "" if ms else "first call: does not compile"))
+    made = reports(Results(MACHINE, lines))["mods.md"].splitlines()
+    assert made[4:8] == [
+        "| causal | 50.0% | 1.000 | 2.000 | 2.000 | 8.000 | 2.00 | 4.00 | 3.33 |",
+        "| natten | 50.0% | 2.000 | 1.000 | 4.000 | 1.000 | 0.50 | 0.25 | 0.33 |",
+        "| graphormer_edge | 50.0% | 3.000 | - | 5.000 | - | - | - | - |",
+        "| geometric mean |  |  |  |  |  | 1.00 | 1.00 | 1.05 |",
+    ]
+    assert made[-1].startswith("- mod_graphormer_edge") and made[-1].endswith("flex: first call: does not compile")

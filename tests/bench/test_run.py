@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from attngen.bench.functions import cell_of
 from attngen.bench.grids import cell
-from attngen.bench.results import CACHE, FIGURES, HOST, MASKS, Line, Results
+from attngen.bench.mods import MODS
+from attngen.bench.results import CACHE, FIGURES, HOST, MASKS, Line, Results, read_results
 from attngen.bench.run import Setup, Work, progress, run
 from attngen.spec import make_spec
 from tests.helpers import ROOT
@@ -170,3 +172,23 @@ def test_what_a_cell_asks_of_its_calls(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("ids", "blocks"):
         assert found[name, "naive"].figures["differs"] < 1e-5 and found[name, "naive"].why == ""
     assert found["drops", "naive"].why == "no dropout" and "differs" not in found["drops", "ours"].figures
+
+
+def test_functions_for_flex_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours by `attngen.flex_attention`, beside naive attention under the oracle: a mask of data, something learned."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = ("document", "graphormer_spatial")
+    cells = [cell_of("mods", MODS[name], MODS[name].tests[-1]) for name in names]
+    setup = replace(SETUP, peers_from=REAL, limit_s=120.0)
+    found, _ = measured(dict.fromkeys(cells, ("ours", "naive")), tmp_path, setup)
+    assert [x.cell.spec.name for x in found.lines] == [f"mod_{name}" for name in names for _ in range(2)]
+    for x in found.lines:
+        assert x.why == "" and {"fwd_ms", "bwd_ms", "both_ms"} <= set(x.figures)
+        sizes = MODS[x.cell.spec.name.removeprefix("mod_")].tests[-1].sizes
+        assert (x.cell.batch, x.cell.heads, x.cell.kv_heads, x.cell.n_q, x.cell.n_kv) == sizes
+    assert [("learned_differs" in x.figures) for x in found.lines if x.peer == "naive"] == [False, True]
+    assert 0 < found.lines[0].figures["visible"] < 1 and found.lines[-1].figures["visible"] == 1.0
+    file = tmp_path / "results.json"
+    file.write_text(Results({"gpu": "none", "torch": "2", "triton": "3", **found.machine}, found.lines).text())
+    assert [x.key for x in read_results(file).lines] == [x.key for x in found.lines]

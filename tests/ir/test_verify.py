@@ -319,6 +319,17 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
             "the grid axis q: `cdiv(N, BLOCK_Q)`",
         ),
     ],
+    "columns": [
+        ("causal_d512_gqa", "own_v in cdiv(D_V, OWN_V)", "own_v in 2", "one such axis, behind tiles, in cdiv(D_V, OWN_V)"),
+        (
+            "causal_d512_gqa",
+            "check(kv if partial) columns_of(%k)",
+            "check(kv) columns_of(%k)",
+            "%k_own is no part of %k; expected its columns",
+        ),
+        ("causal_d512_gqa", "COLUMNS=512", "COLUMNS=96", "COLUMNS=96; expected a power of two from 128 to 512"),
+        ("causal_gqa", "BLOCK_KV=64 num_warps", "BLOCK_KV=64 COLUMNS=64 num_warps", "COLUMNS=64, and its programs do not share columns"),
+    ],
     "bounds-checked": [
         ("causal_gqa", "%q = load %Q_head[q, d_qk] check(q)", "%q = load %Q_head[q, d_qk]", "%q in @entry does not check q"),
         ("causal_gqa", "%o check(q)", "%o", "in @entry does not check q"),

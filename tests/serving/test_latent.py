@@ -37,7 +37,7 @@ MLA: dict[str, Any] = {
         ({"kv": {"latent": {"rope": 8}}}, "expected a whole number from 16 to 128 that is a multiple of 16"),
         (
             {"kv": None, "head_dim": {"qk": 576, "v": 512}},
-            "`head_dim` has 576 columns; expected at most 256, or `kv: {latent: ...}` beside it",
+            "`head_dim` has 576 columns; expected at most 512, or `kv: {latent: ...}` beside it",
         ),
     ],
 )

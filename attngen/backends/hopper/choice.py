@@ -26,7 +26,7 @@ from attngen.ir.expr import Bool, cos, erf, log2, sin
 from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module, Row
 from attngen.ir.ops import AXIS_DIM, Add, Arg, Block, Gather, Load, Loop, Map, Mask, Op
 from attngen.ir.roles import Clear, Follow, Give, Issue, Pipeline, Ring, Share, Take, Turn, Work
-from attngen.policy import SHORT_ROWS
+from attngen.policy import SHORT_ROWS, WIDEST_SUM
 from attngen.schedules.classes import mask_class
 
 PLACE_SLOTS = 2  # of the ring of places of tiles
@@ -70,6 +70,8 @@ def obstacle(module: Module, kernel: Kernel) -> str:
 
 def refused(module: Module, kernel: Kernel) -> str:
     """Why a kernel of the forward or the backward cannot be divided, whichever it is; empty text if nothing speaks against it."""
+    if (wide := max(module.head_dim_qk, module.head_dim_v)) > WIDEST_SUM and not module.rope:
+        return f"its heads have {wide} columns, and a sum of more than {WIDEST_SUM} takes all registers of a consumer"
     if kernel.of_entropy:
         return "it computes entropies of queries, or gradients from these (`outputs`)"
     if not any(row.elem_bytes == 2 for row in module.rows(FORWARD)):
@@ -331,7 +333,7 @@ def row(module: Module, block_q: int | None = None, block_kv: int | None = None,
     """The row of the forward's schedule, for any number of queries; with what a spec asks for in place of what was measured."""
     three = is_narrow(module) and takes_three(module, module.kernel(FORWARD))
     fitting = (tiles for (qk, v), tiles in TILES.items() if module.head_dim_qk <= qk and module.head_dim_v <= v)
-    usual = THREE if three else TWICE if may_share(module) else next(fitting)
+    usual = THREE if three else TWICE if may_share(module) else next(fitting, [*TILES.values()][-1])
     q, kv, depth = (given or best for given, best in zip((block_q, block_kv, slots), usual))
     kv = kv if block_kv else min(kv, _most_keys(module))
     most = module.blocks.size if module.blocks else max(q, kv)  # tiles divide the blocks of a mask

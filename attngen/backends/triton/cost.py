@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from attngen.backends.triton.sram import TMA_BARRIERS, misfit, registers_per_thread, score_tile, sram_bytes
+from attngen.backends.triton.sram import TMA_BARRIERS, from_shared, misfit, registers_per_thread, score_tile, sram_bytes
 from attngen.bounds.sizes import mode, sizes, streamed_bytes, tile_width
-from attngen.bounds.tiles import count_tiles
-from attngen.devices import CLASSES
+from attngen.bounds.tiles import count_tiles, evaluate, repeats
+from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.ops import Dot, unpadded
-from attngen.policy import MANY_ROWS, REACH
+from attngen.policy import MANY_ROWS, REACH, WIDEST_SUM
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def schedule_key(module: Module, kernel: Kernel, row: Row) -> str:
     v, rope = tile_width(module.head_dim_v), f"+{tile_width(module.rope)}" if module.rope else ""
     qk = f"{v}{rope}" if rope else tile_width(module.head_dim_qk)
     tile = f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}{' TMA' if row.tma else ''}"
+    tile += f" columns={row.columns}" if row.columns else ""
     score = f" score={module.score}" if module.score != "none" and kernel.loops else ""
     return f"{row.device} {name} {qk}/{v} bytes={row.elem_bytes} {tile}{score}"
 
@@ -122,16 +123,16 @@ def cost(module: Module, kernel: Kernel, row: Row) -> float:
     if not listed and kernel.normalises:
         cycles += fit.masked * row.block_q * row.block_kv / programs * count_tiles(kernel, *shape, "partial", REACH)
     own = row.block_q if kernel.own_axis == "q" else row.block_kv
-    return cycles + fit.start / programs * -(-shape[0] // own)
+    return (cycles + fit.start / programs * -(-shape[0] // own)) * evaluate(repeats(kernel), {**sizes(module, row), **module.widths})
 
 
 @lru_cache(maxsize=10_000)  # a few modules' rows
 def _turn(module: Module, kernel: Kernel, row: Row) -> tuple[float, int]:
     """SM cycles of one turn of a kernel's loop, whatever the number of rows (inf if it cannot run); the programs that share an SM."""
     fit, live = fitted(row), registers_per_thread(module, kernel, row)
-    if misfit(module, kernel, row) or live > fit.live_limit:
-        return float("inf"), 0
     device = CLASSES[row.device]
+    if misfit(module, kernel, row) or live > fit.live_limit or _is_crammed(module, kernel, row, device):
+        return float("inf"), 0
     threads = row.num_warps * device.threads_per_warp
     how = mode(module, row.elem_bytes)
     rows_of_scores = score_tile(module, kernel, row)[0] if kernel.dots else 0
@@ -152,6 +153,13 @@ def _turn(module: Module, kernel: Kernel, row: Row) -> tuple[float, int]:
     cycles += fit.turn * row.num_warps / 4
     cycles += (fit.latency[min(row.num_stages, 3) - 1] + fit.deep * (own * 4 > device.matrix_rows * row.num_warps)) / programs
     return cycles, programs
+
+
+def _is_crammed(module: Module, kernel: Kernel, row: Row, device: DeviceClass) -> bool:
+    """Whether a wide sum has fewer rows than the matrix instruction that reads its operands from shared memory: those of smaller
+    instructions lie in registers, and there is no room for these beside it."""
+    on_units = mode(module, row.elem_bytes) != "ieee"
+    return device.reads_shared and on_units and row.columns > WIDEST_SUM and not from_shared(module, kernel, row)
 
 
 def fitted(row: Row) -> Fit:

@@ -9,6 +9,8 @@ registers. A row of the schedule chooses descriptors by TMA=1; only some devices
 Two kinds of kernels stay as they are. Those in FlashAttention-1's order are there to show what they move. For `packed`, the kernel of
 few queries, the host would make descriptors at each call, which takes longer than all its other work, and the device gains nothing
 (docs/perf-log.md, section 19).
+
+Nor are tensors read so of which programs have columns of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import ClassVar
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import CACHED, SCALES
-from attngen.ir.ops import Load, Op
+from attngen.ir.ops import OWN, Load, Op
 from attngen.passes.base import Pass
 from attngen.policy import UNIT
 
@@ -38,9 +40,14 @@ def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
         return op
     cached = kernel.reads_cache and op.src.tensor in (*CACHED, *SCALES.values())
     by_rows = kernel.packs and not cached  # rows of several heads have no common start
-    if by_rows or (op.pages and not has_tiles(module)):
+    if by_rows or (op.pages and not has_tiles(module)) or in_parts(kernel, op.src.tensor):
         return op
     return replace(op, via="descriptor")
+
+
+def in_parts(kernel: Kernel, tensor: str) -> bool:
+    """Whether programs read their own columns of a tensor: a descriptor is of tiles of all columns."""
+    return any(isinstance(op, Load) and op.src.tensor == tensor and not OWN.keys().isdisjoint(op.src.axes()) for op in kernel.ops())
 
 
 def has_tiles(module: Module) -> bool:

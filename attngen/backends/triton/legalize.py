@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Access, Append, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type, axis_of
+from attngen.ir.ops import WHOLE, Access, Append, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type, axis_of
 from attngen.passes.base import Pass, padded
 from attngen.policy import WIDE
 
@@ -54,7 +54,9 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     halves = kernel.reads_quantised  # of one accumulator
-    wide = (len(accumulators) > 1 and not halves) or any(columns.get(dims[1], 0) > WIDE // (1 + halves) for dims in accumulators)
+    wide = (len(accumulators) > 1 and not halves) or any(
+        dims[1] in WHOLE or columns.get(dims[1], 0) > WIDE // (1 + halves) for dims in accumulators
+    )
     return replace(op, recompute=wide or (op.cls == "all" and not kernel.prepares))
 
 

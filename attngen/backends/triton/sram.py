@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import sympy
 
-from attngen.bounds.sizes import ELEM, STAGES, elements, mode, sizes, tile_bytes, tile_width
+from attngen.bounds.sizes import ELEM, STAGES, elements, mode, share_of, sizes, tile_bytes, tile_width
 from attngen.bounds.tiles import evaluate
 from attngen.devices import CLASSES, DeviceClass
 from attngen.ir.expr import Expr, cdiv, symbol
@@ -92,7 +92,7 @@ def sram_formula(
         elif op.type.space == "sram":
             widened = kernel.reads_quantised and not _is_operand(kernel, op)  # in registers, before products take it
             depth = STAGES if (from_shared and not widened) or rewrites else ahead
-            streamed += tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
+            streamed += share_of(op) * tile_bytes(op.type) * _copies(kernel, op, depth, device.keeps_reused, from_shared, tf32)
             if tma and not from_shared and kernel.clears(op):  # beside its ring, a copy whose rows past the end are zeros
                 streamed += tile_bytes(op.type) * (2 if kernel.reads_quantised else 1)
         elif is_rewritten(kernel, op):  # changes layout on its way out; the sums of matrix units that have memory of their own wait for it
@@ -159,9 +159,13 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, keeps_reused: bool, from_shar
 
     In TF32 that is a copy in another layout, beside a ring of one; part of a copy where nothing is copied ahead.
     """
-    if sum(op.name in (dot.a, dot.b) for dot in kernel.dots) < 2:
+    parts = [
+        1 - share_of(part) for part in kernel.ops() if isinstance(part, Load) and part.columns_of == op.name
+    ]  # of all columns: the tile
+    # A part that has all columns is the tile itself, which products then read twice.
+    if len(parts) + sum(op.name in (dot.a, dot.b) for dot in kernel.dots) < 2:
         return depth
-    copies = depth + (sympy.Min(1, STAGES - 1) if keeps_reused and from_shared else 0)
+    copies = depth + (sympy.Mul(sympy.Min(1, STAGES - 1), *parts) if keeps_reused and from_shared else 0)
     least = sympy.Integer(2) if from_shared else sympy.Min(2, 1 + STAGES / 2)
     return _max(least, copies) if tf32 else copies
 
@@ -277,10 +281,19 @@ def row_formula(module: Module, kernel: Kernel, row: Row) -> Expr:
         return _max(*(tile_bytes(op.type) for op in kernel.ops() if isinstance(op, Zip)))
     on_units, moved = on_matrix_units(module, kernel, row), moved_scores(module, kernel, row)
     device, random, tf32 = CLASSES[row.device], random_bytes(kernel, row), _in_tf32(module, row)
-    formula = sram_formula(kernel, device, on_units, moved, random, aligned(module), row.tma, tf32)
+    formula = sram_formula(kernel, device, on_units, moved, random, aligned(module), row.tma, tf32) * _side_by_side(module, kernel, row)
     if on_units and device.shares_stationary and _sums_alone(kernel):
         return formula + 4 * symbol(AXIS_DIM[kernel.own_axis]) * min(row.num_warps, score_tile(module, kernel, row)[1] // MFMA_ROWS)
     return formula + _turned(kernel) if on_units and _few_rows(kernel, row) else formula
+
+
+def _side_by_side(module: Module, kernel: Kernel, row: Row) -> int:
+    """Of a kernel without products that sums rows, the warps that share each: a thread has 16 bytes of columns side by side."""
+    summed = any(isinstance(op, Reduce) and (op.over, len(op.type.dims)) == ("D_V", 1) for op in kernel.ops())
+    if kernel.dots or not summed or not aligned(module):
+        return 1
+    of_warp = 16 * CLASSES[row.device].threads_per_warp
+    return max(1, tile_width(module.head_dim_v) * row.elem_bytes // of_warp)
 
 
 def _sums_alone(kernel: Kernel) -> bool:
@@ -407,9 +420,10 @@ def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLO
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
         return miscounts(module, kernel, row)
+    columns = f"COLUMNS={row.columns}, " if row.columns else ""
     return (
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
-        f"BLOCK_KV={row.block_kv}, num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
+        f"BLOCK_KV={row.block_kv}, {columns}num_stages={row.num_stages} at {row.elem_bytes} bytes per element, and has "
         f"{device.smem_per_block:,}; a smaller {change} needs less"
     )
 

@@ -1,4 +1,4 @@
-"""Ours: the generated module of the spec, and its calls over a cache."""
+"""Ours: the generated module of the spec, its calls over a cache, and `attngen.flex_attention` of functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ def ours(problem: Problem) -> Call:
     """The generated module, with what the mask reads planned."""
     import torch
 
+    from attngen.bench.functions import FunctionProblem
+    from attngen.bench.functions import ours as of_function
     from attngen.testing import load_module
 
+    if isinstance(problem, FunctionProblem):
+        return Call(of_function(problem))
     attention = load_module(problem.folder).attention
     if problem.cell.cached:
         return Call(over_cache(attention.with_kvcache, problem), torch.no_grad)

@@ -135,9 +135,9 @@ def attend(
     Returns:
         ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning, and gives weights too.
     """
-    kind = query.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # as SDPA does; rotations may have made q and k wider than v
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # as SDPA does; rotations may have made q and k wider than v
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     mask = attention_mask
     if mask is None:
         mask = _implied(module, query, key, is_causal)

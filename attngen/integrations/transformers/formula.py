@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.errors import AttngenError
-from attngen.frontends.flex import written
+from attngen.frontends.specs import written
 from attngen.frontends.trace import held, trace
 from attngen.frontends.values import joined
 from attngen.masks import KV, Mask, Q
@@ -179,7 +179,7 @@ def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
         traced = trace(None, tracing.watched(function), POSITIONS)
         if (text := _said(traced.mask)) is None:
             return Formula()
-        data = written(text, traced.mask_parts, traced, None)
+        data = written(text, traced.mask_parts, traced, None, free=False)
         mask = read(data)
     except AttngenError as error:
         return Formula(why=str(error))

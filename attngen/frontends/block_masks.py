@@ -1,0 +1,86 @@
+"""What a BlockMask says besides its function: lists of blocks that hide more than it, or full blocks that show more."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attngen.frontends.trace import Mod
+
+SHORT = 1 << 28  # scores that are evaluated at a time, to hold a block mask against its function
+
+
+@dataclass
+class Masked:
+    """What a block mask says: the function with its lists, where they say more than the function, and plans by module and sizes."""
+
+    mask_mod: Mod | None
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+
+_MASKS: weakref.WeakKeyDictionary[Any, Masked] = weakref.WeakKeyDictionary()
+
+
+def is_block_mask(x: Any) -> bool:
+    """Whether it is a BlockMask, of whatever version of torch."""
+    return hasattr(x, "kv_num_blocks")
+
+
+def masked_of(block_mask: Any) -> Masked:
+    if block_mask not in _MASKS:
+        _MASKS[block_mask] = Masked(_with_lists(block_mask))
+    return _MASKS[block_mask]
+
+
+def _with_lists(block_mask: Any) -> Mod | None:
+    """The function of a block mask; where its lists are not those of the function, one that reads which blocks they have, too."""
+    mask_mod: Mod | None = block_mask.mask_mod
+    rows, columns = block_mask.BLOCK_SIZE
+    n_q, n_kv = block_mask.seq_lengths
+    tiles_q, tiles_kv = -(-n_q // rows), -(-n_kv // columns)
+    cut = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, tiles_q, tiles_kv)
+    full = torch.zeros_like(cut)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, tiles_q, tiles_kv)
+    listed = cut | full
+    if mask_mod is not None and _agree(mask_mod, listed, full, (rows, columns), (n_q, n_kv)):
+        return mask_mod
+    by_b, by_h = int(listed.shape[0] > 1), int(listed.shape[1] > 1)
+
+    def in_blocks(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        at = (b if by_b else 0, h if by_h else 0, q_idx // rows, kv_idx // columns)
+        inside = full[at] if mask_mod is None else full[at] | mask_mod(b, h, q_idx, kv_idx)
+        return listed[at] & inside
+
+    return in_blocks
+
+
+def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Bool [B, H, rows, columns]: which blocks a list has."""
+    at = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    made = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
+    made.scatter_(-1, torch.where(at, indices, columns).long(), True)
+    return made[:, :, :rows, :columns]
+
+
+def _agree(mask_mod: Mod, listed: torch.Tensor, full: torch.Tensor, block: tuple[int, int], lengths: tuple[int, int]) -> bool:
+    """Whether lists hide nothing that a function shows, and their full blocks show nothing that it hides."""
+    (rows, columns), (n_q, n_kv), device = block, lengths, listed.device
+    each = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+    each = torch.vmap(torch.vmap(each, (None, 0, None, None)), (0, None, None, None))
+    b, h = (torch.arange(n, device=device, dtype=torch.int32) for n in listed.shape[:2])
+    kv = torch.arange(n_kv, device=device, dtype=torch.int32)
+    step = max(1, SHORT // max(1, n_kv * rows * len(b) * len(h))) * rows
+    for start in range(0, n_q, step):
+        q = torch.arange(start, min(start + step, n_q), device=device, dtype=torch.int32)
+        seen = each(b, h, q, kv)
+        span = slice(start // rows, -(-(start + len(q)) // rows))
+        in_lists, in_full = (
+            x[:, :, span].repeat_interleave(rows, 2)[:, :, : len(q)].repeat_interleave(columns, 3)[..., :n_kv] for x in (listed, full)
+        )
+        if bool((seen & ~in_lists).any()) or bool((in_full & ~seen).any()):
+            return False
+    return True

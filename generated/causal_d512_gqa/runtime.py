@@ -1,0 +1,1971 @@
+"""The runtime: checks, allocation, launches and autograd. It is the same file in every module that attngen generates."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import numbers
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from importlib.metadata import PackageNotFoundError, version
+from math import gcd
+from operator import itemgetter, or_
+from torch.autograd import forward_ad
+from types import CellType, FunctionType, ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import triton
+
+# -------------------- Private interfaces of torch and Triton that save a call's time, each beside a public way.
+
+def _first(private: Callable[[], Any], public: Any) -> Any:
+    """What `private` returns; `public` if this version of torch or Triton does not have it."""
+    try:
+        return private()
+    except Exception:
+        return public
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """The function, after one call that shows that it works."""
+    function(*args)
+    return function
+
+
+def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
+    """The context manager's class, after it was entered once to show that it works."""
+    with guard():
+        return guard
+
+
+def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
+    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell tensors apart."""
+    make: Any = torch._C._dynamo.guards.TensorGuards
+
+    def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
+        sizes = [[None] * x.dim() for x in tensors]
+        check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=sizes).check
+        return check
+
+    knows = guard_of(like)
+    negated = like.new_empty(1, dtype=torch.complex64).conj().imag  # its sign is lazy
+    others = negated, like[None], like.double(), like.to("meta"), torch.nn.Parameter(like)
+    if not knows(like.new_empty(2)) or any(map(knows, others)):
+        raise NotImplementedError
+    return guard_of
+
+
+# Makes an uninitialised tensor of (shape, strides, dtype) on the CPU, or on the current CUDA device.
+empty_cpu = _first(
+    lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),  # type: ignore[attr-defined]
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
+)
+empty_cuda = _first(
+    lambda: torch._C._dynamo.guards._empty_strided_cuda,  # type: ignore[attr-defined]
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
+# The number of the current CUDA device.
+current_device = _first(lambda: torch._C._cuda_getDevice, torch.cuda.current_device)
+# The address of the current stream of a CUDA device, which is given by its number.
+current_stream = _first(lambda: torch._C._cuda_getCurrentRawStream, lambda device: torch.cuda.current_stream(device).cuda_stream)
+# Whether torch.autocast is on for some device.
+autocast_is_on = _first(
+    lambda: _called(torch._C._is_any_autocast_enabled),
+    lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
+)
+# Whether torch.jit is tracing.
+is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
+# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
+transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
+dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
+# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device, `requires_grad` and
+# number of dimensions, and under the same modes; sizes and strides may differ. It never knows one tensor twice. It ends the process if a
+# tensor has no sizes, as nested ones have none. Where `guard_of` is None, tensors have to be looked at one by one.
+guard_of = _first(lambda: _guards(torch.empty(1, device="cpu", dtype=torch.float32)), None)
+# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
+below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
+
+
+def in_forward_ad(*tensors: object) -> bool:
+    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a tangent."""
+    try:
+        return bool(forward_ad._current_level >= 0)
+    except AttributeError:
+        given = [x for x in tensors if isinstance(x, torch.Tensor)]
+        return any(forward_ad.unpack_dual(x).tangent is not None for x in given)
+
+
+def apply_of(function: Any) -> Callable[..., Any]:
+    """An autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
+    found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
+    return found
+
+
+def hooks_look_on() -> bool:
+    """Whether a profiler has hooks on Triton's launches. A direct launch would not call them."""
+    try:
+        hooks = triton.knobs.runtime
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    except AttributeError:  # a hook that is set by assignment has no calls
+        return True
+
+
+def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
+    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton lacks some of it.
+
+    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple, function
+    that makes of arguments with descriptors those that the launcher takes, or None if it takes them as they are).
+    """
+    with contextlib.suppress(AttributeError):
+        stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
+        handles = compiled.function, compiled.packed_metadata, None, None, None
+        run, before, packed = _inner_parts(launcher, *handles) or (launcher, handles, False)
+        return stream, *_encoding_parts(run, before, packed, args)
+    return None
+
+
+def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
+    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of 3.7 and later."""
+    try:
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return None
+        before = function, launcher.launch_cooperative_grid, launcher.launch_pdl
+        if hasattr(launcher, "kernel_signature"):
+            return launcher.launch, (*before, metadata, *hooks, None, None, launcher.arg_annotations, launcher.kernel_signature), True
+        return launcher.launch, (*before, None, None, metadata, *hooks), False
+    except AttributeError:
+        return None
+
+
+def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
+    """The last four of `parts_of`.
+
+    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the wrapped launcher,
+    and a copy of the function that gives back what it would launch with.
+    """
+    first = (1, 1, 1, 0, *before)
+    try:
+        cells = dict(zip(run.__code__.co_freevars, run.__closure__))
+        launcher = cells["launcher"].cell_contents
+        cells["launcher"] = CellType(lambda *args: args)
+        copied = FunctionType(run.__code__, run.__globals__, closure=tuple(cells.values()))
+
+        def encode(args: list[Any]) -> list[Any]:
+            return list(copied(*first, args)[-1] if packed else copied(*first, *args)[len(first) :])
+
+        encode(args)
+    except Exception:  # nothing is wrapped, or in another way
+        return run, before, packed, None
+    return launcher, before, packed, encode
+
+
+# -------------------- Memory: which tensors kernels can read in place, and how results are laid out.
+
+MAX_ROW_STRIDE = 2**23  # in elements. Offsets inside a tile have 32 bits, and a tile has at most 256 rows
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or its sign is lazy."""
+    if x.is_neg():
+        x = x.resolve_neg()
+    _, _, step, of_column = x.stride()
+    if of_column == 1 and (step <= MAX_ROW_STRIDE or x.shape[2] <= 1):
+        return x
+    return x.contiguous()
+
+
+def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
+    """The strides of each tensor, without that of the last dimension."""
+    return [x.stride()[:-1] for x in tensors]
+
+
+def rows_layout(x: torch.Tensor, width: int) -> Layout:
+    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were too far apart."""
+    b, h, n, _ = x.shape
+    if x.is_contiguous():
+        return (b, h, n, width), (h * n * width, n * width, width, 1)
+    return _ordered_layout(x.shape, x.stride(), width)
+
+
+def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Layout:
+    """What `rows_layout` gives for a tensor that is not contiguous, of this shape and these strides."""
+    shape = shape[:3]
+    order = sorted(range(3), key=steps.__getitem__, reverse=True)
+    if width * math.prod(shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
+        order = [0, 1, 2]
+    strides, step = [0, 0, 0, 1], width
+    for d in reversed(order):
+        strides[d] = step
+        step = step * max(shape[d], 1)
+    return (*shape, width), tuple(strides)
+
+
+_known_layout = functools.lru_cache(maxsize=1024)(_ordered_layout)  # of the sizes that calls have had
+
+
+def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor on the device of x, which has to be the current device."""
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(shape, steps, dtype)
+    return made
+
+
+class Notes(threading.local):
+    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills with 0."""
+
+    on = False
+    launches: list[Any] = []
+    zeros: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be freed."""
+        self.on, self.launches, self.zeros = True, [], []
+        try:
+            yield self.launches, self.zeros
+        finally:
+            self.on, self.launches, self.zeros = False, [], []
+
+
+NOTES = Notes()
+
+
+def zeros(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What `empty` gives, filled with 0."""
+    made = empty(x, shape, steps, dtype).zero_()
+    if NOTES.on:
+        NOTES.zeros.append(made)
+    return made
+
+
+def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
+    dtype = dtype or x.dtype
+    if not x.is_contiguous():
+        return empty(x, *_known_layout(x.shape, x.stride(), width), dtype)
+    b, h, n, _ = x.shape
+    of_head = n * width
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
+    return made
+
+
+def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor without elements, of the dtype of x unless another is given."""
+    return x.new_empty((0,) * dimensions, dtype=dtype or x.dtype)
+
+
+@functools.cache
+def no_rows(device: torch.device) -> torch.Tensor:
+    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of most tensors are."""
+    return torch.empty_strided((1, 1, 0), (16, 16, 1), dtype=torch.float32, device=device)
+
+
+def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton launches there."""
+
+    def run(x: torch.Tensor, *args: Any) -> Any:
+        if not x.is_cuda or x.get_device() == current_device():
+            return function(x, *args)
+        with torch.cuda.device(x.device):
+            return function(x, *args)
+
+    return run
+
+
+def by_group(x: torch.Tensor, group: int, fresh: bool = False, shaped: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group, head after head.
+
+    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an uninitialised one. With
+    `shaped` it has these sizes and strides, as descriptors ask; kernels that address rows by strides do without, which takes less time.
+    """
+    n, strides = x.shape[2], x.stride()
+    if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:
+        x = x.new_empty(x.shape) if fresh else x.contiguous()
+        strides = x.stride()
+    steps = (strides[0], group * strides[1], strides[2] if n > 1 else strides[1], *strides[3:])
+    return x.as_strided((x.shape[0], x.shape[1] // group, group * n, *x.shape[3:]), steps) if shaped else x, steps
+
+
+def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
+    """Copy x to another tensor of its shape, unless both are the same tensor."""
+    if x is not to:
+        to.copy_(x)
+
+
+def room_for_splits(x: torch.Tensor, splits: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(tensor, strides) to write the parts of x [B, Hkv, Nk, D] that the splits have as [B, Hkv, splits, Nk, D].
+
+    With one split the tensor is x itself.
+    """
+    if splits == 1:
+        of_batch, of_head, of_row, _ = x.stride()
+        return x, (of_batch, of_head, 0, of_row)
+    b, h, n, d = x.shape
+    steps = (h * splits * n * d, splits * n * d, n * d, d)
+    return empty(x, (b, h, splits, n, d), (*steps, 1), x.dtype), steps
+
+
+# -------------------- Checks of a call's arguments. The first wrong one raises an error of one sentence.
+
+MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_HEADS = {"mha": "as many", "mqa": "one K/V head", "gqa": "a multiple of the K/V heads"}
+_KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
+
+
+def kind(x: object) -> str:
+    """What an argument is, in the words of an error."""
+    if isinstance(x, torch.Tensor):
+        return "nested tensor" if x.is_nested else f"{x.layout} tensor"
+    return type(x).__name__
+
+
+def is_watched() -> bool:
+    """Whether something besides autograd sees calls: a compiler, a tracer, a transform or a mode."""
+    return torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or bool(dispatch_modes())
+
+
+def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the three are no subclasses of tensors, and seen by autograd at most."""
+    return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
+
+
+def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
+    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they are no such three."""
+    if not (
+        (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+        and q.layout is k.layout is v.layout is torch.strided
+        and (q.dtype is k.dtype is v.dtype and not (q.is_neg() or k.is_neg() or v.is_neg()))
+    ):
+        return None
+    number = q.get_device()
+    if q.is_cuda and k.is_cuda and v.is_cuda:
+        return number if number == k.get_device() == v.get_device() else None
+    return number if q.device == k.device == v.device else None
+
+
+# The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, of k and of v, each without the last dimension.
+Shapes = tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
+    """The sizes and strides of q, k and v."""
+    (b, hq, nq, _), (_, hk, nk, _) = q.shape, k.shape
+    return b, hq, hk, nq, nk, q.stride()[:3], k.stride()[:3], v.stride()[:3]
+
+
+class Rules:
+    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules accept CPU tensors too."""
+
+    def __init__(self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool) -> None:
+        self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
+        self.dtypes, self.interpreted = dtypes, interpreted
+        self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
+        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken up last.
+        self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
+        self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
+
+    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
+        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them in place, else None.
+
+        Raises:
+            ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+        """
+        watched = is_watched()
+        shapes = None if watched else self._fit(q, k, v)
+        if shapes is None or (autocast_is_on() and q.dtype != torch.get_autocast_dtype(q.device.type)):
+            q, k, v = self.autocast(q), self.autocast(k), self.autocast(v)
+            shapes = None if watched else self._fit(q, k, v)
+        if shapes is None:
+            self.check(q, k, v)
+        return q, k, v, shapes
+
+    def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
+        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
+        what `check` says in sentences."""
+        try:
+            (b, hq, nq, d), (bk, hk, nk, dk), of_v = q.shape, k.shape, v.shape
+            (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, not of four dimensions, sparse, nested
+            return None
+        knows, device = self.last
+        if not knows(q, k, v):
+            looked_up = self._device_of_unknown(q, k, v)
+            if looked_up is None:
+                return None
+            device = looked_up
+        if device >= 0 and device != current_device():
+            return None
+        shared = hq == hk if self.sharing == "mha" else hk == 1 if self.sharing == "mqa" else hk and not hq % hk
+        if (
+            shared
+            and b == bk
+            and d == dk == self.width_qk
+            and of_v == (b, hk, nk, self.width_v)
+            and q3 == k3 == v3 == 1
+            and nq <= MAX_ROWS
+            and nk <= MAX_ROWS
+            and (q2 <= MAX_ROW_STRIDE or nq <= 1)
+            and ((k2 <= MAX_ROW_STRIDE and v2 <= MAX_ROW_STRIDE) or nk <= 1)
+        ):
+            return b, hq, hk, nq, nk, (q0, q1, q2), (k0, k1, k2), (v0, v1, v2)
+        return None
+
+    def _device_of_unknown(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
+        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their dtype or device.
+
+        It makes a guard for the next such tensors, or takes up the one that was made."""
+        device = _device_of(q, k, v)
+        if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
+            return None
+        if guard_of is not None and not (q is k or q is v or k is v):  # no guard knows one tensor twice
+            about = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad
+            guard = self.guards.get(about)
+            if guard is None or not guard[0](q, k, v):  # it may have been made of a Parameter, or in inference mode
+                guard = self.guards[about] = guard_of(q, k, v), device
+            self.last = guard
+        return device
+
+    def autocast(self, x: torch.Tensor) -> torch.Tensor:
+        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the same."""
+        if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            if dtype in self.dtypes and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+                return x.to(dtype)
+        return x
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong with q, k and v."""
+        self.check_queries_and_keys(q, k)
+        self._check_rows(q, "v", v, self.width_v, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_v}]")
+        if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"attention: q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; "
+                "expected one batch size, and one number of heads and rows in k and v"
+            )
+        hq, hk = q.shape[1], k.shape[1]
+        if (hq != hk) if self.sharing == "mha" else hk != 1 if self.sharing == "mqa" else (hq % hk if hk else hq):
+            expected = f"{_HEADS[self.sharing]} (the spec says {self.sharing})"
+            raise ValueError(f"attention: q has {hq} heads and k {hk}; expected {expected}")
+        self.check_device("q", q)
+
+    def check_device(self, name: str, x: torch.Tensor) -> None:
+        """Raise ValueError, in one sentence, if kernels cannot run where a tensor is."""
+        if x.device.type not in self.devices:
+            raise ValueError(
+                f"attention: {name} is on {x.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
+                "Triton is imported, to run on the CPU in Triton's interpreter"
+            )
+
+    def check_queries_and_keys(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Check q and k, each by itself, as `check` does."""
+        self._check_rows(q, "q", q, self.width_qk, f"[B, Hq, Nq, {self.width_qk}]")
+        self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
+
+    def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int, shape: str) -> None:
+        if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense tensor {shape}")
+        if x.dim() != 4 or x.shape[3] != width:
+            raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {shape}")
+        if x.shape[2] > MAX_ROWS:
+            raise ValueError(f"attention: {name} has {x.shape[2]} rows; expected at most 2**29 - 1")
+        if x.dtype not in self.dtypes:
+            known = " or ".join(map(str, self.dtypes))
+            raise TypeError(f"attention: {name} is {x.dtype}; expected {known}, which this module was built for")
+        if x.dtype != q.dtype:
+            raise TypeError(f"attention: {name} is {x.dtype} and q {q.dtype}; expected one dtype")
+        if x.device != q.device:
+            raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+        if x.stride(3) != 1:
+            raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
+
+    def check_scale(self, scale: float) -> float:
+        """The factor on the scores, as a float. (For an int, Triton would compile another kernel.)"""
+        none = f"or None for 1/sqrt({self.width_qk})"
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+            raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, {none}")
+        if not 1e-30 <= scale <= 1e6:
+            raise ValueError(f"attention: scale is {scale}; expected a number from 1e-30 to 1e6, {none}")
+        return float(scale)
+
+
+def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is wrong."""
+    if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
+        raise TypeError(f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}")
+    if not -(2**30) < x < 2**30 or x < least:
+        bounds = f"at least {least}" if x < least else "between -2**30 and 2**30"
+        raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
+
+
+Sizes = list[Any]  # for each dimension: its length, a tuple of allowed lengths, or None for any length
+
+
+def check_input(
+    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
+) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}")
+    if x.dtype != dtype and x.dtype not in more:
+        known = " or ".join(map(str, dict.fromkeys((dtype, *more))))
+        raise TypeError(f"attention: {name} is {x.dtype}; expected {known} {_shape_text(shape)}: {meaning}")
+    fits = (n is None or m in (n if isinstance(n, tuple) else (n,)) for m, n in zip(x.shape, shape))
+    if x.dim() != len(shape) or not all(fits):
+        raise ValueError(f"attention: {name} has shape {list(x.shape)}; expected {_shape_text(shape)}: {meaning}")
+    if x.device != q.device:
+        raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
+
+
+def _shape_text(shape: Sizes) -> str:
+    lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
+    return f"[{', '.join(lengths)}]"
+
+
+_LARGEST = 2**31 - 1  # of int32
+# Dtypes of inputs that are converted: int64 to int32, floating-point dtypes to each other.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
+
+
+def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
+    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the call's.
+
+    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype. An int64 beyond the
+    numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
+    """
+    check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
+    if x.dtype == torch.int64 and dtype == torch.int32:
+        x = x.clamp(-_LARGEST, _LARGEST)
+    x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
+    if any(isinstance(n, tuple) for n in shape):
+        return x.expand(*(m if n is None else n[-1] if isinstance(n, tuple) else n for m, n in zip(x.shape, shape)))
+    return x
+
+
+def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes]) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a plan's tensors do not have these dtypes and shapes."""
+    for name, (dtype, shape) in types.items():
+        check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")
+
+
+# -------------------- Calls over a cache of keys and values: their checks, and what they run.
+
+OF_NUMPY = (torch.float16, torch.float32)  # which Triton's interpreter can multiply
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _error(error: type[Exception], name: str, given: str, expected: str) -> Exception:
+    return error(f"attention.with_kvcache: {name} {given}; expected {expected}")
+
+
+GROUP = 128  # columns of a latent that have one factor
+_NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
+
+
+def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """All that is checked of a tensor of factors."""
+    return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg()
+
+
+def _is_dense(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided
+
+
+def _is_near(x: torch.Tensor, rows: int) -> bool:
+    """Whether kernels can read the rows of a tensor, which its dimension `rows` counts."""
+    return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
+
+
+def without_backward(*tensors: Any) -> None:
+    """Raise NotImplementedError, in one sentence, if gradients of some of these are wanted of a call over a cache."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+        raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
+
+
+class CacheRules:
+    """What a module accepts as a cache, and as new keys and values.
+
+    page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
+    latent: values are columns of the keys, so that there is one cache for both.
+    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head", or a "page" and head;
+        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and rotated columns.
+    """
+
+    def __init__(self, rules: Rules, page: int | None, latent: bool = False, dtype: torch.dtype | None = None, scale: str = "") -> None:
+        self.rules, self.page, self.dtype, self.scale = rules, page, dtype, scale
+        self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
+        self.new = dict(self.widths)  # columns of new keys and values
+        self.whole = 2 if dtype else 1  # bytes by which rows must lie apart, as kernels read them
+        if scale == "columns":
+            self.ends = (rules.width_v, rules.width_v + 4 * (rules.width_v // GROUP))  # of numbers and of factors, in bytes
+            self.widths, self.whole = {"k": self.ends[1] + 2 * (rules.width_qk - rules.width_v)}, 4
+        rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
+        self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
+        self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
+        self.last_scales: list[Any] = []  # of the same
+
+    def admit(
+        self,
+        q: torch.Tensor,
+        caches: Tensors,
+        cache_seqlens: torch.Tensor,
+        page_table: torch.Tensor | None,
+        new: tuple[torch.Tensor | None, ...],
+        scales: Tensors = (),
+        inputs: tuple[Any, ...] = (),
+    ) -> tuple[torch.Tensor, Tensors, Tensors]:
+        """q as kernels read it, the caches with heads before rows; and new keys and values, nothing if there are none.
+
+        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same order; scales: the
+        factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be wanted.
+        Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
+
+        Raises:
+            ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
+        """
+        without_backward(q, *caches, *new, *scales, *inputs)
+        given_new = tuple(x for x in new if x is not None)
+        table = () if page_table is None else (page_table,)
+        rest = (cache_seqlens, *table, *given_new)
+        if (page_table is None) != (self.page is None) or not (self._knows(q, *caches, *rest) and self._knows_scales(scales)):
+            self._check(q, caches, cache_seqlens, page_table, new)
+            self._check_scales(q, caches[0], scales)
+            if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
+                q = q.resolve_neg().contiguous()
+            self._remember(q, *caches, *rest)
+            self.last_scales = [_kind_of(x) for x in scales]
+        if self.scale == "columns":
+            return q, self._parts_of_rows(caches[0].transpose(1, 2), q.dtype), given_new
+        if self.dtype is not None:
+            return q, tuple(cache.view(torch.int16).transpose(1, 2) for cache in caches), given_new
+        return q, tuple(cache.transpose(1, 2) for cache in caches), given_new
+
+    def _parts_of_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        """Pairs of numbers as integers of 16 bits, the rotated columns, and the factors, of rows of bytes."""
+        numbers, factors = self.ends
+        return (
+            rows[..., :numbers].view(torch.int16),
+            rows[..., factors:].view(dtype),
+            rows[..., numbers:factors].view(torch.float32),
+        )
+
+    def _knows(self, *tensors: Any) -> bool:
+        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with caches at multiples of 16
+        bytes. It is the fast way to what `_check` says in sentences."""
+        like, layouts = self.last
+        try:
+            alike = [(x.shape, x.stride()) for x in tensors] == layouts
+        except (AttributeError, TypeError, RuntimeError):  # no tensors, sparse, nested
+            return False
+        caches = tensors[1 : 1 + len(self.widths)]
+        odd = any(x.storage_offset() % self.whole for x in caches)
+        return alike and not odd and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
+
+    def _knows_scales(self, scales: Tensors) -> bool:
+        """Whether factors are as those of the last valid call; one tensor may be both."""
+        try:
+            return [_kind_of(x) for x in scales] == self.last_scales
+        except (AttributeError, TypeError, RuntimeError):
+            return False
+
+    def _remember(self, *tensors: torch.Tensor) -> None:
+        """Know such tensors from now on. No guard knows one tensor twice."""
+        if guard_of is not None and len(set(map(id, tensors))) == len(tensors) and not is_watched():
+            self.last = guard_of(*tensors), [(x.shape, x.stride()) for x in tensors]
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        caches: Tensors,
+        cache_seqlens: torch.Tensor,
+        page_table: torch.Tensor | None,
+        new: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong."""
+        self._check_queries(q)
+        self._check_cache(q, caches)
+        self._check_numbers("cache_seqlens", cache_seqlens, q, [q.shape[0]], "[B]")
+        if self.page is not None:
+            self._check_numbers("page_table", page_table, q, [q.shape[0], None], "[B, max_pages]")
+            assert page_table is not None
+            if page_table.shape[1] * caches[0].shape[1] > MAX_ROWS:
+                given = f"has room for {page_table.shape[1]} pages of {caches[0].shape[1]} keys"
+                raise _error(ValueError, "page_table", given, "at most 2**29 - 1 keys of a sequence")
+        rows: int | None = None
+        for name, x, cache in zip(self.widths, new if any(x is not None for x in new) else (), caches):
+            self._check_new(name, x, q, cache, [rows])
+            assert x is not None
+            rows = x.shape[2]
+
+    def _check_scales(self, q: torch.Tensor, k_cache: torch.Tensor, scales: Tensors) -> None:
+        shape = [k_cache.shape[0], k_cache.shape[2]] if self.scale == "page" else [k_cache.shape[2]]
+        text = "[pages, Hkv]" if self.scale == "page" else "[Hkv]"
+        for name, x in zip(("k_scale", "v_scale"), scales):
+            if not _is_dense(x) or x.dtype is not torch.float32 or x.device != q.device:
+                given = f"is {x.dtype} on {x.device}" if _is_dense(x) else f"is a {kind(x)}"
+                raise _error(TypeError, name, given, f"torch.float32 {text} on {q.device}, as q is")
+            if list(x.shape) != shape:
+                raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and the cache has {shape}")
+            if x.shape[-1] > 1 and x.stride(-1) != 1:
+                raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+            if x.is_neg():
+                raise _error(ValueError, name, "is a negated view", "numbers as they lie in memory: call .resolve_neg()")
+
+    def _check_queries(self, q: torch.Tensor) -> None:
+        expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
+        if not _is_dense(q):
+            raise _error(TypeError, "q", f"is a {kind(q)}", f"a dense tensor {expected}")
+        if q.dim() != 4 or q.shape[3] != self.rules.width_qk:
+            raise _error(ValueError, "q", f"has shape {list(q.shape)}", expected)
+        if q.dtype not in self.rules.dtypes:
+            known = " or ".join(map(str, self.rules.dtypes))
+            raise _error(TypeError, "q", f"is {q.dtype}", f"{known}, which this module was built for")
+        self.rules.check_device("q", q)
+
+    def _check_cache(self, q: torch.Tensor, caches: Tensors) -> None:
+        rules, k_cache = self.rules, caches[0]
+        for (name, width), x in zip(self.widths.items(), caches):
+            self._check_rows(q, f"{name}_cache", x, width)
+        if any(x.shape[:3] != k_cache.shape[:3] for x in caches):
+            given = f"have shapes {' and '.join(str(list(x.shape)) for x in caches)}"
+            raise _error(ValueError, "k_cache and v_cache", given, "one number of rows and heads in both")
+        if self.page is None and k_cache.shape[0] != q.shape[0]:
+            raise _error(ValueError, "k_cache", f"has {k_cache.shape[0]} sequences", f"{q.shape[0]}, as many as q has")
+        if self.page and k_cache.shape[1] != self.page:
+            raise _error(ValueError, "k_cache", f"has pages of {k_cache.shape[1]} keys", f"{self.page}, as the spec says")
+        hq, hk = q.shape[1], k_cache.shape[2]
+        if (hq != hk) if rules.sharing == "mha" else hk != 1 if rules.sharing == "mqa" else (hq % hk if hk else hq):
+            raise _error(ValueError, "q", f"has {hq} heads and k_cache {hk}", f"heads that are shared as the spec says, {rules.sharing}")
+
+    def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int) -> None:
+        if not _is_dense(x):
+            raise _error(TypeError, name, f"is a {kind(x)}", f"a dense tensor {self.shapes[name]}")
+        if x.dim() != 4 or x.shape[3] != width:
+            raise _error(ValueError, name, f"has shape {list(x.shape)}", self.shapes[name])
+        if x.dtype != (self.dtype or q.dtype) or x.device != q.device:
+            expected = f"{self.dtype} on {q.device}, the device of q" if self.dtype else f"{q.dtype} on {q.device}, as q is"
+            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
+        if not _is_near(x, 1):
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
+        if self.dtype and (x.storage_offset() % self.whole or any(step % self.whole for step in x.stride()[:3])):
+            given = f"starts at element {x.storage_offset()} of its storage and has strides {list(x.stride())}"
+            numbers = f"multiples of {self.whole}" if self.whole > 2 else "even numbers"
+            raise _error(ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()")
+        unit = 16 // x.element_size()  # by which a copy engine reads rows
+        if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
+            raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
+        if x.shape[1] > MAX_ROWS or (self.page is not None and x.shape[1] < 1):
+            raise _error(ValueError, name, f"has {x.shape[1]} rows", "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1")
+
+    def _check_numbers(self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str) -> None:
+        if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
+            given = f"is {x.dtype}" if isinstance(x, torch.Tensor) else f"is a {kind(x)}"
+            raise _error(TypeError, name, given, f"torch.int32 {text}, on the device")
+        if x.dim() != len(shape) or any(n is not None and n != m for m, n in zip(x.shape, shape)):
+            raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and q has B = {q.shape[0]}")
+        if x.device != q.device:
+            raise _error(ValueError, name, f"is on {x.device} and q on {q.device}", "one device")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+
+    def _check_new(self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]) -> None:
+        text = f"[{q.shape[0]}, {cache.shape[2]}, new, {self.new[name]}]"
+        if x is None or not _is_dense(x):
+            expected = f"both k and v, {text}, or neither" if "v" in self.widths else f"a dense tensor {text}"
+            raise _error(TypeError, name, f"is a {kind(x)}", expected)
+        shape = [q.shape[0], cache.shape[2], *rows, self.new[name]]
+        if x.dim() != 4 or any(n is not None and n != m for m, n in zip(x.shape, shape)):
+            alike = ", with as many new ones in k and v" if "v" in self.widths else ""
+            raise _error(ValueError, name, f"has shape {list(x.shape)}", text + alike)
+        if x.dtype != q.dtype or x.device != cache.device:
+            expected = f"{q.dtype} on {cache.device}, as {'q' if self.dtype else 'the cache'} is"
+            raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
+        if not _is_near(x, 2):
+            raise _error(ValueError, name, f"has strides {list(x.stride())}", f"{_NEAR}: call .contiguous()")
+
+
+@on_its_device
+def over_cache(
+    q: torch.Tensor,
+    caches: Tensors,
+    new: Tensors,
+    of_cache: Tensors,
+    operands: tuple[Any, ...],
+    append: Any,
+    decode: Any,
+    interpreted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
+
+    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where there are any.
+    operands: the other arguments of `decode`.
+    """
+    appended, dtype = 0, q.dtype
+    if new:
+        append(*new, *caches, *of_cache)
+        appended = new[0].shape[2]
+    if interpreted and dtype not in OF_NUMPY:
+        q, caches = q.float(), tuple(cache.float() if cache.is_floating_point() else cache for cache in caches)
+    out, lse = decode(q, *caches, *of_cache, *operands, appended)
+    return out.to(dtype), lse
+
+
+# -------------------- Kernels whose warps have roles, of Gluon: whether this machine can run them, and the counters that they share.
+
+CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
+# Versions of Triton under which machine code of such kernels was read (docs/versions.md): no product is serialised, and nothing writes an
+# operand of a product before its wait. ptxas of 3.6 to 3.8 can do that (triton#11781). Other versions are not known to keep to it.
+TRUSTED = ("3.6", "3.7", "3.8", "3.9")
+
+
+@functools.cache
+def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
+    """The file of a module's divided kernels; None where this Triton cannot run them, or the environment says `triton`.
+
+    Raises ValueError if the environment asks for what the module does not have. Warns once of a Triton that is not trusted.
+    """
+    asked = os.environ.get(CHOICE, "")
+    if asked not in ("", "triton", backend):
+        raise ValueError(f"attention: {CHOICE} is `{asked}` in the environment; expected triton or {backend}, or nothing")
+    if asked == "triton":
+        return None
+    try:
+        found = ".".join(version("triton").split(".")[:2])
+    except PackageNotFoundError:  # a Triton of another name
+        found = ""
+    if found and found not in TRUSTED:
+        about = f"Triton {found} is not one of {', '.join(TRUSTED)}, whose machine code of its kernels for {backend} was read"
+        warnings.warn(f"attention: {about}: portable kernels are used", stacklevel=2)
+        return None
+    return importlib.import_module(f"{kernels.__name__.rpartition('.')[0]}.{backend}")
+
+
+_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
+_OF_GRAPHS: dict[int, Iterator[torch.Tensor]] = {}  # of each device: those that no graph has yet. Graphs need this module while they run.
+# Launches of this module that graphs capture, on a device, whose counters are 0 already. Later ones, and those before any other launch,
+# set theirs to 0 with a kernel of the graph.
+CAPTURED = 2**14
+
+
+def counter_of(device: int) -> torch.Tensor:
+    """Numbers by which the programs of a launch share its tiles: the first two are 0 before the launch and after it.
+
+    Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may run beside others.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        for found in _OF_GRAPHS.get(device, ()):
+            return found
+        return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+    key = device, current_stream(device)
+    if key not in _COUNTERS:
+        if device not in _OF_GRAPHS:
+            _OF_GRAPHS.setdefault(device, map(_zeros(device, CAPTURED).__getitem__, range(CAPTURED)))
+        _COUNTERS[key] = _zeros(device, 1)[0]
+    return _COUNTERS[key]
+
+
+def _zeros(device: int, rows: int) -> torch.Tensor:
+    """Rows of four zeros, of 16 bytes, as kernels want counters aligned.
+
+    A thread of its own makes them: while torch.compile prepares a graph, what its thread allocates is the graph's.
+    """
+
+    def made() -> torch.Tensor:
+        found = torch.zeros(rows, 4, dtype=torch.int32, device=f"cuda:{device}")
+        torch.cuda.current_stream(device).synchronize()  # graphs and launches run on any stream
+        return found
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
+
+
+# -------------------- Descriptors, by which a copy engine reads and writes tiles of tensors.
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+
+
+def laid_out(descriptor: Any) -> Any:
+    """A descriptor of Triton's as one of Gluon's, which says how a tile lies in shared memory."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    x, block = descriptor.base, descriptor.block_shape
+    return TensorDescriptor(x, descriptor.shape, descriptor.strides, block, _layout(*block[2:], x.dtype))
+
+
+def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
+    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
+
+    In x [B, H, S, N, D], of S parts of each head, every part counts as a head.
+    A tile has `columns` columns; without them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at
+    multiples of 16 bytes. A tensor whose rows do not is copied.
+    """
+    if not x.numel():
+        x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # no tile of it is read
+    form = None if x.data_ptr() % 16 else _form(gluon, rows, columns, x.dtype, *_of_heads(x))
+    if form is None:
+        x = x.clone(memory_format=torch.contiguous_format)
+        form = _form(gluon, rows, columns, x.dtype, *_of_heads(x))
+        assert form is not None
+    made: Any = object.__new__(form[0])
+    vars(made).update(form[1], base=x)
+    return made
+
+
+def _of_heads(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of x [B, H, N, D], or [B, H, S, N, D] as [B, H * S, N, D]."""
+    if x.dim() == 4:
+        return x.shape, x.stride()
+    (b, h, parts, n, d), (of_b, of_h, of_part, *rest) = x.shape, x.stride()
+    return (b, h * parts, n, d), (of_b, of_part if parts > 1 else of_h, *rest)
+
+
+@functools.lru_cache(maxsize=1024)
+def _form(
+    gluon: bool, rows: int, columns: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[type, dict[str, Any]] | None:
+    """The class of a descriptor and its fields, but for the tensor; None if rows do not start at multiples of 16 bytes.
+
+    To make one anew, with all that its class checks, takes ten times as long as to fill it in.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    unit = 16 // dtype.itemsize
+    if any(s % unit for n, s in zip(shape, strides[:3]) if n > 1):
+        return None
+    steps = [*(s if n > 1 else unit for n, s in zip(shape, strides[:3])), 1]
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    made: Any = TensorDescriptor(like, list(shape), steps, [1, 1, rows, columns or triton.next_power_of_2(shape[3])])
+    made = laid_out(made) if gluon else made
+    return type(made), dict(vars(made))
+
+
+class Described:
+    """The arguments of a kernel that are given by descriptor, and how these are encoded for the driver.
+
+    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such a tensor there.
+    """
+
+    MOST = 1024  # calls that are remembered; with one more all are forgotten
+
+    def __init__(self, places: Sequence[tuple[int, int, int]], gluon: bool = False) -> None:
+        self.places = sorted(places)  # (position, rows and columns of a tile), as `descriptor` takes them
+        self.gluon = gluon
+        self.known: dict[tuple[Any, ...], list[tuple[int, list[Any]]]] = {}
+
+    def put(self, args: list[Any], tensors: Sequence[Any]) -> None:
+        """Put descriptors of tensors where they are among the arguments."""
+        for at, rows, columns in self.places:
+            args[at] = descriptor(tensors[at], rows, columns, self.gluon)
+
+    def encoded(
+        self, args: list[Any], tensors: Sequence[Any], strides: tuple[int, ...], encode: Callable[[list[Any]], list[Any]]
+    ) -> list[Any]:
+        """The arguments as `encode` makes them with descriptors in place; remembered by addresses, sizes and strides.
+
+        The list that is given has to stay alive until the launch: a descriptor in it may be of a copy.
+        """
+        key = strides, *[(args[at], tensors[at].shape) for at, _, _ in self.places]
+        known = self.known.get(key)
+        if known is not None:
+            for at, numbers in known:
+                args[at : at + 1] = numbers
+            return args
+        self.put(args, tensors)
+        found = encode(args)
+        more = (len(found) - len(args)) // len(self.places)  # arguments of an encoded descriptor after the first
+        starts = [at + turn * more for turn, (at, _, _) in enumerate(self.places)]
+        if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(isinstance(x, torch.Tensor) for x in found):
+            if len(self.known) >= self.MOST:
+                self.known.clear()
+            self.known[key] = [(at, found[at : at + more + 1]) for at in starts]
+        return found
+
+
+# -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled.
+
+_address: Callable[[Any], int] = torch.Tensor.data_ptr
+_NONE: tuple[tuple[Any, ...], list[Launch]] = (), []
+_HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
+# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind (see `kind_of`).
+# So the table stays small, however many shapes the calls have.
+LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
+# Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
+LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
+# What host programs do with arguments of each form (see `remembered`).
+STEPS: dict[tuple[Any, ...], Any] = {}
+
+
+def forget_launches() -> None:
+    """Launch all kernels anew: their schedules, or what stands in for them, have changed."""
+    LAUNCHES.clear()
+    LAST.clear()
+    STEPS.clear()
+    _schedules_alone.cache_clear()
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
+
+    Raises ImportError, in one sentence, if the interpreter does not work with the numpy that is installed."""
+    if isinstance(kernel, triton.JITFunction):
+        return False
+    with contextlib.suppress(PackageNotFoundError):  # a Triton of another name
+        if why := interpreter_fails(version("triton"), version("numpy")):
+            raise ImportError(f"attention: {why}")
+    return True
+
+
+def interpreter_fails(triton_version: str, numpy_version: str) -> str:
+    """Why the interpreter of this Triton does not work with this numpy, and what to install; empty text if it does."""
+    of_triton, of_numpy = (tuple(map(int, text.split(".")[:2])) for text in (triton_version, numpy_version))
+    if of_triton >= (3, 7) or of_numpy < (2, 4):
+        return ""
+    clash = f"the interpreter of Triton {triton_version} does not work with numpy {numpy_version}"
+    return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The number of multiprocessors of a device; 1 for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def device_class(kernels: ModuleType, device: torch.device) -> str:
+    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices of its maker."""
+    if device.type != "cuda":
+        return str(kernels.INTERPRETED_AS)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(kernels.DEVICE_CLASSES.get(properties.gcnArchName.split(":")[0], kernels.OTHER_HIP))
+    return str(kernels.DEVICE_CLASSES.get((properties.major, properties.minor), kernels.OTHER_CUDA))
+
+
+def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
+    """Whether a kernel that runs divided alone has a schedule for the dtype and device of x and for `rows`."""
+    for most, config in _schedules_alone(kernels, kernel, x.device, x.element_size()):
+        if most is None or rows <= most:
+            return config is not None
+    return False
+
+
+@functools.cache
+def _schedules_alone(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where it does not run."""
+    for key, entries in kernels.SCHEDULES[kernel].items():
+        if key[:2] == (device_class(kernels, device), elem_bytes) and device.type == "cuda" and divided(kernels, key[2]):
+            return entries
+    return ()
+
+
+def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
+
+    Raises ValueError where no tile fits the device."""
+    interpreted = x.device.type != "cuda" and x.is_floating_point()  # in the schedules of one element size, whatever its dtype
+    elem_bytes = kernels.INTERPRETED_BYTES if interpreted else x.element_size()
+    found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
+    if isinstance(found, str):
+        raise ValueError(f"attention: {found}")
+    return found
+
+
+def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
+    """(the file of a kernel, largest number of rows, tile sizes and launch options), ... for the dtype and device of x.
+
+    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a number without options."""
+    table = kernels.SCHEDULES[kernel]
+    alone = all(len(key) == 3 for key in table)  # it runs divided alone
+    portable = [] if alone else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
+    mine = device_class(kernels, x.device), x.element_size()
+    for key in (key for key in table if len(key) == 3 and key[:2] == mine and x.device.type == "cuda"):
+        if file := divided(kernels, key[2]):
+            few = max((most for most, config in table[key] if config is None), default=0)
+            kept = [(kernels, few if most is None else min(few, most), config) for _, most, config in portable if few]
+            return kept + [(file, most, config) for most, config in table[key] if config]
+    return portable
+
+
+def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
+    """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
+    config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
+    return config
+
+
+def kind_of(n: int) -> int:
+    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64 bits."""
+    return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
+
+
+class Launch:
+    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
+
+    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device) -> None:
+        self.config = {name: value for name, value in config.items() if name != "KERNEL"}
+        self.file, self.name = file, config.get("KERNEL", kernel.name)  # a divided kernel for rows of its own has a name of its own
+        self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
+        self.block = config[kernel.tile] if kernel.tile else 0
+        described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
+        self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
+        divided = file is not kernel.kernels
+        if divided:
+            described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
+            self.most_programs = file.STAYING.get(self.name, 0) * processors(device)
+        self.described = Described(described, gluon=divided) if described else None
+        self.parts: tuple[Any, ...] | None = None
+
+    def start(
+        self,
+        device: int,
+        programs: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        args: list[Any],
+        more: tuple[Any, ...],
+        strides: tuple[int, ...],
+    ) -> None:
+        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides once more."""
+        parts = None if hooks_look_on() else self.parts
+        if self.most_programs:
+            counter: Any = counter_of(device)
+            more = (*more, counter if parts is None else _address(counter), programs)
+            programs = min(programs, self.most_programs)
+        if parts is None:
+            args = list(tensors)  # Triton needs their dtypes, which addresses do not have
+            if self.described:
+                self.described.put(args, tensors)
+            self.first(programs, args, more)
+            return
+        stream, run, before, packed, encode, device, constants = parts
+        args += more + constants
+        passed = args
+        if self.described:
+            if encode:
+                passed = self.described.encoded(args, tensors, strides, encode)
+            else:
+                self.described.put(args, tensors)
+        if packed:
+            run(programs, 1, 1, stream(device), *before, tuple(passed))
+        else:
+            run(programs, 1, 1, stream(device), *before, *passed)
+
+    def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
+        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
+        function = getattr(self.file, self.name)
+        compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
+        if parts := parts_of(compiled, [*args, *numbers, *constants]):
+            self.parts = *parts, torch.cuda.current_device(), constants
+
+
+class Kernel:
+    """A kernel of the module, launched by calling it.
+
+    tile: the name of the size of a program's tile, as in "BLOCK_Q"; empty if a program walks over all tiles.
+    described: (position, name of the tile's size) of each tensor that a schedule may read by descriptor.
+    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for each.
+    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for strides.
+    flags: names of the constants that a call gives. Each value has a compiled kernel of its own.
+    """
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        name: str,
+        tile: str = "",
+        described: tuple[tuple[int, str], ...] = (),
+        heads: tuple[int, ...] = (),
+        specialised: tuple[int, ...] = (),
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.kernels, self.name, self.tile = kernels, name, tile
+        self.described, self.specialised, self.flags = described, specialised, flags
+        self.heads = itemgetter(*heads) if heads else len
+        self.varied = itemgetter(*heads, *specialised) if heads or specialised else len
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rows: int,
+        programs: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        strides: tuple[int, ...],
+        flags: tuple[bool, ...] = (),
+    ) -> None:
+        """Launch it, under the schedule for the dtype and device of x and for `rows`.
+
+        There are `programs` programs for each tile of rows; where programs walk over tiles, that many in all.
+        """
+        if flags:  # a tensor may be missing for one value of a flag
+            args: Any = [t if t is None else t.data_ptr() for t in tensors]
+            unit = gcd(16, *filter(None, args))
+        else:
+            args = list(map(_address, tensors))
+            unit = gcd(16, *args)
+        aligned = unit == 16 and not _HIP
+        call = strides, self.varied(numbers), flags, x.dtype, x.get_device()
+        last, launches = LAST.get(self, _NONE)
+        if not aligned or call != last:
+            launches = self._find(x, args, tensors, numbers, strides, flags, aligned)
+            if aligned:
+                LAST[self] = call, launches
+        for launch in launches:
+            if rows <= launch.most:
+                break
+        if launch.block:
+            programs *= -(-rows // launch.block)
+        more = numbers + strides
+        if NOTES.on:
+            NOTES.launches.append((launch, programs, more, strides, tensors) if aligned else None)
+        launch.start(x.get_device(), programs, tensors, args, more, strides)
+
+    def _find(
+        self,
+        x: torch.Tensor,
+        addresses: list[Any],
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        strides: tuple[int, ...],
+        flags: tuple[bool, ...],
+        aligned: bool,
+    ) -> list[Launch]:
+        """The launches for arguments of these kinds, one for each row of its schedule."""
+        wide = reduce(or_, strides)
+        kinds: Any = None  # the usual ones: addresses and strides are multiples of 16, strides have 32 bits
+        if not aligned or wide & 15 or wide >= 2**31 or self.specialised:
+            kinds = (
+                *[kind_of(numbers[i]) for i in self.specialised],
+                *[a is None or a % 16 == 0 for a in addresses],
+                *map(kind_of, strides),
+                *[t is None or not _HIP or t.untyped_storage().nbytes() < 2**31 for t in tensors],
+            )
+        key = self.name, x.dtype, x.get_device(), self.heads(numbers), flags, kinds
+        launches = LAUNCHES.get(key)
+        if launches is None:
+            more = dict(zip(self.flags, flags))
+            found = homes(self.kernels, self.name, x)
+            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found]
+        return launches
+
+
+# -------------------- Host programs that are remembered: what one does is noted once for each form of its arguments, and done again.
+
+_MOST = 1024  # forms of arguments that are remembered; with one more all are forgotten
+_shape: Callable[[Any], torch.Size] = torch.Tensor.size
+_strides: Callable[[Any], tuple[int, ...]] = torch.Tensor.stride
+
+
+class Steps(NamedTuple):
+    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then those it makes."""
+
+    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]  # shape, strides, dtype; whether it is filled with 0
+    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors from all of them.
+    launches: list[tuple[Launch, int, tuple[Any, ...], tuple[int, ...], Callable[[list[Any]], tuple[Any, ...]]]]
+    results: Callable[[list[Any]], tuple[Any, ...]]
+
+    def repeat(self, given: Iterable[Any]) -> tuple[torch.Tensor, ...] | None:
+        """The results for the tensors that the program is given; None if an address is no multiple of 16."""
+        tensors = list(given)
+        addresses = [t if t is None else t.data_ptr() for t in tensors]
+        if gcd(16, *filter(None, addresses)) != 16:
+            return None
+        x = tensors[0]
+        for shape, strides, dtype, zero in self.made:
+            made = empty(x, shape, strides, dtype)
+            tensors.append(made.zero_() if zero else made)
+            addresses.append(made.data_ptr())
+        device = x.get_device()
+        for launch, programs, more, strides, taken in self.launches:
+            launch.start(device, programs, taken(tensors), list(taken(addresses)), more, strides)
+        return self.results(tensors)
+
+
+def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What takes the items of these numbers from a list."""
+    at = tuple(numbers)
+    return itemgetter(*at) if len(at) > 1 else lambda items: tuple(items[i] for i in at)
+
+
+def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]) -> Steps | None:
+    """The steps of a program; None if they are not those of other arguments of this form.
+
+    So it is if a tensor was given twice, if an address is no multiple of 16, and on AMD.
+    """
+    tensors = list(given)
+    numbers = {id(x): at for at, x in enumerate(tensors)}
+    if len(numbers) < len(tensors) or not all(launched):
+        return None
+
+    def number(x: torch.Tensor | None) -> int:
+        if id(x) not in numbers:
+            numbers[id(x)] = len(tensors)
+            tensors.append(x)
+        return numbers[id(x)]
+
+    count = len(tensors)
+    launches = [(*launch, _taking(map(number, taken))) for *launch, taken in launched]
+    returned = _taking(map(number, results))
+    zeros = set(map(id, filled))
+    return Steps([(tuple(x.shape), x.stride(), x.dtype, id(x) in zeros) for x in tensors[count:]], launches, returned)
+
+
+def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be None.
+
+    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the device, from the sizes,
+    strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
+    """
+
+    def of(program: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(program)
+        def run(*args: Any) -> Any:
+            dense = args[: count if args[count - 1] is not None else count - 1]
+            rest = args[len(dense) :]
+            form = program, args[0].get_device(), *[t.dtype for t in dense], *map(_shape, dense), *map(_strides, dense), *rest
+            steps = STEPS.get(form)
+            if steps is not None:
+                found = steps.repeat(args[:count])
+                return program(*args) if found is None else found
+            with NOTES.taken() as (launches, zeros):
+                results = program(*args)
+            if steps := _noted(args[:count], results, launches, zeros):
+                if len(STEPS) >= _MOST:
+                    STEPS.clear()
+                STEPS[form] = steps
+            return results
+
+        return run
+
+    return of
+
+
+# -------------------- Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other.
+
+_MOST = 64  # plans that are kept; with one more all are forgotten
+_KEPT: dict[Any, dict[int, Any]] = {}
+
+
+def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, ...]) -> Any:
+    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream that comes first.
+
+    A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph, and is not kept.
+    """
+    if type(q) is not torch.Tensor and type(q) is not torch.nn.Parameter or torch.compiler.is_compiling():
+        return make(q, k)
+    plans = _KEPT.get((make, q.device, sizes), {})
+    if (
+        q.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):  # what was made before is complete: a capture starts with a wait for the device
+        return next(iter(plans.values()), None) or make(q, k)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    if stream not in plans:
+        if len(_KEPT) >= _MOST:
+            _KEPT.clear()
+        _KEPT[make, q.device, sizes] = plans = {**plans, stream: make(q, k)}
+    return plans[stream]
+
+
+class BlockPlan(NamedTuple):
+    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
+
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count, in rising order,
+    then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come before it in its row.
+    `q_list` and `q_rank` are the same for the transposed mask.
+    """
+
+    kv_rank: torch.Tensor
+    kv_list: torch.Tensor
+    q_rank: torch.Tensor
+    q_list: torch.Tensor
+
+
+def turned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of blocks [B, H, Tq, Tk] as [B, H, Tk, Tq]."""
+    return mask.transpose(2, 3).contiguous()
+
+
+def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ranks, lists) of every row of a mask of blocks [B, H, Tq, Tk], as in BlockPlan."""
+    rank = torch.nn.functional.pad(mask.cumsum(3, dtype=torch.int32), (1, 0))
+    listed = torch.sort(mask, dim=3, descending=True, stable=True).indices.to(torch.int32)
+    return rank.contiguous(), listed.contiguous()
+
+
+def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is a position in it."""
+    full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
+    rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
+    listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
+    return full_rank.contiguous(), rank.contiguous(), listed.contiguous()
+
+
+def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two masks [B, H, Tq, Tk]: blocks with a visible pair, and full blocks: all pairs are visible and exist.
+
+    `count` [B, H, Tq, strips] has the number of visible pairs in each strip of a block.
+    """
+    columns = -(-n_kv // block)
+    count = count.unflatten(3, (columns, count.shape[3] // max(columns, 1))).sum(4) if columns else count
+    inside = torch.arange(count.shape[2], device=count.device) < n_q // block
+    return count > 0, (count == block * block) & inside[:, None]
+
+
+def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
+    """A mask of blocks as [B or 1, Hq or 1, Tq, Tk].
+
+    Raises:
+        ValueError or TypeError: one sentence that says what the mask is and what was expected.
+    """
+    if not isinstance(block_mask, torch.Tensor) or block_mask.layout != torch.strided or block_mask.dtype != torch.bool:
+        given = block_mask.dtype if isinstance(block_mask, torch.Tensor) else kind(block_mask)
+        raise TypeError(
+            f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
+        )
+    if not 2 <= block_mask.dim() <= 4:
+        raise ValueError(f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it")
+    return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
+
+
+def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
+    """Raise ValueError, in one sentence, if lists of blocks do not have the shapes that this call needs."""
+    rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
+    shape = list(blocks.kv_list.shape)
+    if shape[2:] != [rows, columns] or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
+        raise ValueError(
+            f"attention: block_mask has shape {shape}; expected {[q.shape[0], q.shape[1], rows, columns]}, or what broadcasts to it: "
+            f"one element for each {block} x {block} scores"
+        )
+    shapes = ([rows, columns + 1], [rows, columns], [columns, rows + 1], [columns, rows])
+    for name, x, last in zip(blocks._fields, blocks, shapes):
+        if x.device != q.device:
+            raise ValueError(f"attention: block_mask is on {x.device} and q on {q.device}; expected one device")
+        if x.dtype != torch.int32 or list(x.shape) != shape[:2] + last or not x.is_contiguous():
+            raise ValueError(f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged")
+
+
+def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any], block: int, heads: list[int]) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call.
+
+    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of each.
+    heads: the lists' lengths along B and H.
+    """
+    if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
+        raise ValueError(
+            f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
+            "expected what attention.plan makes of these q and k"
+        )
+    rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
+    lengths = {"Tq": rows, "Tq1": rows + 1, "Tk": columns, "Tk1": columns + 1}
+    for name, dims in lists:
+        x = getattr(plan, name)
+        check_input(q, f"plan.{name}", x, torch.int32, [*heads, *(lengths[d] for d in dims)], "what attention.plan makes")
+        if not x.is_contiguous():
+            raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
+
+
+# -------------------- Dropout at a call: checks of its arguments, and the mask that a seed gives.
+
+def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
+    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is kept).
+
+    Raises:
+        ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, numbers.Real)):  # an abstract class is slow to ask
+        raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
+    threshold = min(round(float(dropout_p) * 65536), 65535)
+    if isinstance(seed, torch.Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
+            raise ValueError(
+                f"attention: seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected torch.int64, one element, on {q.device}"
+            )
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"attention: seed is a {type(seed).__name__}; expected an int, an int64 tensor of one element, or None")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"attention: seed is {seed}; expected an int of 64 bits")
+    if threshold == 0:
+        return None, 0, 1.0
+    if seed is None:
+        seed = torch.randint(2**63 - 1, (), device=q.device)
+    elif not isinstance(seed, torch.Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
+    return seed, threshold, 65536 / (65536 - threshold)
+
+
+def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
+    """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
+
+    def dropout_mask(
+        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str = "cuda"
+    ) -> torch.Tensor:
+        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
+        keep = torch.ones(shape, dtype=torch.bool, device=device)
+        key, threshold, _ = check_dropout(keep, dropout_p, seed)
+        if key is not None and keep.numel():
+            batch, heads, n_q, n_kv = shape
+            grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
+            draw = functools.partial(keep_mask[grid], BLOCK_Q=32, BLOCK_KV=32)
+            on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
+        return keep
+
+    return dropout_mask
+
+
+# -------------------- The host's part of the backward: a divisor, by which groups of heads are split, and sums for learned inputs.
+
+@functools.lru_cache(maxsize=1024)
+def divisor(a: int, b: int) -> int:
+    """The greatest divisor of a that is not above b; 1 if b is 0."""
+    return next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1)
+
+
+def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
+    """Zeroed room for sums by distance, fp32 [B, Hq, rows, Nq + Nk]; without elements unless `needed`.
+
+    Each tile of queries of the dQ kernel has its own rows, one for each key tile that a diagonal crosses there.
+    """
+    config = schedule(kernel.kernels, kernel.name, q, q.shape[2])
+    turns = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1
+    rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * turns
+    shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2])
+    return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
+
+
+def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
+    """The gradient of a table x that is read by distance along its dimension `dim`.
+
+    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for each distance, the
+    place in the table. index_put_ adds in a fixed order, on CUDA too.
+    """
+    sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
+    whole = torch.zeros_like(x).movedim(dim, 0).contiguous()
+    inside = (index >= -len(whole)) & (index < len(whole))
+    sums = sums * inside.view(-1, *[1] * (sums.dim() - 1))
+    whole.index_put_((index % len(whole),), sums, accumulate=True)
+    return whole.movedim(0, dim).contiguous()
+
+
+def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
+    """The gradient of `like` where only the elements at `index` have one, x: zero elsewhere."""
+    whole = torch.zeros_like(like)
+    whole[index] = x
+    return whole
+
+
+# -------------------- What calls give beside the output.
+
+def check_max_score(wanted: bool | str) -> None:
+    """Raise ValueError or TypeError, in one sentence, if what a call says of largest scores is neither a bool nor "head"."""
+    if not isinstance(wanted, (bool, str)):
+        raise TypeError(f'attention: return_max_score is a {kind(wanted)}; expected True, False or "head"')
+    if wanted not in (True, False, "head"):
+        raise ValueError(f'attention: return_max_score is "{wanted}"; expected True, for each query, or "head", for each head')
+
+
+def largest(max_score: torch.Tensor, wanted: bool | str) -> torch.Tensor:
+    """The largest scores [B, Hq, Nq] as a call wants them: of each query, or of each "head" [Hq], -inf where it sees nothing."""
+    if wanted != "head":
+        return max_score
+    return max_score.amax((0, 2)) if max_score.numel() else max_score.new_full(max_score.shape[1:2], -torch.inf)
+
+
+# -------------------- A module's operators of torch.library: torch traces calls of them, and autograd records them.
+
+Results = tuple[torch.Tensor, ...]
+_OF_NUMPY = (torch.float16, torch.float32)
+
+
+class Signature(NamedTuple):
+    """The arguments of a module's operators after q, k and v.
+
+    schema: their declarations, as in "Tensor slope, float scale". The first `tensors` of them are tensors.
+    learned: the positions of those that get gradients.
+    summed: the dQ kernel writes parts of such a gradient, so it has to run for it, too.
+    unordered: the names of those whose gradients are added up atomically, in no fixed order.
+    results: the dtype of outputs, if it is not that of q.
+    rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
+    """
+
+    schema: str
+    tensors: int
+    widths: tuple[int, int]  # head dimensions of q and k, and of v
+    learned: tuple[int, ...] = ()
+    summed: bool = False
+    unordered: tuple[str, ...] = ()
+    results: torch.dtype | None = None
+    rows: tuple[str, ...] = ("lse",)
+    flat: int = 0
+
+    @property
+    def smooth(self) -> tuple[str, ...]:
+        """Those of the rows that have a gradient. The backward reads them, and their gradients."""
+        return self.rows[: len(self.rows) - self.flat]
+
+
+def _second_derivatives(*args: Any) -> Any:
+    raise RuntimeError(
+        "attention: its gradients cannot be differentiated again; expected first derivatives alone, "
+        "or naive attention where second ones are needed"
+    )
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise NotImplementedError(
+        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
+    )
+
+
+def refuse_gradients(*tensors: Any) -> None:
+    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients of some of these."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+        _without_backward()
+
+
+def _without_backward(*args: Any, **more: Any) -> None:
+    raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+
+
+def _wants_order() -> bool:
+    """Whether torch is told to raise where an algorithm is not deterministic."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
+    shape, strides = rows_layout(addressable(x), width)
+    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
+
+
+class Operators:
+    """The operators `attngen::NAME_forward` and `attngen::NAME_backward` of a module, which run its host programs.
+
+    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)` and `backward(grad_out, *grad_rows, q, k, v, out,
+    *rows, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, of the rows that have gradients. They get tensors that
+    kernels can read in place. A module whose `backward` is None has no such operator. If another copy of the module has registered NAME,
+    a `_` is added to it.
+    """
+
+    def __init__(
+        self, name: str, signature: Signature, forward: Callable[..., Results], backward: Callable[..., Results] | None, interpreted: bool
+    ) -> None:
+        self.library = torch.library.Library("attngen", "FRAGMENT")
+        while hasattr(torch.ops.attngen, f"{name}_forward"):
+            name += "_"
+        self.name, self.signature, self.interpreted = name, signature, interpreted
+        self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
+        self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
+        self.host_forward: Any = forward
+        self.host_backward: Any = backward
+        self.run_backward = on_its_device(self._backward)
+        operands, learned = signature.schema, signature.learned
+        results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
+        needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
+        rows, smooth = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, signature.smooth))
+        upstream = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
+        saved = f"Tensor q, Tensor k, Tensor v, Tensor out, {smooth}, {operands}"
+        self.smooth = len(signature.smooth)
+        self.forward = self.define(
+            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})", self._forward, self.fake_forward
+        )
+        self.backward: Any = backward and self.define(
+            "backward",
+            f"(Tensor grad_out, {upstream}, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
+            self._backward,
+            self._fake_backward,
+        )
+        # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
+        self.recorded = _recorded_calls(self, self._run_operator, with_rows=True)
+        self.apply = apply_of(_recorded_calls(self, forward, with_rows=False))
+        self.apply_with_rows = apply_of(_recorded_calls(self, forward, with_rows=True))
+        self.no_rows = (None,) * len(signature.rows)
+        self._register_autograd()
+
+    def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        """Define an operator: `kernel` runs it, `fake` gives results of the right shapes under tracers."""
+        self.library.define(f"{self.name}_{what}{schema}")
+        op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
+        self.library.impl(op, on_its_device(kernel), "CompositeExplicitAutograd")
+        torch.library.register_fake(op.name(), fake, lib=self.library)
+        torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
+        return op
+
+    def __call__(
+        self, shapes: Shapes | None, return_rows: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        """(out, *rows); without `return_rows` the rows may be None.
+
+        With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed.
+        """
+        if shapes is None or (self.interpreted and q.dtype not in _OF_NUMPY):
+            return self._through_dispatcher(q, k, v, *operands)
+        learned = self.signature.learned
+        wanted = q.requires_grad or k.requires_grad or v.requires_grad or (learned and any(operands[i].requires_grad for i in learned))
+        if (wanted and torch.is_grad_enabled()) or in_forward_ad(q, k, v):
+            if return_rows:
+                return self.apply_with_rows(q, k, v, *operands, shapes)
+            return self.apply(q, k, v, *operands, shapes), *self.no_rows
+        return self.host_forward(q, k, v, *operands, shapes)
+
+    def define_key_mass(self, schema: str, kernel: Callable[..., Any]) -> Any:
+        """Define `attngen::NAME_key_mass`, (q, k, lse, *operands) -> [B, Hq, Nk] fp32, which the host program `kernel` computes."""
+
+        def run(*args: Any) -> Any:
+            q, k, *rest = self._multiplied(*args)
+            return kernel(addressable(q), addressable(k), *rest)
+
+        def fake(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return q.new_empty((*q.shape[:2], k.shape[2]), dtype=torch.float32)
+
+        return self.define("key_mass", schema, run, fake)
+
+    def _multiplied(self, *args: Any) -> tuple[Any, ...]:
+        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
+        dtype = args[0].dtype
+        if self.interpreted and dtype not in _OF_NUMPY:
+            return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
+        return args
+
+    def _through_dispatcher(self, *args: Any) -> Results:
+        """Call the operator; in the interpreter, with what that can multiply."""
+        dtype = args[0].dtype
+        out, *rows = self.forward(*self._multiplied(*args))
+        return out.to(self.signature.results or dtype), *rows
+
+    # ------------------------------------------------------------------ what the dispatcher calls
+
+    def _forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
+        return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
+
+    def _backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
+        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which gradients are needed."""
+        signature = self.signature
+        grad_rows, (q, k, v, *saved) = args[: self.smooth], args[self.smooth :]
+        if signature.unordered and saved[-1] and _wants_order():
+            raise RuntimeError(
+                f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
+                "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
+            )
+        grad_rows = tuple(no_rows(q.device) if x is None else x.resolve_neg().contiguous() for x in grad_rows)
+        q, k, v = addressable(q), addressable(k), addressable(v)
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may give such back
+            saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
+        return self.host_backward(addressable(grad_out), *grad_rows, q, k, v, *saved)
+
+    def fake_forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> Results:
+        rows = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in self.signature.rows)
+        return _rows(q, self.signature.widths[1], self.signature.results), *rows
+
+    def _fake_backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
+        (q, k, v), learned = args[self.smooth : self.smooth + 3], self.signature.learned
+        operands = args[2 * self.smooth + 4 :]  # after the output and the rows
+        need_inputs = bool(learned) and operands[-1]
+        need_q, need_kv = operands[-3:-1] if learned else operands[-2:]
+        width_qk, width_v = self.signature.widths
+        dq = _rows(q, width_qk) if need_q or (need_inputs and self.signature.summed) else q.new_empty(0)
+        dk, dv = (_rows(k, width_qk), _rows(v, width_v)) if need_kv else (k.new_empty(0), v.new_empty(0))
+        inputs = [operands[i] for i in learned]
+        return dq, dk, dv, *(torch.empty_like(x) if need_inputs else x.new_empty((0,) * x.dim()) for x in inputs)
+
+    # ------------------------------------------------------------------ autograd
+
+    def _record(self, *args: Any) -> Any:
+        """A call of the forward operator that autograd sees."""
+        if self.backward is None:
+            refuse_gradients(*args[:3], *(args[i] for i in self.learned))
+        return self.recorded.apply(*args, None)
+
+    def _run_operator(self, *args: Any) -> Results:
+        """The results of the forward operator, below autograd. The last argument stands for shapes, which it is not given."""
+        with below_autograd():
+            return self.forward(*args[:-1])
+
+    def _register_autograd(self) -> None:
+        if below_autograd is None:
+            if self.backward:
+                torch.library.register_autograd(
+                    self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
+                )
+                torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
+            else:
+                name = self.forward.name()
+                torch.library.register_autograd(name, _without_backward, setup_context=_without_backward, lib=self.library)
+            return
+
+        class Gradients(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                with below_autograd():
+                    return self.backward(*args)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                _second_derivatives()
+
+        for op, record in ((self.forward, self._record), (self.backward, Gradients.apply)):
+            if op:
+                self.library.impl(op, _where_recorded(op, record), "Autograd")
+
+    def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
+        """Save what the backward needs: q, k, v, the operands, the output and the rows that have gradients."""
+        ctx.save_for_backward(*results[: 1 + self.smooth], *args[: self.numbers_at])
+        ctx.numbers = args[self.numbers_at :]
+        if self.signature.flat:
+            ctx.mark_non_differentiable(*results[1 + self.smooth :])
+
+    def gradients(self, ctx: Any, grad_out: torch.Tensor | None, *grad_rows: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients of q, k, v and of each argument after them in a call; None for those that are not needed."""
+        need_q, need_k, need_v, *need = ctx.needs_input_grad
+        rest: list[Any] = [None] * len(need)
+        grad_rows = (*grad_rows, *self.no_rows)[: self.smooth]  # a call for the output alone has none
+        if grad_out is None and all(x is None for x in grad_rows):
+            return None, None, None, *rest
+        saved = ctx.saved_tensors
+        (out, *rows), (q, k, v, *tensors) = saved[: 1 + self.smooth], saved[1 + self.smooth :]
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        learned = self.signature.learned
+        needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
+        direct = is_plain(q, k, v) and not torch.is_grad_enabled()  # then the operator would do nothing else
+        call = self.run_backward if direct else self.backward
+        dq, dk, dv, *inputs = call(grad_out, *grad_rows, q, k, v, out, *rows, *tensors, *ctx.numbers, *needs)
+        for at, gradient in zip(learned, inputs):
+            rest[at] = gradient if need[at] else None
+        return dq if need_q else None, dk if need_k else None, dv if need_v else None, *rest
+
+
+def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
+    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself otherwise."""
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() or in_forward_ad(*args):
+            return record(*args)
+        with below_autograd():
+            return op(*args)
+
+    return call
+
+
+def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows: bool) -> type[torch.autograd.Function]:
+    """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
+    kept, numbers_at, flat = 1 + operators.smooth, operators.numbers_at, operators.signature.flat
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            results = run(*args)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*results[:kept] + args[:numbers_at])  # as `save` does
+            ctx.numbers = args[numbers_at:-1]
+            if flat:
+                ctx.mark_non_differentiable(*results[kept:])
+            return results if with_rows else results[0]  # fewer outputs for autograd to track
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            return operators.gradients(ctx, *grads)
+
+    return Attention
+
+
+def _public_setup(operators: Operators) -> Callable[..., None]:
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        operators.save(ctx, inputs, output)
+
+    return setup
+
+
+def _public_backward(operators: Operators) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return operators.gradients(ctx, *grads)
+
+    return backward
+
+
+# -------------------- Operators of calls over a cache, which torch.compile sees in place of their checks and launches.
+
+class ServedOperators:
+    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in them first.
+
+    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the second
+    has; other `tensors`; and `numbers`, declared as in "float scale".
+    """
+
+    def __init__(
+        self,
+        operators: Operators,
+        with_kvcache: Callable[..., Any],
+        caches: Sequence[str],
+        new: Sequence[str],
+        tensors: Sequence[str],
+        numbers: Sequence[str],
+    ) -> None:
+        self.with_kvcache, self.fake = with_kvcache, operators.fake_forward
+        rest = [*(f"Tensor {name}" for name in tensors), *numbers]
+        read = ["Tensor q", *(f"Tensor {name}" for name in caches), *rest]
+        stored = [
+            "Tensor q",
+            *(f"Tensor({mark}!) {name}" for mark, name in zip("abc", caches)),
+            *(f"Tensor? {name}" for name in new),
+            *rest,
+        ]
+        self.served = self._define(operators, "served", read)
+        self.stored = self._define(operators, "stored", stored)
+
+    def _define(self, operators: Operators, what: str, arguments: list[str]) -> Any:
+        names = [argument.split()[-1] for argument in arguments]
+
+        def run(*args: Any) -> Results:
+            out, lse = self.with_kvcache(**dict(zip(names, args)), return_lse=True)
+            return out, lse
+
+        def fake(q: torch.Tensor, *args: Any) -> Results:
+            return self.fake(q, q, q)
+
+        return operators.define(what, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
+
+    def __call__(self, q: torch.Tensor, caches: Sequence[Any], new: Sequence[Any], *rest: Any) -> Any:
+        """(out, lse), by the operator for these. Raises NotImplementedError if a gradient is wanted."""
+        without_backward(q, *caches, *new, *rest)
+        return self.served(q, *caches, *rest) if all(x is None for x in new) else self.stored(q, *caches, *new, *rest)
+
+
+# -------------------- `attention` as a torch.nn.Module.
+
+class AttentionModule(torch.nn.Module):
+    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of `attention`."""
+
+    attention: ClassVar[Callable[..., Any]]
+    spec: ClassVar[str]
+    drops: ClassVar[bool]  # whether the spec has dropout, which applies in training
+
+    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        if dropout_p and not self.drops:
+            raise TypeError(f"attention: dropout_p is {dropout_p}; expected none, as the spec has no dropout")
+        self.scale, self.dropout_p = scale, dropout_p
+
+    def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(*args, **inputs, **dropping, scale=self.scale)
+        return found
+
+    def extra_repr(self) -> str:
+        return f"spec={self.spec}, {f'dropout_p={self.dropout_p}, ' if self.drops else ''}scale={self.scale}"

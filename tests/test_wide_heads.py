@@ -1,0 +1,166 @@
+"""Heads of 264 to 512 columns: all results and gradients, where a program has all columns of a sum, and where several share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from attngen.analysis.columns import parts_of_columns
+from attngen.analysis.flops import executed_flops, useful_flops
+from attngen.analysis.io import hbm_bytes
+from attngen.analysis.roofline import Problem, row_for, values
+from attngen.bounds.sizes import column_choices, tile_width
+from attngen.bounds.tiles import evaluate
+from attngen.devices import CLASSES, DEVICES
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.errors import AttngenError
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.over_cache import cache_cases, run_cache_case
+from attngen.passes.pipeline import lower
+from attngen.policy import LEAST_SHARED
+from attngen.spec import Spec, make_spec
+from attngen.testing import Case, heads_for, load_module, run_case
+from tests.helpers import target
+
+WIDTHS: list[Any] = [264, 320, 384, 512, {"qk": 512, "v": 64}, {"qk": 320, "v": 512}]
+# What else a kernel has that stores, adds or draws something beside the columns of its sums.
+MORE: dict[str, dict[str, Any]] = {
+    "causal": {"mask": "causal", "heads": {"sharing": "gqa"}},
+    "window, softcap": {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": {"softcap": 20.0}, "heads": {"sharing": "gqa"}},
+    "dropout, outputs": {"mask": "none", "dropout": True, "outputs": ["lse", "max_score", "key_mass"], "heads": {"sharing": "mqa"}},
+    "entropy, sink": {"mask": "causal", "score": "sink", "outputs": ["lse", "entropy"]},
+    "learned": {
+        "mask": {"key_padding": {"lengths": True}},
+        "score": {
+            "expr": "s * t[h, q_idx] + table[h, clamp(q_idx - kv_idx, -8, 8) + 8] + pairs[b, h, q_idx, kv_idx]",
+            "params": {
+                "t": {"tensor": ["H", "Nq"], "grad": True},
+                "table": {"tensor": ["H", 17], "grad": True},
+                "pairs": {"tensor": ["B", "H", "Nq", "Nk"], "grad": True},
+            },
+        },
+    },
+    "lists": {"mask": {"all_of": ["causal", {"block_sparse": {"block": 16}}]}, "heads": {"sharing": "gqa"}},
+}
+
+
+def wide(head_dim: Any, more: str, **others: Any) -> Spec:
+    return make_spec({"name": "wide", "head_dim": head_dim, "dtype": ["fp16"], **MORE[more], **others})
+
+
+def in_parts(module: Module, columns: int) -> Module:
+    """The module whose programs have so many columns of each sum, on all devices; as many as there are, if that is fewer."""
+
+    def change(kernel: Kernel, row: Any) -> Any:
+        most = column_choices(module, kernel)[0]
+        return replace(row, columns=min(columns, most)) if isinstance(row, Row) else row
+
+    schedules = ((name, tuple(change(module.kernel(name), row) for row in rows)) for name, rows in module.schedules)
+    return replace(module, schedules=tuple(schedules))
+
+
+def written(module: Module, folder: Path) -> ModuleType:
+    write_module(render(module), folder)
+    return load_module(folder)
+
+
+CASES = [(dim, "causal", (65, 65)) for dim in WIDTHS]
+CASES += [(264, more, (17, 40)) for more in MORE if more != "causal"] + [(512, "causal", (1, 70)), (512, "window, softcap", (70, 40))]
+
+
+@pytest.mark.parametrize("columns", [512, 128])
+@pytest.mark.parametrize(("head_dim", "more", "sizes"), CASES, ids=str)
+def test_results_and_gradients(head_dim: Any, more: str, sizes: tuple[int, int], columns: int, tmp_path: Path, device: str) -> None:
+    """Ragged lengths, fewer and more keys than queries, rows that see nothing: one program for all columns, and up to four."""
+    spec = wide(head_dim, more)
+    module = written(in_parts(lower(spec), columns), tmp_path / "wide")
+    result = run_case(module, spec, Case(1, *heads_for(spec), *sizes), "fp16", device)
+    assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("columns", [512, 256])
+def test_element_types_of_32_bits(columns: int, tmp_path: Path, device: str) -> None:
+    spec = wide(320, "causal", dtype=["fp32"])
+    module = written(in_parts(lower(spec), columns), tmp_path / "wide")
+    result = run_case(module, spec, Case(1, *heads_for(spec), 40, 50), "fp32", device)
+    assert result.ok, str(result)
+
+
+def test_parts_give_the_same_bits(tmp_path: Path, device: str) -> None:
+    """Each program computes the same weights, so no result depends on how many share the columns."""
+    import torch
+
+    spec, found = wide(512, "causal"), []
+    for columns in (512, 256, 128):
+        module = written(in_parts(lower(spec), columns), tmp_path / f"of_{columns}")
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, h, 70, 512, dtype=torch.float16, device=device, requires_grad=True) for h in (4, 2, 2))
+        out, lse = module.attention(q, k, v, return_lse=True)
+        found.append([out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+@pytest.mark.parametrize("cache", ["contiguous", {"paged": {"page_size": 16}}, {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}], ids=str)
+def test_calls_over_a_cache(cache: Any, tmp_path: Path, device: str) -> None:
+    """Programs of few queries have all columns."""
+    spec = wide(512, "causal", cache=cache, backward=False)
+    module = written(lower(spec), tmp_path / "wide")
+    for case in cache_cases(spec, False)[:2]:
+        result = run_cache_case(module, spec, case, "fp16", device)
+        assert result.ok, str(result)
+
+
+def test_every_device_has_rows() -> None:
+    """16-bit kernels of all classes, forward and backward; more programs share columns only where all of them do not fit or are slower."""
+    made = target("causal_d512_gqa")
+    for kernel in made.kernels:
+        rows = {row.device: row for row in made.rows(kernel.name)}
+        assert rows.keys() == CLASSES.keys() and not made.unfit(kernel.name)
+        assert {row.columns for row in rows.values()} <= set(column_choices(made, kernel))
+    assert {row.columns for row in made.rows("fwd")} == {512, 256}
+
+
+def test_what_is_computed_again_counts() -> None:
+    made, problem = target("causal_d512_gqa"), Problem(q_heads=8, kv_heads=2, n_q=4096, n_kv=4096)
+    kernel = made.kernel("fwd")
+    row = row_for(made, kernel, DEVICES["H200"], problem.n_q)
+    assert row is not None
+    whole, half = ({**values(made, kernel, replace(row, columns=n), problem)} for n in (512, 256))
+    flops, moved = ([float(evaluate(formula(kernel), numbers)) for numbers in (whole, half)] for formula in (executed_flops, hbm_bytes))
+    assert flops[1] == 1.5 * flops[0]  # two products of 512 columns become two of 512 and two of 256
+    assert 1.4 < moved[1] / moved[0] < 1.6
+    assert float(evaluate(useful_flops(made, "forward"), half)) == flops[0]
+
+
+def test_explain_says_what_parts_cost() -> None:
+    said = list(parts_of_columns(target("causal_d512_gqa"), Problem(q_heads=8, kv_heads=2, n_q=4096, n_kv=4096)))
+    assert "@fwd on A100, MI300X: a program holds all 512 columns of its sum." in said
+    costs = "1.50 times the FLOPs and 1.50 times the bytes loaded and stored of one for all."
+    shared = "2 programs share the 512 columns of a sum, each computes all scores, and so they take"
+    assert f"@fwd on H100, H200, B200: {shared} {costs}" in said
+    assert not list(parts_of_columns(target("causal_d256"), Problem()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 520}, "has 520 columns; expected at most 512, or `kv: {latent: ...}` beside it"),
+        ({"schedule": {"order": "kv_outer"}}, "holds dK and dV of at most 256 columns together"),
+        ({"schedule": {"backend": "hopper"}}, "its heads have 512 columns, and a sum of more than 256 takes all registers of a consumer"),
+    ],
+)
+def test_what_wide_heads_cannot_is_one_sentence(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(AttngenError) as error:
+        lower(make_spec({"name": "wide", "head_dim": 512, "mask": "causal", **changes}))
+    assert reason in str(error.value)
+
+
+def test_parts_are_no_narrower_than_they_are_worth() -> None:
+    made = target("causal_d512_gqa")
+    for kernel in made.kernels:
+        assert all(n == 0 or LEAST_SHARED <= n <= tile_width(512) for n in column_choices(made, kernel))
