@@ -351,6 +351,13 @@ def test_a_model_that_computes_with_its_mask_is_told() -> None:
     assert torch.equal(mask[0, 0], torch.ones(4, 4, dtype=torch.bool).tril()) and mask.to("cpu").shape == mask.shape
     with pytest.raises(AttngenError, match="the model asks for `masked_fill` of its mask, which has no elements"):
         mask.masked_fill(mask, 0.0)
+    scores = torch.zeros(1, 2, 4, 4)
+    for compute in (lambda: scores + mask, lambda: mask + scores, lambda: torch.where(mask, scores, 0.0)):
+        with pytest.raises(AttngenError, match="the model asks for `r?(add|where)` of its mask, which has no elements"):
+            compute()
+    bloom = tf.BloomConfig(vocab_size=WORDS, hidden_size=32, n_layer=1, n_head=2)
+    with pytest.raises(AttngenError, match="the model asks for `add` of its mask"):
+        tf.AutoModelForCausalLM.from_config(bloom, attn_implementation="attngen")(torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_keys_that_count_are_a_run_where_that_is_known() -> None:
@@ -442,11 +449,6 @@ def of_a_size(window: int) -> Any:
     return lambda b, h, q, k: (k <= q) & (k > q - x.shape[1])
 
 
-def of_a_branch(window: int) -> Any:
-    x = torch.tensor([window])
-    return lambda b, h, q, k: (k <= q) & (k > q - (4 if x[0] < 5 else 9))
-
-
 PIECES: dict[str, Callable[[int], Any]] = {
     "number": lambda window: in_window(lambda: window),
     "object": of_settings,
@@ -454,8 +456,6 @@ PIECES: dict[str, Callable[[int], Any]] = {
     "dictionary": lambda window: (lambda limits: lambda b, h, q, k: (k <= q) & (k > q - limits["window"]))({"window": window}),
     "of the module": of_a_module,
     "size": of_a_size,
-    "value": lambda window: (lambda x: lambda b, h, q, k: (k <= q) & (k > q - x.item()))(torch.tensor(window)),
-    "branch": of_a_branch,
 }
 
 
@@ -464,6 +464,12 @@ def test_functions_that_differ_have_other_formulas(name: str) -> None:
     """Functions of one code, with another number in what they read: none gets the formula of the one before."""
     for window in (4, 9, 4):
         assert formula(PIECES[name](window), 0)[0].parts == ({"sliding_window": {"left": window - 1, "right": 0}},)
+
+
+def test_values_of_tensors_are_not_written_out() -> None:
+    x = torch.tensor([4])
+    for function in (lambda b, h, q, k: k > q - x.item(), lambda b, h, q, k: k > q - (4 if x[0] < 5 else 9)):
+        assert "a number is taken out of a tensor" in formula(function, 0)[0].why
 
 
 def test_masks_of_transformers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

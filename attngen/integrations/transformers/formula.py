@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cache, partial, wraps
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import sympy
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.errors import AttngenError
 from attngen.frontends.specs import written
@@ -79,7 +78,7 @@ def formula(function: MaskFunction, offset: int) -> tuple[Formula, list[torch.Te
         _SAME.clear()
         _KNOWN.clear()
     made = _SAME.setdefault(repr(made), made)
-    if form is not None and not tracing.values.taken:
+    if form is not None:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
         _KNOWN[form] = made
@@ -123,16 +122,6 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-class _Values(TorchDispatchMode):
-    """Sees whether a function takes numbers out of tensors, which are written into its formula."""
-
-    taken = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.taken |= func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass
 class _Tracing:
     """One trace.
@@ -145,7 +134,6 @@ class _Tracing:
     offset: bool
     rises: bool
     anew: bool = False
-    values: _Values = field(default_factory=_Values)
 
     def number(self, x: torch.Tensor) -> int | None:
         """The number of a tensor; None where the next function of the form would not have it."""
@@ -154,16 +142,6 @@ class _Tracing:
             self.tensors.append(x)
             return len(self.tensors) - 1
         return found
-
-    def watched(self, function: MaskFunction) -> MaskFunction:
-        """The function, whose reads of numbers are seen."""
-
-        @wraps(function)
-        def inner(*at: Any) -> Any:
-            with self.values:
-                return function(*at)
-
-        return inner
 
 
 def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
@@ -176,7 +154,7 @@ def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
         if not made.why and number is not None:
             return replace(made, tables=(*made.tables, ("document_ids", number, (1,))))
     try:
-        traced = trace(None, tracing.watched(function), POSITIONS)
+        traced = trace(None, function, POSITIONS)
         if (text := _said(traced.mask)) is None:
             return Formula()
         data = written(text, traced.mask_parts, traced, None, free=False)
