@@ -313,12 +313,22 @@ def test_what_is_not_supported_falls_back_with_one_warning() -> None:
         assert f"the model was given a mask [2, 1, {N}, {N}] of its own" in why and torch.equal(out.logits, masked)
     out, why = fallen(model, input_ids=ids, use_cache=False, unheard_of=3)
     assert "gives its attention `unheard_of`, which attngen does not know" in why and torch.equal(out.logits, expected.logits)
+    mask = mask_of(1, N, N, attention_mask=lengths(N)[1:] > 0)
+    out, why = fallen(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    assert "the mask is of 1 sequences, and the layer has 2" in why and out.logits.shape[:2] == ids.shape
     out, why = fallen(model.double(), input_ids=ids, use_cache=False)
     assert "the layer computes in torch.float64" in why
     narrow = made("llama", head_dim=12)
     narrow.set_attn_implementation("attngen")
     out, why = fallen(narrow, input_ids=ids, use_cache=False)
     assert "a head has 12 columns, and attngen's have a multiple of 8" in why
+
+
+def test_keys_that_a_layer_chose_are_not_forgotten() -> None:
+    """DeepSeek 3.2 puts them into the mask for eager attention alone, and else into an argument that eager attention does not read."""
+    x = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(AttngenError, match="Linear gives its attention `indices`, the keys that it chose, in place of a mask"):
+        attends.attend(torch.nn.Linear(1, 1), x, x, x, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
 
 
 def test_a_mask_that_cannot_be_traced_falls_back() -> None:
@@ -341,6 +351,13 @@ def test_a_model_that_computes_with_its_mask_is_told() -> None:
     assert torch.equal(mask[0, 0], torch.ones(4, 4, dtype=torch.bool).tril()) and mask.to("cpu").shape == mask.shape
     with pytest.raises(AttngenError, match="the model asks for `masked_fill` of its mask, which has no elements"):
         mask.masked_fill(mask, 0.0)
+    scores = torch.zeros(1, 2, 4, 4)
+    for compute in (lambda: scores + mask, lambda: mask + scores, lambda: torch.where(mask, scores, 0.0)):
+        with pytest.raises(AttngenError, match="the model asks for `r?(add|where)` of its mask, which has no elements"):
+            compute()
+    bloom = tf.BloomConfig(vocab_size=WORDS, hidden_size=32, n_layer=1, n_head=2)
+    with pytest.raises(AttngenError, match="the model asks for `add` of its mask"):
+        tf.AutoModelForCausalLM.from_config(bloom, attn_implementation="attngen")(torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_keys_that_count_are_a_run_where_that_is_known() -> None:
@@ -357,6 +374,10 @@ def test_keys_that_count_are_a_run_where_that_is_known() -> None:
 def test_registration_is_checked(tmp_path: Path) -> None:
     with pytest.raises(AttngenError, match="the name `my_flash` means something else to transformers"):
         register(name="my_flash")
+    for taken in ("sdpa", "eager"):
+        with pytest.raises(AttngenError, match=f"transformers has an implementation `{taken}` already"):
+            register(name=taken)
+    register()  # again
     with pytest.raises(AttngenError, match="has no generated module; expected what `attngen build --out` writes"):
         register(tmp_path)
 
@@ -394,6 +415,84 @@ def test_formulas_are_kept_by_form() -> None:
     assert first is not formula(masks.and_masks(CHUNKS, masks.blockwise_overlay(IDS)), 0)[0]
     apart, same = (masks.or_masks(masks.blockwise_overlay(x), masks.blockwise_overlay(y)) for x, y in ((IDS, IDS + 1), (IDS, IDS)))
     assert formula(apart, 0)[0] is not formula(same, 0)[0] and len(formula(apart, 0)[1]) == 2
+
+
+LIMITS = {"window": 4}
+
+
+class Settings:
+    """An object of a user's, which a mask function reads."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def read(self) -> int:
+        return self.window
+
+
+def in_window(window: Callable[[], Any]) -> Any:
+    return lambda b, h, q, k: (k <= q) & (k > q - window())
+
+
+def of_settings(window: int) -> Any:
+    settings = Settings(window)
+    return lambda b, h, q, k: (k <= q) & (k > q - settings.window)
+
+
+def of_a_module(window: int) -> Any:
+    LIMITS["window"] = window
+    return lambda b, h, q, k: (k <= q) & (k > q - LIMITS["window"])
+
+
+def of_a_size(window: int) -> Any:
+    x = torch.zeros(2, window)
+    return lambda b, h, q, k: (k <= q) & (k > q - x.shape[1])
+
+
+PIECES: dict[str, Callable[[int], Any]] = {
+    "number": lambda window: in_window(lambda: window),
+    "object": of_settings,
+    "method": lambda window: in_window(Settings(window).read),
+    "dictionary": lambda window: (lambda limits: lambda b, h, q, k: (k <= q) & (k > q - limits["window"]))({"window": window}),
+    "of the module": of_a_module,
+    "size": of_a_size,
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_functions_that_differ_have_other_formulas(name: str) -> None:
+    """Functions of one code, with another number in what they read: none gets the formula of the one before."""
+    for window in (4, 9, 4):
+        assert formula(PIECES[name](window), 0)[0].parts == ({"sliding_window": {"left": window - 1, "right": 0}},)
+
+
+def test_values_of_tensors_are_not_written_out() -> None:
+    x = torch.tensor([4])
+    for function in (lambda b, h, q, k: k > q - x.item(), lambda b, h, q, k: k > q - (4 if x[0] < 5 else 9)):
+        assert "a number is taken out of a tensor" in formula(function, 0)[0].why
+
+
+def test_masks_of_transformers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (lambda: masks.causal_mask_function, lambda: masks.chunked_causal_mask_function(8, IDS[0])):
+        first = formula(make(), 0)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("attngen.integrations.transformers.formula.trace", lambda *_: pytest.fail("traces again"))
+            assert formula(make(), 0)[0] is first
+
+
+def test_sequences_in_any_order_and_other_unions() -> None:
+    """Only an intersection hides other sequences; numbers that fall along a row, as -1 for padding, are not sorted."""
+    ids = torch.tensor([[0, 0, 1, 1, -1, -1]])
+    both = masks.and_masks(masks.bidirectional_mask_function, masks.packed_sequence_mask_function(ids))
+    assert formula(both, 0)[0].parts == ("document",)
+    either = formula(masks.or_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(IDS)), 0)[0]
+    assert not either.packed and not either.causal and " or " in either.parts[0]["expr"]
+
+
+def test_a_tensor_without_dimensions_is_an_input_of_one() -> None:
+    last = torch.tensor(4)
+    mask = mask_of(2, N, N, mask_function=lambda b, h, q, k: (k <= q) & (k > q - last))
+    assert [x.tolist() for x in mask.inputs.values()] == [[4]]
 
 
 def test_positions_are_told_where_a_cache_begins() -> None:
@@ -468,10 +567,21 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(AttngenError, match="cannot be read"):
         specs_for(path)
-    for text in ("{", "[]", "{}", json.dumps({"model_type": "no_such_model"})):
+    of_llama = {"model_type": "llama", **SIZES, **HEADS}
+    wrong = {
+        "{": "is not JSON",
+        "[]": "has no `model_type`",
+        "{}": "has no `model_type`",
+        json.dumps({"model_type": "no_such_model"}): "transformers knows no model `no_such_model`$",
+        json.dumps({"model_type": "mine", "auto_map": {}}): "no model `mine`; it comes with code of its own, which attngen does not run",
+        json.dumps({**of_llama, "hidden_size": "big"}): "is no configuration of a llama .*'hidden_size' expected int, got str",
+        json.dumps({**of_llama, "head_dim": 12}): "no layer of the llama runs with attngen: a head has 12 columns",
+    }
+    for text, why in wrong.items():
         path.write_text(text)
-        with pytest.raises(AttngenError, match="is no configuration of a model that transformers knows"):
+        with pytest.raises(AttngenError, match=why) as found:
             specs_for(path)
+        assert "\n" not in str(found.value)
 
 
 def test_the_cookbook_shows_the_registration() -> None:

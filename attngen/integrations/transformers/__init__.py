@@ -24,7 +24,7 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
     Args:
         modules: a folder of modules that were built ahead of time from the specs that `attngen specs-for` writes; they are used in place
             of those of the cache.
-        name: what `attn_implementation` calls it. A name with `flash` in it means other things to transformers.
+        name: what `attn_implementation` calls it. A name with `flash` in it means other things to transformers, and so do its own names.
 
     Raises:
         AttngenError: transformers is not there, or too old; the folder has no module; the name cannot be.
@@ -36,6 +36,8 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
     from attngen.integrations.transformers.attend import FOUND, attend
     from attngen.integrations.transformers.mask import mask_of
 
+    if {AttentionInterface().get(name), AttentionMaskInterface().get(name)} - {None, attend, mask_of}:
+        raise AttngenError(f"register: transformers has an implementation `{name}` already; expected a name of its own for attngen")
     if "flash" in name or "|" in name or "/" in name:
         raise AttngenError(f"register: the name `{name}` means something else to transformers; expected one without `flash`, `|` and `/`")
     if modules is not None:

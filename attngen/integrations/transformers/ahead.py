@@ -63,16 +63,23 @@ def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | N
 
 def _read(path: Path) -> Any:
     """A configuration of transformers."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return AutoConfig.for_model(**data)
     except (OSError, UnicodeDecodeError) as error:
         raise AttngenError(f"{path}: cannot be read ({error.__class__.__name__})") from error
-    except (ValueError, TypeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise AttngenError(f"{path}: is no configuration of a model that transformers knows ({reason})") from error
+    except ValueError as error:
+        raise AttngenError(f"{path}: is not JSON ({error}); expected a config.json of transformers") from error
+    if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):
+        raise AttngenError(f"{path}: has no `model_type`; expected a config.json of transformers")
+    if kind not in CONFIG_MAPPING:
+        hint = "; it comes with code of its own, which attngen does not run" if "auto_map" in data else ""
+        raise AttngenError(f"{path}: transformers knows no model `{kind}`{hint}")
+    try:
+        return AutoConfig.for_model(**data)
+    except Exception as error:  # of many kinds: each model checks its own
+        raise AttngenError(f"{path}: is no configuration of a {kind} ({' '.join(str(error).split())})") from error
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -92,11 +99,15 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
             for module in model.modules():
                 if type(module).__name__.endswith("Experts"):  # which tokens an expert gets depends on weights
                     module.forward = lambda x, *_, **__: torch.zeros_like(x)
-            with recording() as layers:
+            with recording() as (layers, left):
                 model.train()(**_inputs(config, dtype))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise AttngenError(f"{path}: a {config.model_type} cannot run without weights ({reason}), and runs with them") from error
+    if left and not layers:
+        raise AttngenError(f"{path}: no layer of the {config.model_type} runs with attngen: {left[0]}")
+    for why in dict.fromkeys(left):
+        warnings.warn(f"{path}: layers of the {config.model_type} have no specs: {why}", stacklevel=3)
     return layers
 
 

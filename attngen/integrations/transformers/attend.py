@@ -29,6 +29,7 @@ SPAN: dict[str, Any] = {
     "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
     "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
 }
+CHOSEN = ("indices", "block_indices")  # of the keys that a layer chose: its mask has them for eager attention alone
 SERVED = 16  # queries of a sequence, at most, that run over a cache with its keys dealt among programs
 _WARNED: set[str] = set()
 
@@ -92,16 +93,15 @@ def _word(part: Any) -> str:
 
 _MODULES: dict[tuple[Layer, Formula, Padded], ModuleType] = {}
 FOUND: dict[str, ModuleType] = {}  # modules built ahead of time, by the hash of their spec
-_RECORDING: list[list[tuple[Layer, Formula]]] = []
+_RECORDING: list[tuple[list[tuple[Layer, Formula]], list[str]]] = []
 
 
 @contextmanager
-def recording() -> Iterator[list[tuple[Layer, Formula]]]:
-    """Note the layers that run, with what their masks say, in place of running them: they give zeros."""
-    layers: list[tuple[Layer, Formula]] = []
-    _RECORDING.append(layers)
+def recording() -> Iterator[tuple[list[tuple[Layer, Formula]], list[str]]]:
+    """Note the layers that run, with what their masks say, and why others do not; in place of running them: they give zeros."""
+    _RECORDING.append(([], []))
     try:
-        yield layers
+        yield _RECORDING[-1]
     finally:
         _RECORDING.pop()
 
@@ -151,6 +151,9 @@ def attend(
         served = not gradients and not dropout and _is_served(mask, query, key)
         if not served:
             mask, key, value, position_bias, why = _level(mask, query, key, value, position_bias)
+    if why and _RECORDING:
+        _RECORDING[-1][1].append(why)
+        return _zeros(query, value), None
     if why or not isinstance(mask, Mask):
         return _by_eager(why, module, query, key, value, mask, {**given, **more})
     wide = query.dtype == torch.float32
@@ -167,8 +170,8 @@ def attend(
         served,
     )
     if _RECORDING:
-        _RECORDING[-1].append((layer, mask.formula))
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+        _RECORDING[-1][0].append((layer, mask.formula))
+        return _zeros(query, value), None
     padded: Padded = "" if mask.padding is None else "spans" if served and mask.span else "padded"
     built = _module(layer, mask.formula, padded)
     inputs = dict(mask.inputs)
@@ -185,6 +188,11 @@ def attend(
         inputs |= {"dropout_p": dropout} if dropout > 0 else {}
         out = built.attention(query, key, value, **_planned(built, mask, query, key, inputs), scale=scaling)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What a layer gives that does not run: [B, Nq, Hq, D]."""
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
 def _implied(module: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool | None) -> Mask:
@@ -237,6 +245,8 @@ def _unserved(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         return f"a head has {odd} columns, and attngen's have a multiple of 8, 16 to {WIDEST_HEAD}"
     if mask.shape[3] != key.shape[2] or mask.shape[2] != query.shape[2]:
         return f"the mask is of {mask.shape[2]} queries and {mask.shape[3]} keys, and the layer has {query.shape[2]} and {key.shape[2]}"
+    if mask.shape[0] != query.shape[0] and (mask.padding is not None or mask.inputs):
+        return f"the mask is of {mask.shape[0]} sequences, and the layer has {query.shape[0]}"
     return ""
 
 
@@ -328,6 +338,11 @@ def _by_eager(
     why: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, more: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The layer by the model's own eager function, with a warning that says why, once."""
+    if chosen := next((name for name in CHOSEN if more.get(name) is not None), ""):
+        raise AttngenError(
+            f"transformers: {type(module).__name__} gives its attention `{chosen}`, the keys that it chose, in place of a mask; attngen "
+            f'cannot run this model: use another attn_implementation for it, as "eager"'
+        )
     eager = _eager(type(module))
     if eager is None:
         raise AttngenError(f"transformers: {why}, and {type(module).__name__} has no eager function to fall back to")

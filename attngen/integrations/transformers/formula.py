@@ -1,16 +1,17 @@
 """What the mask functions of transformers say: functions of (batch, head, query, key) become the mask of a spec, once for each kind.
 
 A model makes such functions anew in every forward, out of the same pieces with other tensors. So what was traced is kept by the function's
-form: its code, and the numbers and functions that it holds. Tensors are inputs of the spec, and are taken from the function at hand.
+form: its code, and the numbers and functions that it holds. Tensors are inputs of the spec, and are taken from the function at hand. A
+function that depends on anything else, such as an object of the user's or a tensor's size, has no form, and is traced in every forward.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from types import BuiltinFunctionType
+from functools import cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import sympy
@@ -29,11 +30,12 @@ POSITIONS = ("b", "h", "q_pos", "kv_idx")  # a mask function counts queries amon
 OFFSET = "kv_offset"  # the position of the first key at hand, where a mask depends on more than distances
 _DEPTH = 12  # functions that hold functions
 _MOST = 256  # formulas that are kept; with one more all are forgotten
+_OF_SIZES = frozenset(("len", "ndim", "ndimension", "nelement", "numel", "shape", "size"))  # what a trace writes out of a tensor's size
 
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A mask as a spec says it. There is one object for each form of functions.
+    """A mask as a spec says it. There is one object for all functions that say the same.
 
     parts: the masks of which all must hold; none where every key is visible.
     tables: the tensors of the function that the spec takes, and how: name -> (its number, the dimensions that are read at a position).
@@ -49,7 +51,12 @@ class Formula:
     why: str = ""
 
 
-_KNOWN: dict[Any, Formula] = {}
+_KNOWN: dict[Any, Formula] = {}  # by the form of functions
+_SAME: dict[str, Formula] = {}  # by what they say
+
+
+class _Formless(Exception):
+    """A function depends on what may change without notice."""
 
 
 def formula(function: MaskFunction, offset: int) -> tuple[Formula, list[torch.Tensor]]:
@@ -57,39 +64,94 @@ def formula(function: MaskFunction, offset: int) -> tuple[Formula, list[torch.Te
 
     offset: the position of the first key at hand, as a sliding cache has it.
     """
-    tensors: list[torch.Tensor] = []
-    form = (_form(function, tensors, 0), offset > 0)
-    if form not in _KNOWN:
+    inside = _packed(function)
+    rises = inside is not None and (inside[2] or _never_falls(inside[1]))
+    tracing = _Tracing([], offset > 0, rises)
+    try:
+        form = (_form(function, tracing.tensors, 0), tracing.offset, rises)
+    except _Formless:
+        form, tracing = None, _Tracing([], offset > 0, rises, anew=True)
+    if form is not None and form in _KNOWN:
+        return _KNOWN[form], tracing.tensors
+    made = _formula(function, tracing)
+    if len(_SAME) >= _MOST:
+        _SAME.clear()
+        _KNOWN.clear()
+    made = _SAME.setdefault(repr(made), made)
+    if form is not None:
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
-        _KNOWN[form] = _formula(function, tensors, offset > 0)
-    return _KNOWN[form], tensors
+        _KNOWN[form] = made
+    return made, tracing.tensors
 
 
 def _form(x: Any, tensors: list[torch.Tensor], depth: int) -> Any:
-    """What a value is, so far as a trace depends on it. Its tensors are listed in the order in which they are met."""
+    """What a value is, so far as a trace depends on it. Its tensors are listed in the order in which they are met.
+
+    Raises _Formless: the trace depends on more.
+    """
     if isinstance(x, torch.Tensor):
         number = next((i for i, y in enumerate(tensors) if y is x), len(tensors))
         tensors += [x] if number == len(tensors) else []
         return ("tensor", number, x.dtype, x.dim(), x.shape if x.dim() == 1 and x.shape[0] == 1 else None)
-    if x is None or isinstance(x, (bool, int, float, str)):
+    if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device)):
         return (type(x), x)
     if isinstance(x, (list, tuple)):
         return tuple(_form(y, tensors, depth + 1) for y in x)
-    if callable(x) and depth < _DEPTH:
-        code = getattr(x, "__code__", None) or (x if isinstance(x, BuiltinFunctionType) else type(x))
-        return (code, *((name, _form(y, tensors, depth + 1)) for name, y in held(x)))
-    return id(x)
+    if depth >= _DEPTH:
+        raise _Formless
+    if type(x) is partial:
+        return (partial, *(_form(y, tensors, depth + 1) for y in (x.func, x.args, *sorted(x.keywords.items()))))
+    if isinstance(x, BuiltinFunctionType) and (x.__self__ is None or isinstance(x.__self__, ModuleType)):
+        return x
+    if not isinstance(x, FunctionType):
+        raise _Formless
+    names = set(_names(x.__code__))
+    if not names.isdisjoint(_OF_SIZES):
+        raise _Formless
+    of_module = {name: x.__globals__[name] for name in sorted(names) if name in x.__globals__}
+    parts = dict(held(x)) | {name: y for name, y in of_module.items() if y is not torch}
+    return (x.__code__, *((name, _form(y, tensors, depth + 1)) for name, y in parts.items()))
 
 
-def _formula(function: MaskFunction, tensors: list[torch.Tensor], offset: bool) -> Formula:
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function looks up, those of functions inside it included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+@dataclass
+class _Tracing:
+    """One trace.
+
+    tensors: those that the function holds. anew: the function is traced in every forward, and tensors that the trace meets are added.
+    offset: whether the keys at hand begin after the first. rises: of packed sequences, whether their numbers never fall along a row.
+    """
+
+    tensors: list[torch.Tensor]
+    offset: bool
+    rises: bool
+    anew: bool = False
+
+    def number(self, x: torch.Tensor) -> int | None:
+        """The number of a tensor; None where the next function of the form would not have it."""
+        found = next((i for i, y in enumerate(self.tensors) if y is x), None)
+        if found is None and self.anew:
+            self.tensors.append(x)
+            return len(self.tensors) - 1
+        return found
+
+
+def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
     """Trace a mask function; a formula with a reason where that cannot be."""
     if (inside := _packed(function)) is not None:
         inner, ids, remapped = inside
-        made = _formula(inner, tensors, offset)
-        made = in_documents(made) if remapped else _joined(made)
-        if not made.why:
-            number = next(i for i, x in enumerate(tensors) if x is ids)
+        made = _formula(inner, tracing)
+        made = in_documents(made) if remapped else _joined(made, tracing.rises)
+        number = tracing.number(ids)
+        if not made.why and number is not None:
             return replace(made, tables=(*made.tables, ("document_ids", number, (1,))))
     try:
         traced = trace(None, function, POSITIONS)
@@ -101,15 +163,14 @@ def _formula(function: MaskFunction, tensors: list[torch.Tensor], offset: bool) 
         return Formula(why=str(error))
     if named := _named(mask, text):
         return Formula((named,), causal=_is_causal(mask))
-    moves = offset and not _shifts(mask)
+    moves = tracing.offset and not _shifts(mask)
     if moves:
         if (moved := _moved(data)) is None:
             return Formula(why="the mask reads a tensor at computed positions, and the cache has dropped its first keys")
         data = moved
     tables = []
     for table in traced.tables:
-        own = next((i for i, x in enumerate(tensors) if x is table.tensor), None)
-        if own is None:
+        if (own := tracing.number(table.tensor)) is None:
             return Formula(why=f"the mask reads the tensor `{table.name}`, which its function makes anew")
         at = tuple(d for d in range(len(table.shape)) if {read[d] for read in table.reads} <= {"q_pos", "kv_idx"})
         tables.append((table.name, own, at))
@@ -126,9 +187,9 @@ def in_documents(made: Formula) -> Formula:
     return _joined(made)
 
 
-def _joined(made: Formula) -> Formula:
-    """The formula, where a query also sees its own sequence alone."""
-    return made if made.why else replace(made, parts=(*made.parts, {"document": {"sorted": True}}), packed=True)
+def _joined(made: Formula, rises: bool = True) -> Formula:
+    """The formula, where a query also sees its own sequence alone. rises: the sequences are numbered as they lie."""
+    return made if made.why else replace(made, parts=(*made.parts, {"document": {"sorted": True}} if rises else "document"), packed=True)
 
 
 def read(data: Any) -> Mask:
@@ -146,7 +207,7 @@ def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] |
     inside each sequence, in place of positions in the row.
     """
     parts = dict(held(function)).get("mask_functions")
-    if not isinstance(parts, tuple) or len(parts) != 2:
+    if not isinstance(parts, tuple) or len(parts) != 2 or not getattr(function, "__qualname__", "").startswith("and_masks."):
         return None
     whose = [getattr(part, "__qualname__", "").split(".")[0] for part in parts]
     if "packed_sequence_mask_function" not in whose:
@@ -155,7 +216,14 @@ def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] |
     ids, rest = dict(held(parts[at])).get("packed_sequence_mask"), parts[1 - at]
     remapped = whose[1 - at] == "remap_positions_for_packed_sequence"
     rest = dict(held(rest)).get("mask_function") if remapped else rest
-    return (rest, ids, remapped) if isinstance(ids, torch.Tensor) and callable(rest) else None
+    if not callable(rest) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+        return None
+    return rest, ids, remapped
+
+
+def _never_falls(ids: torch.Tensor) -> bool:
+    """Whether the numbers of sequences never fall along a row. transformers has waited for them, too."""
+    return ids.is_meta or not bool((ids.diff(dim=1) < 0).any())
 
 
 # ------------------------------------------------------------------------------------------------ what formulas say

@@ -82,13 +82,22 @@ class Mask(BlockMask):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttngenError(
-            f"transformers: the model asks for `{name}` of its mask, which has no elements; attngen cannot run this model: use another "
-            f'attn_implementation for it, as "sdpa"'
-        )
+        raise _no_elements(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch's functions and a tensor's operators call where they are given a mask."""
+        raise _no_elements(getattr(func, "__name__", str(func)).strip("_"))
 
     def __repr__(self) -> str:
         return f"Mask({list(self.shape)}, {list(self.formula.parts)})"
+
+
+def _no_elements(name: str) -> AttngenError:
+    return AttngenError(
+        f"transformers: the model asks for `{name}` of its mask, which has no elements; attngen cannot run this model: use another "
+        f'attn_implementation for it, as "eager"'
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -127,7 +136,7 @@ def mask_of(
             padding = torch.nn.functional.pad(padding, (0, missing))
     inputs: dict[str, Any] = {}
     for name, number, at in found.tables:
-        x = _part(tensors[number], at, kv_offset, kv_length)
+        x = _part(tensors[number], at, kv_offset, kv_length) if tensors[number].dim() else tensors[number][None]
         inputs[name] = x if x.dtype in (torch.bool, torch.int32, torch.int64) or x.is_floating_point() else x.int()
     if found.offset:
         inputs[OFFSET] = kv_offset
