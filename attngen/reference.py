@@ -125,9 +125,19 @@ class _TruncatedProduct(torch.autograd.Function):
     """A product whose operands, and those of its gradient, have lost what TF32 has no bits for."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*(operands := (_truncated(a), _truncated(b))))
-        return torch.matmul(*operands)
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(_truncated(a), _truncated(b))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        operands = tuple(map(_truncated, inputs))
+        ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
+
+    @staticmethod
+    def jvp(ctx: Any, a_along: torch.Tensor, b_along: torch.Tensor) -> torch.Tensor:
+        a, b = ctx.saved_tensors
+        return _truncated(a_along) @ b + a @ _truncated(b_along)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,11 +54,15 @@ def wide(head_dim: Any, more: str, **others: Any) -> Spec:
 
 
 def in_parts(module: Module, columns: int) -> Module:
-    """The module whose programs have so many columns of each sum, on all devices; as many as there are, if that is fewer."""
+    """The module whose programs have so many columns of each sum, in tiles that fit with any, on all devices; as many as there are, if that
+    is fewer.
+    """
 
     def change(kernel: Kernel, row: Any) -> Any:
         most = column_choices(module, kernel)[0]
-        return replace(row, columns=min(columns, most)) if isinstance(row, Row) else row
+        if not isinstance(row, Row):
+            return row
+        return replace(row, columns=min(columns, most), block_q=min(row.block_q, 32), block_kv=min(row.block_kv, 32), num_stages=1)
 
     schedules = ((name, tuple(change(module.kernel(name), row) for row in rows)) for name, rows in module.schedules)
     return replace(module, schedules=tuple(schedules))

@@ -469,7 +469,7 @@ def _crowds(module: Module, kernel: Kernel, row: Row) -> str | None:
     if not (device.tensor_columns and any(isinstance(op, Load) and _is_continued(kernel, op) for op in kernel.ops())):
         return None
     made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.dots if set(kernel.type_of(dot.a).dims) == SCORES]
-    columns = sum(dims[dot.type.dims[1]] for dot in kernel.dots) + sum(made) * row.elem_bytes // 4
+    columns = sum(dims[dot.type.unpadded[1]] for dot in kernel.dots) + sum(made) * row.elem_bytes // 4
     columns = columns * min(row.block_q, TENSOR_ROWS) // TENSOR_ROWS
     if columns <= device.tensor_columns:
         return None
