@@ -23,9 +23,11 @@ from attngen.integrations.transformers.formula import formula
 from attngen.integrations.transformers.mask import mask_of
 from attngen.reference import relative_error
 from attngen.spec import parse_spec
+from tests.conftest import CUDA
 from tests.helpers import ROOT
 
 Tensor = torch.Tensor
+DEVICE = "cuda" if CUDA else "cpu"
 WORDS = 67
 N = 21  # tokens of a sequence
 SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 4096}
@@ -83,10 +85,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def made(name: str, device: str = "cpu", **sizes: Any) -> Any:
+def made(name: str, **sizes: Any) -> Any:
     """A model of random weights, with all of them at work."""
     torch.manual_seed(0)
-    model = MODELS[name](**sizes).to(device).eval()
+    model = MODELS[name](**sizes).to(DEVICE).eval()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.02 * torch.randn_like(p)
@@ -95,27 +97,27 @@ def made(name: str, device: str = "cpu", **sizes: Any) -> Any:
 
 def lengths(n: int) -> Tensor:
     """A mask of two sequences: one is padded on the left, one on the right."""
-    mask = torch.ones(2, n, dtype=torch.long)
+    mask = torch.ones(2, n, dtype=torch.long, device=DEVICE)
     mask[0, : n // 4] = 0
     mask[1, -(n // 5) :] = 0
     return mask
 
 
-def calls(name: str, n: int, device: str) -> Iterator[tuple[dict[str, Any], Tensor]]:
+def calls(name: str, n: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Calls of a model, each with the positions whose outputs count."""
     g = torch.Generator().manual_seed(1)
     if name == "vit":
-        pixels = torch.randn(2, 3, 32, 32, generator=g).to(device)
-        yield {"pixel_values": pixels}, torch.ones(2, 17, dtype=torch.bool, device=device)
+        pixels = torch.randn(2, 3, 32, 32, generator=g).to(DEVICE)
+        yield {"pixel_values": pixels}, torch.ones(2, 17, dtype=torch.bool, device=DEVICE)
         return
-    ids = torch.randint(3, WORDS, (2, n), generator=g).to(device)
-    whole, padding = torch.ones_like(ids, dtype=torch.bool), lengths(n).to(device)
+    ids = torch.randint(3, WORDS, (2, n), generator=g).to(DEVICE)
+    whole, padding = torch.ones_like(ids, dtype=torch.bool), lengths(n).to(DEVICE)
     more = {"decoder_input_ids": ids[:, : n // 2]} if name == "t5" else {} if name in ENCODERS else {"use_cache": False}
     of_decoder = whole[:, : n // 2] if name == "t5" else None
     yield {"input_ids": ids, **more}, whole if of_decoder is None else of_decoder
     yield {"input_ids": ids, "attention_mask": padding, **more}, padding.bool() if of_decoder is None else of_decoder
     if name in DECODERS:
-        cuts = torch.cat([torch.arange(n // 3), torch.arange(n - n // 3)])[None].expand(2, -1).to(device)
+        cuts = torch.cat([torch.arange(n // 3), torch.arange(n - n // 3)])[None].expand(2, -1).to(DEVICE)
         yield {"input_ids": ids, "position_ids": cuts, **more}, whole
 
 
@@ -135,9 +137,8 @@ def test_models_compute_what_their_eager_attention_does(name: str) -> None:
     """Logits and all gradients in fp32: sequences of one length, padded on both sides, and packed; without a warning."""
     if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
         pytest.fail("fp32 is not fp32 here")
-    device = "cuda" if attends_on_cuda() else "cpu"
-    model = made(name, device)
-    for call, counted in calls(name, N, device):
+    model = made(name)
+    for call, counted in calls(name, N):
         expected = run(model, "eager", call, counted)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
@@ -146,22 +147,16 @@ def test_models_compute_what_their_eager_attention_does(name: str) -> None:
             assert relative_error(x, y) < 2e-5
 
 
-def attends_on_cuda() -> bool:
-    from tests.conftest import CUDA
-
-    return CUDA
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_errors_in_bf16_are_those_of_eager(name: str) -> None:
     """At 1,000 tokens and heads of 64 columns: against fp32, at most twice the error of eager attention in bf16, outputs and gradients."""
-    if not attends_on_cuda():
+    if not CUDA:
         pytest.skip("needs a CUDA device")
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 8 if name in ENCODERS else 2}
     sizes |= {"hidden_size": 512} if name in ENCODERS else {}
-    model = made(name, "cuda", **sizes)
-    for call, counted in calls(name, 1000, "cuda"):
+    model = made(name, **sizes)
+    for call, counted in calls(name, 1000):
         truth = run(model.float(), "eager", call, counted)
         model.bfloat16()
         call = {k: x.bfloat16() if x is not None and isinstance(x, Tensor) and x.is_floating_point() else x for k, x in call.items()}
@@ -173,9 +168,8 @@ def test_errors_in_bf16_are_those_of_eager(name: str) -> None:
 @pytest.mark.parametrize("name", [*DECODERS, "t5"])
 def test_models_generate_the_same_tokens(name: str) -> None:
     """With dynamic and static caches, and padding on the left; windows and chunks are shorter than what is generated."""
-    device = "cuda" if attends_on_cuda() else "cpu"
-    model = made(name, device)
-    ids = torch.randint(3, WORDS, (2, 11), generator=torch.Generator().manual_seed(1)).to(device)
+    model = made(name)
+    ids = torch.randint(3, WORDS, (2, 11), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": WORDS - 1, "disable_compile": True}
@@ -195,7 +189,7 @@ def test_training_curves_are_those_of_eager() -> None:
         model.set_attn_implementation(how)
         model.gradient_checkpointing_enable()
         steps = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1)).to(DEVICE)
         labels = ids.masked_fill(lengths(N).roll(1, 1) * lengths(N) == 0, -100)  # no padded position predicts one: it sees no key
         losses[how] = []
         for _ in range(4):
@@ -214,7 +208,7 @@ def test_dropout_is_the_kernels() -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     model.set_attn_implementation("attngen")
-    ids = torch.full((1, N), 5)
+    ids = torch.full((1, N), 5, device=DEVICE)
     torch.manual_seed(0)
     first, second = (model(ids, use_cache=False).logits for _ in range(2))
     torch.manual_seed(0)
@@ -226,9 +220,9 @@ def test_dropout_is_the_kernels() -> None:
 def test_starts_of_packed_sequences_count() -> None:
     """cu_seq_lens_q, which other implementations read only for kernels of FlashAttention, says where sequences start."""
     model = made("mistral")
-    ids = torch.randint(3, WORDS, (1, N), generator=torch.Generator().manual_seed(1))
-    starts = torch.tensor([0, 5, 13, N], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in starts.diff()])[None]
+    ids = torch.randint(3, WORDS, (1, N), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    starts = torch.tensor([0, 5, 13, N], dtype=torch.int32, device=DEVICE)
+    positions = torch.cat([torch.arange(n) for n in starts.diff()])[None].to(DEVICE)
     model.set_attn_implementation("eager")
     expected = model(ids, position_ids=positions, use_cache=False).logits
     model.set_attn_implementation("attngen")
@@ -244,9 +238,9 @@ def test_starts_of_packed_sequences_count() -> None:
 def test_autocast_computes_in_its_type(name: str) -> None:
     """Weights in fp32, products in bf16: errors are at most twice those of eager attention under autocast."""
     model = made(name)
-    call, counted = next(calls(name, N, "cpu"))
+    call, counted = next(calls(name, N))
     truth = run(model, "eager", call, counted)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         naive, ours = (run(model, how, call, counted) for how in ("eager", "attngen"))
     for x, y, right in zip(ours, naive, truth):
         assert relative_error(x, right) <= 2 * relative_error(y, right)
@@ -254,7 +248,7 @@ def test_autocast_computes_in_its_type(name: str) -> None:
 
 def test_torch_compile_runs_around_layers() -> None:
     model = made("mistral")
-    call, counted = next(calls("mistral", N, "cpu"))
+    call, counted = next(calls("mistral", N))
     expected = run(model, "attngen", call, counted)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
@@ -265,13 +259,18 @@ def test_torch_compile_runs_around_layers() -> None:
 def test_image_spans_of_a_mask_are_traced() -> None:
     """Gemma 3's images: a function of the user's joins the causal one."""
     model = made("gemma3")
-    spans = torch.full((2, N), -1)
+    spans = torch.full((2, N), -1, device=DEVICE)
     spans[0, 3:9], spans[1, 10:15] = 0, 1
-    ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     outputs = []
     for how in ("eager", "attngen"):
         model.set_attn_implementation(how)
-        given = {"config": model.config, "inputs_embeds": torch.zeros(2, N, 32), "attention_mask": None, "past_key_values": None}
+        given = {
+            "config": model.config,
+            "inputs_embeds": torch.zeros(2, N, 32, device=DEVICE),
+            "attention_mask": None,
+            "past_key_values": None,
+        }
         kinds = {"full_attention": masks.create_causal_mask, "sliding_attention": masks.create_sliding_window_causal_mask}
         made_masks = {kind: make(**given, or_mask_function=masks.blockwise_overlay(spans)) for kind, make in kinds.items()}
         outputs.append(
@@ -296,10 +295,10 @@ def fallen(model: Any, **call: Any) -> tuple[Any, str]:
 
 def test_what_is_not_supported_falls_back_with_one_warning() -> None:
     model = made("llama")
-    ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     model.set_attn_implementation("eager")
     expected = model(ids, output_attentions=True, use_cache=False)
-    own = torch.ones(N, N, dtype=torch.bool).tril().expand(2, 1, N, N).clone()
+    own = torch.ones(N, N, dtype=torch.bool, device=DEVICE).tril().expand(2, 1, N, N).clone()
     own[:, :, :, 2] = False
     own[:, :, 2, 2] = True
     floats = torch.where(own, 0.0, torch.finfo(torch.float32).min)
@@ -313,7 +312,7 @@ def test_what_is_not_supported_falls_back_with_one_warning() -> None:
         assert f"the model was given a mask [2, 1, {N}, {N}] of its own" in why and torch.equal(out.logits, masked)
     out, why = fallen(model, input_ids=ids, use_cache=False, unheard_of=3)
     assert "gives its attention `unheard_of`, which attngen does not know" in why and torch.equal(out.logits, expected.logits)
-    mask = mask_of(1, N, N, attention_mask=lengths(N)[1:] > 0)
+    mask = mask_of(1, N, N, attention_mask=lengths(N)[1:] > 0, device=DEVICE)
     out, why = fallen(model, input_ids=ids, attention_mask=mask, use_cache=False)
     assert "the mask is of 1 sequences, and the layer has 2" in why and out.logits.shape[:2] == ids.shape
     out, why = fallen(model.double(), input_ids=ids, use_cache=False)
@@ -333,12 +332,12 @@ def test_keys_that_a_layer_chose_are_not_forgotten() -> None:
 
 def test_a_mask_that_cannot_be_traced_falls_back() -> None:
     model = made("llama")
-    ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def odd(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (torch.sinh(k.float()) >= 0) & (k <= q)
 
-    mask = mask_of(2, N, N, mask_function=odd, use_vmap=True)
+    mask = mask_of(2, N, N, mask_function=odd, use_vmap=True, device=DEVICE)
     model.set_attn_implementation("attngen")
     out, why = fallen(model, input_ids=ids, attention_mask=mask, use_cache=False)
     assert "`aten::sinh` has no expression" in why
@@ -532,9 +531,9 @@ def test_specs_of_a_configuration_are_those_of_its_layers(tmp_path: Path, monkey
     monkeypatch.setattr(attends, "_MODULES", {})
     register(tmp_path / "built")
     monkeypatch.setattr("attngen.api.build", lambda data: pytest.fail(f"builds {data['name']}"))
-    for call, counted in calls("gpt_oss", N, "cpu"):
+    for call, counted in calls("gpt_oss", N):
         run(model, "attngen", call, counted)
-    ids = torch.randint(3, WORDS, (1, 9))
+    ids = torch.randint(3, WORDS, (1, 9), device=DEVICE)
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
 
 
