@@ -194,5 +194,5 @@ def test_what_is_compiled_ahead_is_what_any_number_of_rows_launches(small, tmp_p
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", AHEAD, str(folder), str(specs["small"]), row]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.stdout.splitlines() == ["0 1 0 0 0 0"] * 2, done.stderr  # fwd, dq, delta, dkdv, dkdv_end, packed
+    assert done.stdout.splitlines() == ["0 1 0 0 0 0 0"] * 2, done.stderr  # fwd, dq, delta, dkdv, dkdv_end, packed, jvp
     assert len(list(tmp_path.rglob("dq.cubin"))) == 1

@@ -76,8 +76,8 @@ def test_reasons_are_those_of_the_model(monkeypatch):
 
 def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
     cells = [cell for cell, _ in planned().cells()]
-    assert cells[3] == CELL and [c.rows for c in cells] == [n for _, n in RANGES for _ in range(3)]
-    assert [c.kernel for c in cells[:3]] == ["fwd", "dq", "dkdv"]  # `delta` runs where no gradient of q is asked for
+    assert cells[4] == CELL and [c.rows for c in cells] == [n for _, n in RANGES for _ in range(4)]
+    assert [c.kernel for c in cells[:4]] == ["fwd", "dq", "dkdv", "jvp"]  # `delta` runs where no gradient of q is asked for
     assert all((found is planned().searches[c.kernel, "bf16", True]) == (c.rows == SHORT_ROWS) for c, found in planned().cells())
     assert [c.kernel for c, _ in planned("causal_gqa").cells()] == [c.kernel for c in cells]  # `packed` takes what `fwd` has
     assert {c.dtype for c, _ in planned("causal_fp32").cells()} == {"fp32"}
@@ -226,7 +226,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     assert list(second.outcomes) == [c for c, _ in planned().cells()][:3] and second.by == BY
     assert [o.cell for _, o in run.tune(plans, gpu, second, float("inf"))] == [c for c, _ in planned().cells()][3:]
     table = run.tabled(Table("H200"), plans, run.read_results(path, "H200", plans))
-    assert len(table.entries) == 12 and table.gpu == "a GPU"
+    assert len(table.entries) == 16 and table.gpu == "a GPU"
     assert table.entries[planned().key(CELL._replace(rows=SHORT_ROWS))].schedule == schedule_of(rows(few=True)[1])
     assert [key.kernel for key, e in table.entries.items() if e.schedule != e.model] == ["fwd", "dq"]  # both kept that schedule
 
@@ -251,7 +251,7 @@ def test_the_first_of_what_shares_a_key_counts_and_other_entries_stay():
             results.keep(Outcome(cell, tuple(Tried(row, 1.0, ms) for row in found.kept[:1]), 0, 0.0), BY)
     once = run.tabled(Table("H200"), [planned()], results)
     both = run.tabled(once, [planned("causal_padding_gqa")], results)
-    assert len(once.entries) == 12 and len(both.entries) == 24
+    assert len(once.entries) == 16 and len(both.entries) == 32
     assert {e.ms for k, e in both.entries.items() if k.heads == "mha"} == {2.0}
     assert "nothing faster" in "\n".join(summary.totals(run.known([planned()], results)))
 
