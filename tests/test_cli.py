@@ -432,7 +432,7 @@ def test_a_dry_run_of_tune_shows_candidates_and_reasons(project: Path, attngen: 
     heading = r"good @(\w+) bf16( up to 512 rows)?: (\d+) of (\d+): \d+x\d+x\d+x\d(, \d+x\d+x\d+x\d)*"
     found = {i: re.fullmatch(heading, line) for i, line in enumerate(lines) if line[0] != " "}
     few = " up to 512 rows"
-    assert [m and m.group(1, 2) for m in found.values()] == [(k, rows) for k in ("fwd", "dq", "dkdv") for rows in (few, None)]
+    assert [m and m.group(1, 2) for m in found.values()] == [(k, rows) for k in ("fwd", "dq", "dkdv", "jvp") for rows in (few, None)]
     for (i, m), end in zip(found.items(), [*found, len(lines)][1:]):
         counts = [int(line.split()[0]) for line in lines[i + 1 : end]]
         assert int(m[3]) + sum(counts) == int(m[4]) == 128 and counts == sorted(counts, reverse=True)
@@ -504,7 +504,7 @@ main(["test", "specs/small.yaml"])
     assert done[0].returncode == 0, done[0].stderr
     heading, *cases = (line for line in done[0].stdout.splitlines() if line.startswith(("case", "B")))
     assert heading.split()[:9] == ["case", "dtype", "out", "lse", "dq", "dk", "dv", "dsink", "dtemperature"]
-    assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) == 7 for line in cases)
+    assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) > 7 for line in cases)
     sentence = "the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4: pip install 'numpy<2.4'"
     assert done[1].returncode == 1 and done[1].stderr == f"error: {sentence}\n"
     tests = code.replace("from attngen.cli import main\n", "import pytest\n").replace(

@@ -153,7 +153,7 @@ def test_the_mask_does_not_depend_on_tiles(device, tmp_path):
     text = print_module(target(DROPPING[0]))
     mine = f"  {built(DROPPING[0]).runtime.device_class(built(DROPPING[0]).kernels, torch.device(device))} bytes=2"
     lines = [line for line in text.splitlines() if not line.startswith(mine) or "backend=" in line]
-    tiles = {"fwd": (32, 16), "delta": (64, 64), "dkdv": (16, 64), "dq": (64, 16), "dq_end": (32, 32)}
+    tiles = {"fwd": (32, 16), "delta": (64, 64), "dkdv": (16, 64), "dq": (64, 16), "dq_end": (32, 32), "jvp": (64, 32)}
     tiles |= {"dkdv_end": (16, 16)} if "schedule @dkdv_end" in lines else {}
     for kernel, (q, kv) in tiles.items():
         at = lines.index(f"schedule @{kernel}")

@@ -172,7 +172,7 @@ def by_hand(n: int) -> np.ndarray:
 def test_masks_of_data_are_drawn_with_sample_data() -> None:
     """The tiles in static ranges are those of causal; those of blocks with nothing visible are pale, those that are all visible full."""
     maps = dict(tile_maps(Sample(DATA), data(), Problem()))
-    assert list(maps) == ["fwd", "dq", "dkdv", "blocks"]
+    assert list(maps) == ["fwd", "dq", "dkdv", "jvp", "blocks"]
     for kernel in ("fwd", "dq", "dkdv"):
         drawn = maps[kernel]
         assert isinstance(drawn, TileMap)

@@ -59,7 +59,7 @@ RESERVED: dict[str, frozenset[str]] = {
     | frozenset(
         ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
     )
-    | {"document_q_first_count"}
+    | {"document_q_first_count", "acc_part", "ts_part", "k_own", "q_own", "v_own", "do_own"}
     | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
     | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
     | {"piece", "slot", "ticket"},

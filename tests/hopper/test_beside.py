@@ -128,7 +128,7 @@ def test_variables_of_kernels_are_reserved(name: str) -> None:
     inputs = sorted(input_tensors(made.inputs, made.derived).keys() | {i.name for i in made.inputs})
     reading = [k for k in (*made.kernels, *made.divided) if k.dots or k.counts_pairs or k.backend]  # what a spec names
     functions = {k.name for k in reading} | {f"{k.name}_{b.name}" for k in made.divided for b in k.roles}
-    own = re.compile(rf"d?({'|'.join(map(re.escape, inputs))})(_\w+)?") if inputs else re.compile("(?!)")
+    own = re.compile(rf"[dt]?({'|'.join(map(re.escape, inputs))})(_\w+)?") if inputs else re.compile("(?!)")
     for file, text in render(made).items():
         for function in ast.walk(ast.parse(text)) if file in ("kernels.py", "hopper.py") else ():
             if isinstance(function, ast.FunctionDef) and function.name in functions:

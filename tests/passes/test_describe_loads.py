@@ -52,7 +52,7 @@ def test_a_tile_for_registers_is_not():
 def test_statistics_and_outputs_are_not_described():
     after = print_module(lowered("causal_gqa")["describe-loads"])
     described = {line.split()[0] for line in after.splitlines() if "via(descriptor)" in line}
-    assert described == {"%q", "%k", "%v", "%do"}
+    assert described == {"%q", "%k", "%v", "%do", "%tq", "%tk", "%tv"}
 
 
 def test_rows_that_are_no_tile_of_a_head_are_refused():

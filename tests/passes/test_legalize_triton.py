@@ -85,6 +85,7 @@ def test_a_loop_with_two_accumulators_or_a_loop_in_it_recomputes():
         "dkdv_end": {"all": True},
         "dq": {"full": False, "partial": False},
         "packed": {"full": False, "partial": False},
+        "jvp": {"full": False, "partial": False},
     }
 
 

@@ -141,7 +141,7 @@ def test_lists_of_data_are_refused_where_they_do_not_hold(rule, old, new, reason
 def test_the_kernel_that_lists_blocks_is_there_where_data_lists_them():
     found = data()
     without = replace(found, kernels=found.kernels[:-1], schedules=found.schedules[:-1])
-    assert ("host-launches", "host @count: it launches @blocks; the kernels are fwd, dq, delta, dkdv") in list(reasons(without))
+    assert ("host-launches", "host @count: it launches @blocks; the kernels are fwd, dq, delta, dkdv, jvp") in list(reasons(without))
 
 
 def test_without_blocks_nothing_changes():

@@ -120,9 +120,9 @@ def test_narrower_sums_stay_whole(head_dim):
 @pytest.mark.parametrize(
     ("head_dim", "shared"),
     [
-        ("512", {"fwd": "own_v", "dq": "own_qk", "dk": "own_qk", "dv": "own_v"}),
+        ("512", {"fwd": "own_v", "dq": "own_qk", "dk": "own_qk", "dv": "own_v", "jvp": "own_v"}),
         ("{qk: 512, v: 64}", {"dq": "own_qk", "dk": "own_qk"}),
-        ("{qk: 64, v: 264}", {"fwd": "own_v", "dv": "own_v"}),
+        ("{qk: 64, v: 264}", {"fwd": "own_v", "dv": "own_v", "jvp": "own_v"}),
         ("{qk: 256, v: 256}", {}),
     ],
 )
