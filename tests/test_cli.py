@@ -503,8 +503,8 @@ main(["test", "specs/small.yaml"])
     ]
     assert done[0].returncode == 0, done[0].stderr
     heading, *cases = (line for line in done[0].stdout.splitlines() if line.startswith(("case", "B")))
-    assert heading.split()[:9] == ["case", "dtype", "out", "lse", "dq", "dk", "dv", "dsink", "dtemperature"]
-    assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) > 7 for line in cases)
+    assert heading.split()[:11] == ["case", "dtype", "out", "lse", "dq", "dk", "dv", "dsink", "dtemperature", "tout", "tlse"]
+    assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) == 9 for line in cases)
     sentence = "the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4: pip install 'numpy<2.4'"
     assert done[1].returncode == 1 and done[1].stderr == f"error: {sentence}\n"
     tests = code.replace("from attngen.cli import main\n", "import pytest\n").replace(

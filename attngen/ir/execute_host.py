@@ -65,9 +65,8 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     given |= run("key_mass") if "key_mass" in module.outputs else {}
     found = run("backward") if module.trains else {}
     gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV") if module.trains}
-    tangents = (
-        {VARIABLES[name]: x for name, x in run("jvp").items()} if "tQ" in given and any(h.name == "jvp" for h in module.hosts) else {}
-    )
+    forward_mode = "tQ" in given and any(host.name == "jvp" for host in module.hosts)
+    tangents = {VARIABLES[name]: x for name, x in run("jvp").items()} if forward_mode else {}
     return {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}, **gradients, **found, **tangents}
 
 
