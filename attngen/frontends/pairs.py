@@ -72,7 +72,7 @@ def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.
     """The plan of a block mask for calls of these sizes, made at the first one."""
     at = (id(module), sizes, query.device)
     if at not in masked.plans:
-        given = {name: x for name, x in inputs.items() if name in _of_plan(module)}
+        given = {name: x for name, x in inputs.items() if name in of_plan(module)}
         masked.plans[at] = module.attention.plan(query, key, **given)
     return masked.plans[at]
 
@@ -147,7 +147,7 @@ def module_of(pair: Pair, traced: Traced, dtype: torch.dtype, widths: tuple[int,
 
 
 @cache
-def _of_plan(module: ModuleType) -> frozenset[str]:
+def of_plan(module: ModuleType) -> frozenset[str]:
     """The keyword arguments of a module's plan."""
     return frozenset(inspect.signature(module.attention.plan).parameters)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from attngen.errors import AttngenError
+from attngen.frontends.pairs import of_plan
 from attngen.integrations.transformers.formula import Formula, in_documents
 from attngen.integrations.transformers.mask import Mask, mask_of
 from attngen.spec.model import WIDEST_HEAD
@@ -325,9 +325,8 @@ def _planned(built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tens
         return inputs
     at = built, query.shape[1], key.shape[1]
     if at not in mask.plans:
-        named = inspect.signature(make).parameters
         given = {"q": query, "k": key, "n_q": query.shape[2], "n_kv": key.shape[2], **inputs}
-        mask.plans[at] = make(**{name: given[name] for name in named if name in given})
+        mask.plans[at] = make(**{name: given[name] for name in of_plan(built) if name in given})
     return {**inputs, "plan": mask.plans[at]}
 
 
