@@ -125,8 +125,6 @@ def _inputs(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _specs(layer: Layer, formula: Formula, uses: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The specs of a kind of layers: sequences of one length, padded ones and packed ones; and over a cache."""
-    if formula.why:
-        raise AttngenError(f"the mask of a layer has no formula: {formula.why}")
     packed = in_documents(formula)
     for kind in {layer: None, replace(layer, dropout=False): None} if "training" in uses else ():
         yield kind.spec(formula, "")
