@@ -331,7 +331,7 @@ def test_verify_compiles_writes_and_checks(tmp_path, capsys):
     readings = [r["reading"] for k in report["kernels"].values() for r in k["schedules"] if r["device"] == "sm90" and r["max_rows"] is None]
     assert [sorted(r) for r in readings] == [
         ["code_bytes", "digest", "registers", "shared_bytes", "source", "spilled_bytes", "states", "target", "triton"]
-    ] * 5
+    ] * rows
     readings[0]["registers"] += 1
     (tmp_path / "butterfly_gqa" / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     with pytest.raises(SystemExit):
