@@ -48,7 +48,21 @@ def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
     found in it by the spec and by attngen's own files, so that another version, or an edited one, compiles anew. Processes that ask for one
     spec at once wait for the first, which compiles it. `attngen cache` shows the cache and clears it.
     """
-    asked, read, path = _request(spec)
+    return _built(*_request(spec))
+
+
+def build_completed(data: dict[str, Any], complete: Callable[[dict[str, Any]], dict[str, Any]]) -> ModuleType:
+    """The module of the spec `complete(data)`, as `build` gives it. One that is in the cache is found by `data`, and nothing is completed.
+
+    Args:
+        data: plain data.
+        complete: adds to a spec what follows from its data, and may need the compiler for it.
+    """
+    return _built(b"part" + marshal.dumps(data, 2), lambda: _spec_of(complete(data)), None)
+
+
+def _built(asked: bytes, read: Callable[[], Spec], path: Path | None) -> ModuleType:
+    """The module of what `_request` says."""
     with _LOCK:
         if asked not in _LOADED:
             key = store.key_of(asked)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from attngen.ir.graph import Derived
-    from attngen.parts import Sizes
+    from attngen.sizes import Sizes
     from attngen.spec import Spec
 
 TILE = 4096  # positions that an executed program takes at a time

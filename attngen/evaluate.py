@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from attngen.lang import Expression, Param
+    from attngen.lang.expression import Expression
+    from attngen.lang.params import Param
 
 _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from attngen.ir.dtypes import LATENT_GROUP
-from attngen.parts import Sizes
 from attngen.reference import naive_attention, reference_mask, reference_scores
+from attngen.sizes import Sizes
 from attngen.spec import Spec
 from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, rounding_of, run_case, torch_dtype
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
-from attngen.ir.ops import BLOCKS
-from attngen.lang import Expression, Param, position_note
-from attngen.lang.params import ANY
+from attngen.lang.expression import Expression
+from attngen.lang.names import ANY
+from attngen.lang.params import Param
+from attngen.lang.positions import position_note
 
 if TYPE_CHECKING:
     import torch
+
+    from attngen.sizes import Sizes
 
 Q, KV, NQ, NK = symbol("q_idx"), symbol("kv_idx"), symbol("Nq"), symbol("Nk")
 NATURAL = {
@@ -31,23 +33,6 @@ NATURAL = {
 # The largest parameter that an expression may add to positions: kernels sum it, a position and a length in 32 bits, and calls
 # keep positions and lengths below 2**29.
 MAX_OFFSET = 2**30 - 1
-
-
-class Sizes(NamedTuple):
-    """The sizes of a call."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    n_q: int
-    n_kv: int
-
-    def of(self, dim: str) -> int:
-        """The length of a dimension by the IR's name, or of a number; of one that may have any, as many as there are keys."""
-        names = {"B": self.batch, "Hq": self.q_heads, "Hkv": self.kv_heads, "Nq": self.n_q, "Nk": self.n_kv}
-        if blocks := re.fullmatch(BLOCKS, dim):
-            return -(-names[blocks[1]] // int(blocks[2]))
-        return names[dim] if dim in names else int(dim) if dim.isdigit() else max(1, self.n_kv)
 
 
 class Part(BaseModel):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attngen.masks import Mask
-from attngen.parts import Sizes
 from attngen.scores import Score
+from attngen.sizes import Sizes
 
 
 def naive_attention(

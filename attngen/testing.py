@@ -15,7 +15,7 @@ from attngen.imported import import_folder
 from attngen.ir.dtypes import ELEMENTS, by_precision, result_of
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import FLAT, OF_KEYS, OUTPUTS
-from attngen.parts import Part, Sizes
+from attngen.parts import Part
 from attngen.reference import (
     dropout_weight,
     naive_attention,
@@ -28,6 +28,7 @@ from attngen.reference import (
     rows_matmul,
     truncated_matmul,
 )
+from attngen.sizes import Sizes
 from attngen.spec import Spec
 
 GRADIENTS = ("dq", "dk", "dv")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from attngen.lang import Param
+from attngen.lang.params import Param
 
 # Every parameter that a drawn expression may read; those that it does read are declared.
 PARAMS: dict[str, Param] = {

@@ -11,7 +11,8 @@ import sympy
 
 from attngen.ir.expr import FUNCTIONS as KNOWN
 from attngen.ir.expr import bitand, bitor, bitxor, clamp, cos, erf, exp2, floor, floordiv, log2, mod, nearest, select, sigmoid, sin, trunc
-from attngen.lang import Expression, Param
+from attngen.lang.expression import Expression
+from attngen.lang.params import Param
 
 SIZES = {"batch": 2, "q_heads": 4, "kv_heads": 2, "n_q": 8, "n_kv": 10}
 INT, POSITIVE, FLOAT = Param(scalar="int"), Param(scalar="int", min=1), Param(scalar="float")

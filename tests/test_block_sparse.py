@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attngen.masks import registry
-from attngen.parts import Sizes
 from attngen.reference import reference_mask
+from attngen.sizes import Sizes
 from attngen.spec import make_spec
 from attngen.testing import KEYS, Case, heads_for, run_case
 from tests.helpers import NIGHTLY, SPECS, built, module_of

@@ -13,8 +13,8 @@ from attngen.derive import executed
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
 from attngen.masks.document import OF_KEY, OF_QUERY, PACKED, Document
-from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
+from attngen.sizes import Sizes
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, target

@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from attngen.evaluate import evaluate
-from attngen.ir.expr import parse, symbol, to_text
-from attngen.lang import MAX_TEXT, TAKEN, Expression, LangError, Param, name_problem, parse_mask, parse_score
+from attngen.ir.expr import FUNCTIONS, parse, symbol, to_text
+from attngen.ir.names import CALLED
+from attngen.lang.expression import Expression, parse_mask, parse_score
+from attngen.lang.grammar import LangError
+from attngen.lang.limits import MAX_TEXT
+from attngen.lang.names import TAKEN, name_problem
+from attngen.lang.params import Param
 from tests.lang_strategies import Sample, masks, piecewise_scores, scores
 from tests.lang_table import DOC, INT, ROWS, SEEN, SIZES, TABLE, Row, environment, number
 
@@ -147,6 +152,10 @@ def test_names_of_reads() -> None:
     assert names("tile[q_idx] == tile[kv_idx]", tile=edge) == [("tile_q", "tile", "q_idx"), ("tile_kv", "tile", "kv_idx")]
     for name, _, _ in names("doc[b, q_idx] == doc[b, kv_idx]", doc=two):
         assert symbol(name).is_integer is None and name not in TAKEN
+
+
+def test_functions_of_the_ir_are_reserved_names() -> None:
+    assert set(CALLED) == set(FUNCTIONS) and len(set(CALLED)) == len(CALLED) and set(CALLED) <= TAKEN
 
 
 def test_numbers_stay_exact_or_floats() -> None:

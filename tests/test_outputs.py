@@ -13,8 +13,8 @@ import torch
 from attngen.emit.render import render
 from attngen.errors import SpecError
 from attngen.ir.names import OF_OUTPUTS, OUTPUTS
-from attngen.lang import name_problem
 from attngen.lang.names import NAME as NAME_OF_INPUT
+from attngen.lang.names import name_problem
 from attngen.passes.pipeline import lower
 from attngen.reference import naive_max_score, reference_mask
 from attngen.spec import Spec, make_spec

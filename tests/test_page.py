@@ -30,8 +30,8 @@ from attngen.ir.expr import parse, symbol
 from attngen.ir.graph import Module
 from attngen.ir.ops import Loop
 from attngen.ir.text import print_module
-from attngen.parts import Sizes
 from attngen.passes.pipeline import lower, stages
+from attngen.sizes import Sizes
 from attngen.spec import parse_spec
 from tests.helpers import ROOT, built, lowered, spec, target
 

@@ -22,8 +22,8 @@ import torch
 from attngen.errors import SpecError
 from attngen.ir.expr import FUNCTIONS, clamp, exp2, floordiv, log2, mod, parse, select, sigmoid, symbol, to_text
 from attngen.logical.semantics import S, derivative, modified, shared, whole_numbers
-from attngen.parts import Sizes
 from attngen.passes.base_two import in_base_two
+from attngen.sizes import Sizes
 from attngen.spec import Spec, make_spec
 from tests.lang_strategies import Sample, piecewise_scores, scores
 from tests.spec_strategies import drawn

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from attngen.errors import SpecError, suggest
-from attngen.lang import TAKEN, name_problem, names_schema
+from attngen.lang.names import TAKEN, name_problem, names_schema
 from attngen.masks import registry
 from attngen.spec import MAX_BYTES, Spec, json_schema, load_spec, make_spec, parse_spec, starter
 from tests.helpers import ROOT, SPECS

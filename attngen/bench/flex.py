@@ -36,7 +36,8 @@ from attngen.ir.expr import (
     to_text,
     trunc,
 )
-from attngen.parts import KV, NATURAL, NK, Part, Sizes
+from attngen.parts import KV, NATURAL, NK, Part
+from attngen.sizes import Sizes
 from attngen.spec import Spec
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from attngen.bench.flex import Mods, mods
 from attngen.bench.grids import Cell
 from attngen.masks.none import NoMask
-from attngen.parts import Sizes
 from attngen.reference import reference_mask, reference_scores
+from attngen.sizes import Sizes
 from attngen.testing import make_workload, torch_dtype
 
 

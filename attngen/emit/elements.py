@@ -15,7 +15,7 @@ from attngen.ir.graph import Input
 from attngen.ir.heads import SHARINGS
 from attngen.masks import Mask, Written
 from attngen.masks.none import NoMask
-from attngen.parts import Sizes
+from attngen.sizes import Sizes
 from attngen.spec import Spec
 
 if TYPE_CHECKING:

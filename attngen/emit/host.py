@@ -19,8 +19,8 @@ from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import parse, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import FOUND, INTEGERS, SIZES, VARIABLES, stride_names
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, BLOCKS, OWN, WHOLE, Arg, Load, Map, Type, Yield
+from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, stride_names
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, WHOLE, Arg, Load, Map, Type, Yield
 
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}

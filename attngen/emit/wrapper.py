@@ -14,8 +14,8 @@ from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, la
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
-from attngen.ir.names import FLAT, SCALES, block_lists
-from attngen.ir.ops import BLOCKS, Arg
+from attngen.ir.names import BLOCKS, FLAT, SCALES, block_lists
+from attngen.ir.ops import Arg
 from attngen.policy import STRIP
 from attngen.scores import derive_functions
 

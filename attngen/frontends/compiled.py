@@ -16,7 +16,7 @@ from attngen.errors import AttngenError
 from attngen.frontends import pairs
 from attngen.frontends.block_masks import is_block_mask, masked_of
 from attngen.frontends.trace import Mod, leaves
-from attngen.parts import Sizes
+from attngen.sizes import Sizes
 
 # For each call that was traced: the module, the plan of its block mask, and tensors that say which blocks are in its lists. torch.compile
 # reads a dict once for a whole graph, and attributes of a module when they are asked for.

@@ -6,7 +6,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,9 @@ from attngen.frontends.values import (
     reduced,
     scalar,
 )
-from attngen.lang.params import Kind
+
+if TYPE_CHECKING:
+    from attngen.lang.params import Kind
 
 Fresh = Callable[[], str]  # a new name for the turns of a reduction
 Operator = Callable[..., Value]

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from attngen.api import build_completed
 from attngen.frontends.block_masks import Masked, is_block_mask, masked_of
 from attngen.frontends.products import Product, fits, longer, taken_apart
-from attngen.frontends.specs import data_of, dims_of, title_of
+from attngen.frontends.specs import data_of, dims_of, settled, title_of
 from attngen.frontends.trace import Mod, Traced, leaves, trace
-from attngen.parts import Sizes
-from attngen.spec.model import WIDEST_HEAD
+from attngen.lang.limits import WIDEST_HEAD
+from attngen.sizes import Sizes
 
 
 @dataclass
@@ -131,8 +132,6 @@ def _state(mod: Any) -> tuple[Any, ...]:
 
 def module_of(pair: Pair, traced: Traced, dtype: torch.dtype, widths: tuple[int, int], sizes: Sizes, largest: bool) -> ModuleType:
     """The module for calls with this type of q, widths of q and v, and sizes; if `largest`, one that gives largest scores too."""
-    from attngen import build
-
     wide = dtype == torch.float32
     tf32 = wide and torch.get_float32_matmul_precision() != "highest"
     sharing = "mha" if sizes.q_heads == sizes.kv_heads else "mqa" if sizes.kv_heads == 1 else "gqa"
@@ -140,9 +139,10 @@ def module_of(pair: Pair, traced: Traced, dtype: torch.dtype, widths: tuple[int,
     if at not in pair.modules:
         more = ({"fp32_precision": "tf32"} if tf32 else {}) | ({"outputs": ["max_score"]} if largest else {})
         dtypes = ("fp32",) if wide else ("bf16", "fp16")
+        data = data_of(traced, pair.title, widths, sharing, dtypes, sizes, **more)
         with warnings.catch_warnings():  # of how positions count, which is FlexAttention's way
             warnings.simplefilter("ignore")
-            pair.modules[at] = build(data_of(traced, pair.title, widths, sharing, dtypes, sizes, **more))
+            pair.modules[at] = build_completed(data, settled)
     return pair.modules[at]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attngen.frontends.trace import Table, Traced
-from attngen.parts import Sizes
+from attngen.sizes import Sizes
 
 
 @dataclass(frozen=True)

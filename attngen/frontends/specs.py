@@ -6,11 +6,9 @@ import ast
 import re
 from typing import Any
 
-import yaml
-
 from attngen.frontends.trace import Mod, Table, Traced, TraceError, occurs, trace
-from attngen.lang.params import ANY
-from attngen.parts import Sizes
+from attngen.lang.names import ANY
+from attngen.sizes import Sizes
 
 _BLOCKS = re.compile(r"(q_idx|kv_idx) // ([0-9]+)")
 _NATURAL = {"b": "B", "h": "H", "q_idx": "Nq", "kv_idx": "Nk", "q_pos": "Nk"}
@@ -46,10 +44,12 @@ def spec_from_mods(
         TraceError: an operation that the language does not have; one sentence with the function, the operation and the line.
         SpecError: what the functions say is no spec, as a mask that hides everything.
     """
+    import yaml
+
     traced = trace(score_mod, mask_mod)
     title = name or title_of(score_mod, mask_mod)
     known = None if sizes is None else Sizes(*sizes)
-    data = data_of(traced, title, head_dim, sharing, dtype, known)
+    data = settled(data_of(traced, title, head_dim, sharing, dtype, known))
     notes = [f"# {t.name}: {str(t.tensor.dtype).removeprefix('torch.')} {list(t.tensor.shape)}, captured" for t in traced.tables]
     body = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None, allow_unicode=True)
     return "\n".join(["# Traced from FlexAttention's functions.", *notes, body])
@@ -65,10 +65,7 @@ def title_of(score_mod: Mod | None, mask_mod: Mod | None) -> str:
 def data_of(
     traced: Traced, name: str, head_dim: int | tuple[int, int], sharing: str, dtype: tuple[str, ...], sizes: Sizes | None, **more: Any
 ) -> dict[str, Any]:
-    """The spec as plain data."""
-    from attngen.logical.backward import in_fixed_order
-    from attngen.spec import make_spec
-
+    """The spec as plain data. `settled` says the rest, which takes the compiler."""
     qk, v = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
     data: dict[str, Any] = {
         "name": name,
@@ -81,10 +78,16 @@ def data_of(
         data["mask"] = written(traced.mask, traced.mask_parts, traced, sizes)
     if traced.score is not None:
         data["score"] = [written(traced.score, traced.score_parts, traced, sizes)]
-    spec = make_spec(data, f"the spec of `{name}`")
-    if not in_fixed_order(spec):
-        data["backward"] = {"deterministic": False}
     return data
+
+
+def settled(data: dict[str, Any]) -> dict[str, Any]:
+    """The spec with how its gradients are summed: in a fixed order, where all can be. SpecError if the language does not have it."""
+    from attngen.logical.backward import in_fixed_order
+    from attngen.spec import make_spec
+
+    fixed = in_fixed_order(make_spec(data, f"the spec of `{data['name']}`"))
+    return data if fixed else data | {"backward": {"deterministic": False}}
 
 
 def written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None, free: bool = True) -> dict[str, Any]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.frontends.values import Value
-from attngen.lang.params import Kind
+
+if TYPE_CHECKING:
+    from attngen.lang.params import Kind
 
 _DTYPES: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int32, "real": torch.float32}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,9 @@ from attngen.frontends.standins import Operators
 from attngen.frontends.values import Index, Untold, Value, constant, joined, literal, scalar, size_of
 from attngen.ir.names import OF_OUTPUTS
 from attngen.lang.names import name_problem
-from attngen.lang.params import Kind
+
+if TYPE_CHECKING:
+    from attngen.lang.params import Kind
 
 Mod = Callable[..., Any]
 DEEPEST = 8  # of functions that hold functions

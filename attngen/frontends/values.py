@@ -10,10 +10,12 @@ import ast
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.lang.limits import MAX_TURNS
-from attngen.lang.params import Kind
+
+if TYPE_CHECKING:
+    from attngen.lang.params import Kind
 
 Index = tuple[ast.expr, ...]
 Number = bool | int | float

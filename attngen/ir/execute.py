@@ -27,7 +27,7 @@ from attngen.ir.dtypes import ELEMENTS, QUANTISED
 from attngen.ir.eight_bits import numbers, pairs
 from attngen.ir.expr import Expr, symbol, symbol_names
 from attngen.ir.graph import MIRRORED, Kernel, Module
-from attngen.ir.names import BLOCK_LISTS
+from attngen.ir.names import BLOCK_LISTS, ROW_AXES
 from attngen.ir.numeric import compiled
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -36,7 +36,6 @@ from attngen.ir.ops import (
     KIND,
     MEMBER,
     PADDED,
-    ROW_AXES,
     WHOLE,
     Access,
     Add,

@@ -17,6 +17,7 @@ import sympy
 
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import Bool, Expr, cdiv, symbol, symbol_names
+from attngen.ir.names import BLOCKS
 
 TENSORS = ("in", "out", "inout", "scratch", "sum")  # roles of a kernel's arguments that lie in device memory
 DTYPE_BYTES = {
@@ -38,9 +39,7 @@ AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "joined": "parts", **COLUMN_DIM}  # index 
 AXIS_EXTENT |= {axis: WHOLE[dim] for axis, dim in OWN.items()}
 TILED = {"BLOCK_Q": "block_q", "BLOCK_KV": "block_kv", "BLOCK_PARTS": "block_kv"}  # tile dimension -> what of a schedule row it is
 TILED |= dict.fromkeys(WHOLE, "columns")
-ROW_AXES = ("q", "kv", "joined")  # whose tiles may pass the end
 MEMBER = "g"  # the number of a query head among those that share a K/V head
-BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
 PADDED = {dim: f"{dim}_PAD" for dim in COLUMN_DIM.values()}  # dimension -> its name in tiles that are padded to a power of two
 _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
 

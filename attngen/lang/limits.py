@@ -1,4 +1,4 @@
-"""How large an expression, its numbers and its parameters may be."""
+"""How large a spec's heads, its expressions, their numbers and their parameters may be."""
 
 from __future__ import annotations
 
@@ -15,3 +15,4 @@ MAX_REAL = 3.4028234663852886e38  # of fp32
 LEAST_REAL = 2.0**-126  # of fp32 that is not subnormal, which kernels take for zero
 MAX_BITS = 127  # of the parts of a fraction
 MAX_DIM = 2**24
+WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 512, 512, 128  # columns of a head; of a latent, and of what is rotated

@@ -7,19 +7,17 @@ import keyword
 import re
 from typing import Any
 
-from attngen.ir.expr import FUNCTIONS, symbol
-from attngen.ir.names import INTEGERS, WRAPPER
-from attngen.ir.ops import ROW_AXES
+from attngen.ir.names import CALLED, INTEGERS, ROW_AXES, WRAPPER
 from attngen.lang.limits import MAX_EXTREMES
 
 NAME = "[a-z][a-z0-9_]{0,31}"  # of a parameter
 
-# The names of the language as expressions of the IR's symbols. `q_pos` is the query's position among the keys: the last query is level
-# with the last key.
-POSITIONS = {n.word: symbol(name) for name, n in INTEGERS.items() if n.word}
-POSITIONS["q_pos"] = symbol("q_idx") + symbol("Nk") - symbol("Nq")
+ANY = "any"  # a dimension whose length is the tensor's own
+# The names of the language, as text of the IR. `q_pos` is the query's position among the keys: the last query is level with the last key.
+POSITIONS = {n.word: name for name, n in INTEGERS.items() if n.word} | {"q_pos": "q_idx + Nk - Nq"}
 CONDITIONS = {"true": True, "false": False}
 SCORE = "s"
+WHOLE = [name for name, n in INTEGERS.items() if n.least is not None]  # names of whole numbers in the IR
 # What a function takes, in words, and the least and most arguments.
 CALLS = {
     "min": (f"2 to {MAX_EXTREMES} numbers", 2, MAX_EXTREMES),
@@ -40,7 +38,7 @@ MEANT |= {"ceil": "floor", "trunc": "int"}
 # Names that are taken: by arguments of a call, by the generated code and by the IR's text. Who has the names -> the names.
 RESERVED: dict[str, frozenset[str]] = {
     "an argument or a variable of generated functions": frozenset(WRAPPER),
-    "a function or a module that kernels use": frozenset(FUNCTIONS) | {
+    "a function or a module that kernels use": frozenset(CALLED) | {
         *("at", "dropout_keep", "dropout_words", "dropped", "floor_div", "floor_mod", "keep_mask", "math", "mod", "philox_round"),
         *("position", "running_max", "store_distances", "tile_at"),
         *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
@@ -84,7 +82,7 @@ def name_problem(name: Any) -> str | None:
     if keyword.iskeyword(name) or name in LANGUAGE or hasattr(builtins, name):
         return f"is a word of {'the language' if name in LANGUAGE else 'Python'}; expected another name"
     what = next((what for what, names in RESERVED.items() if name in names), None)
-    if what is None and symbol(name).is_integer:
+    if what is None and name in WHOLE:
         what = "a size or a position of kernels"
     if what is None and re.fullmatch(VALUE, name):
         what = "a value of kernels"
@@ -94,7 +92,7 @@ def name_problem(name: Any) -> str | None:
 def names_schema() -> dict[str, Any]:
     """JSON schema of the names that parameters can have: `not` lists those that are reserved."""
     words = [*keyword.kwlist, *dir(builtins), *LANGUAGE, *TAKEN]
-    words += [name for name, n in INTEGERS.items() if n.least is not None]
+    words += WHOLE
     reserved = sorted({w for w in words if re.fullmatch(NAME, w)})
     return {
         "description": "small letters, digits and _, 32 at most; words of the language, of Python and of generated code are reserved",

@@ -10,13 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from attngen.document import shown
 from attngen.errors import suggest
-from attngen.ir.ops import BLOCKS
+from attngen.ir.names import BLOCKS
 from attngen.lang.limits import LEAST_REAL, MAX_DIM, MAX_INT, MAX_REAL
+from attngen.lang.names import ANY
 
 Kind = Literal["bool", "int", "real"]
 Dim = Literal["B", "H", "Hkv", "Nq", "Nk"]
 DIMS: tuple[str, ...] = get_args(Dim)
-ANY = "any"  # a dimension whose length is the tensor's own
 Blocks = Annotated[str, StringConstraints(pattern=f"^{BLOCKS}$")]
 SAID: dict[Kind, str] = {"bool": "a condition", "int": "an integer", "real": "a real number"}
 _KINDS: dict[str, Kind] = {"fp32": "real", "int32": "int", "bool": "bool", "int": "int", "float": "real"}

@@ -42,7 +42,7 @@ class Reads(Functions):
             make = {"bool": lambda v: sympy.true if v else sympy.false, "int": sympy.Integer, "real": sympy.Float}[param.kind]
             return Part(param.kind, make(param.value), True)
         if name in POSITIONS:
-            return Part("int", POSITIONS[name])
+            return Part("int", parse(POSITIONS[name]))
         if name in CONDITIONS:
             return Part("bool", sympy.true if CONDITIONS[name] else sympy.false, True)
         if name == SCORE and self.score:

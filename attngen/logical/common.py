@@ -13,11 +13,10 @@ from attngen.errors import BuildError
 from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import DROPOUT_SCALARS, PAIRS, SCALARS
+from attngen.ir.names import DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
-    ROW_AXES,
     Access,
     Add,
     Arg,

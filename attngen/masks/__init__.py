@@ -15,8 +15,9 @@ import sympy
 from attngen.ir.expr import Bool
 from attngen.ir.graph import Blocks, Derived, Input, Read
 from attngen.ir.ops import Fact
-from attngen.lang import Expression, parse_mask
-from attngen.parts import KV, MAX_OFFSET, NK, NQ, Part, Q, Sizes, WrittenPart, discover, evaluated, unique
+from attngen.lang.expression import Expression, parse_mask
+from attngen.parts import KV, MAX_OFFSET, NK, NQ, Part, Q, WrittenPart, discover, evaluated, unique
+from attngen.sizes import Sizes
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ import sympy
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module
-from attngen.ir.names import SIZES, STATISTICS, stride_names
+from attngen.ir.names import ROW_AXES, SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -23,7 +23,6 @@ from attngen.ir.ops import (
     KIND,
     OWN,
     PADDED,
-    ROW_AXES,
     TILED,
     WHOLE,
     Access,

@@ -10,7 +10,9 @@ from pydantic import ValidationError
 from attngen import document
 from attngen.document import shown
 from attngen.errors import suggest
-from attngen.lang import LangError, Param, name_problem, names_schema
+from attngen.lang.grammar import LangError
+from attngen.lang.names import name_problem, names_schema
+from attngen.lang.params import Param
 from attngen.masks import AllOf, AnyOf, Mask, Not, Written, registry
 from attngen.parts import Part
 from attngen.scores import Score, WrittenScore, score_registry

@@ -19,6 +19,7 @@ from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, agree, by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.ir.names import OF_OUTPUTS, OUTPUTS
+from attngen.lang.limits import WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE
 from attngen.masks import Mask, registry
 from attngen.parts import unique
 from attngen.policy import UNIT
@@ -31,7 +32,6 @@ PACKAGES = frozenset(sys.stdlib_module_names) | {
     *("attngen", "filelock", "jinja2", "matplotlib", "networkx", "numpy", "platformdirs", "pydantic", "rich", "sympy", "torch", "triton"),
     *("typer", "yaml", "generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
 }
-WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE = 512, 512, 128  # columns of a head; of a latent, and of what is rotated
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 

@@ -29,9 +29,9 @@ from attngen.errors import last_line
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.heads import SHARINGS
 from attngen.ir.text import parse_module
-from attngen.parts import Sizes
 from attngen.policy import DEALT_KEYS, PACKED
 from attngen.reference import relative_error
+from attngen.sizes import Sizes
 from attngen.spec import Spec, load_spec
 from attngen.testing import load_module, make_workload, torch_dtype
 from attngen.tune.tuner import Answer, Cell, home

@@ -13,7 +13,7 @@ from attngen.ir.deal import item, joined_items
 from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
 from attngen.ir.graph import DEALT, MIRRORED, GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import AXES, PAIRS
+from attngen.ir.names import AXES, PAIRS, ROW_AXES
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -21,7 +21,6 @@ from attngen.ir.ops import (
     MEMBER,
     OWN,
     PADDED,
-    ROW_AXES,
     WHOLE,
     Add,
     Append,

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from attngen.errors import VerifyError
 from attngen.ir.expr import parse
 from attngen.ir.graph import Module
-from attngen.ir.names import INPUT_DIMS, LEARNED, OF_OUTPUTS, ORDERS, SHAPES, SOURCES, WRAPPER
-from attngen.ir.ops import BLOCKS, Type
+from attngen.ir.names import BLOCKS, INPUT_DIMS, LEARNED, OF_OUTPUTS, ORDERS, SHAPES, SOURCES, WRAPPER
+from attngen.ir.ops import Type
 from attngen.ir.text import print_module
 
 

@@ -16,11 +16,10 @@ from attngen.ir.dtypes import ELEMENTS, agree, result_type
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Row, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import AXES, DIMS, OUTPUTS
+from attngen.ir.names import AXES, BLOCKS, DIMS, OUTPUTS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
-    BLOCKS,
     COLUMN_DIM,
     DTYPE_BYTES,
     TENSORS,

@@ -11,11 +11,10 @@ from sympy.logic.boolalg import Boolean
 
 from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.names import INTEGERS
+from attngen.ir.names import INTEGERS, ROW_AXES
 from attngen.ir.ops import (
     AXIS_DIM,
     GROUPED,
-    ROW_AXES,
     Access,
     Add,
     Append,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attngen.bench.flex import Mods, cannot, mods, write
-from attngen.parts import Sizes
 from attngen.reference import naive_attention, reference_mask, reference_scores, relative_error
+from attngen.sizes import Sizes
 from attngen.spec import Spec, make_spec
 from attngen.testing import Case, heads_for, make_inputs
 from tests.helpers import SPECS, spec

@@ -37,7 +37,6 @@ from attngen.ir.names import OUTPUTS
 from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
 from attngen.ir.text import parse_module, print_module
 from attngen.logical import build_module
-from attngen.parts import Sizes
 from attngen.passes.base import Pass
 from attngen.passes.classify_tiles import ClassifyTiles
 from attngen.passes.pipeline import lower, passes
@@ -50,6 +49,7 @@ from attngen.reference import (
     reference_mask,
     reference_scores,
 )
+from attngen.sizes import Sizes
 from attngen.spec import Spec, make_spec
 from attngen.verify.host import reasons
 from tests import lang_strategies

@@ -36,8 +36,8 @@ from attngen.ir.graph import Kernel, Read
 from attngen.logical.backward import build_dkdv
 from attngen.logical.forward import build_forward
 from attngen.masks.document import SORTED_SPANS
-from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
+from attngen.sizes import Sizes
 from attngen.spec import Spec, make_spec
 from tests import lang_strategies
 from tests.spec_strategies import drawn

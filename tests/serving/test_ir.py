@@ -25,7 +25,7 @@ from attngen.ir.graph import Module
 from attngen.ir.names import OF_CACHE
 from attngen.ir.numeric import value
 from attngen.ir.text import parse_module, print_kernel, print_module
-from attngen.lang import name_problem
+from attngen.lang.names import name_problem
 from attngen.over_cache import CacheCase, make_call
 from attngen.passes.deal_keys import DealKeys
 from attngen.passes.pipeline import lower

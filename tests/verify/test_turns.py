@@ -17,8 +17,8 @@ from attngen.errors import VerifyError
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Add, Count, Load, Position
 from attngen.ir.text import parse_module, print_module
-from attngen.parts import Sizes
 from attngen.passes.pipeline import lower
+from attngen.sizes import Sizes
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from tests.helpers import edit

@@ -17,7 +17,7 @@ from attngen.errors import AttngenError
 from attngen.frontends.pairs import of_plan
 from attngen.integrations.transformers.formula import Formula, in_documents
 from attngen.integrations.transformers.mask import Mask, mask_of
-from attngen.spec.model import WIDEST_HEAD
+from attngen.lang.limits import WIDEST_HEAD
 
 # Keyword arguments that change nothing here: the mask has them, or they are of other parts of a model.
 _KNOWN = frozenset(
