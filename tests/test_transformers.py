@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from attngen.errors import AttngenError
 from attngen.integrations.transformers import attend as attends
 from attngen.integrations.transformers import register
 from attngen.integrations.transformers.ahead import specs_for
-from attngen.integrations.transformers.formula import formula
+from attngen.integrations.transformers.formula import Formula, formula
 from attngen.integrations.transformers.mask import mask_of
 from attngen.reference import relative_error
 from attngen.spec import parse_spec
@@ -581,6 +583,40 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(AttngenError, match=why) as found:
             specs_for(path)
         assert "\n" not in str(found.value)
+
+
+def test_layers_that_differ_have_specs_of_other_names() -> None:
+    plain = attends.Layer("gqa", (192, 128), True, False, 50.0, True, True, True, False)
+    others = [{"softcap": 30.0}, {"softcap": 0.5}, {"softcap": None}, {"tf32": True}, {"wide": False}, {"served": True, "dropout": False}]
+    packed = Formula(({"sliding_window": {"left": 4095, "right": 0}}, {"document": {"sorted": True}}), packed=True)
+    names = [layer.spec(packed, "padded")["name"] for layer in (plain, *(replace(plain, **other) for other in others))]
+    assert len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]{0,63}", name) for name in names)
+    assert names[0].startswith("layer_window_4096_packed_padded_softcap_50_bias_sink_")
+
+
+def test_a_folder_given_later_is_used_and_what_it_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attends, "FOUND", {})
+    monkeypatch.setattr(attends, "_MODULES", {})
+    monkeypatch.setattr(attends, "_WARNED", set())
+    model, ids = made("llama"), torch.randint(3, WORDS, (1, 9), device=DEVICE)
+    model.set_attn_implementation("attngen")
+    register()
+    model(ids)
+    (first,) = attends._MODULES.values()
+    layer, formula, padded = next(iter(attends._MODULES))
+    for name, data in {"mine": layer.spec(formula, padded), "other": layer.spec(formula, "padded")}.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(data))
+        command("build", str(tmp_path / f"{name}.yaml"), "--out", str(tmp_path / name))
+    register(tmp_path / "other")
+    with pytest.warns(UserWarning, match="no module that `register` was given is of `layer_causal_fp32_mqa_d16`; it was built now, or is"):
+        model(ids)
+    assert list(attends._MODULES.values()) == [first]
+    register(tmp_path / "mine")
+    attends._WARNED.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids)
+    assert list(attends._MODULES.values()) == [attends.FOUND[first.SPEC_HASH]]
 
 
 def test_the_cookbook_shows_the_registration() -> None:

@@ -23,7 +23,7 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
 
     Args:
         modules: a folder of modules that were built ahead of time from the specs that `attngen specs-for` writes; they are used in place
-            of those of the cache.
+            of those of the cache. A layer of which it has none takes the cache's, with one warning that names the spec.
         name: what `attn_implementation` calls it. A name with `flash` in it means other things to transformers, and so do its own names.
 
     Raises:
@@ -33,7 +33,7 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise AttngenError("attngen.integrations.transformers: needs transformers 5 or later; pip install 'transformers>=5'") from error
-    from attngen.integrations.transformers.attend import FOUND, attend
+    from attngen.integrations.transformers.attend import attend, prefer
     from attngen.integrations.transformers.mask import mask_of
 
     if {AttentionInterface().get(name), AttentionMaskInterface().get(name)} - {None, attend, mask_of}:
@@ -46,6 +46,6 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
         folders = sorted(path.parent for path in Path(modules).glob("*/schedule.ir"))
         if not folders:
             raise AttngenError(f"register: {modules} has no generated module; expected what `attngen build --out` writes")
-        FOUND.update((module.SPEC_HASH, module) for module in map(load, folders))
+        prefer(map(load, folders))
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask_of)

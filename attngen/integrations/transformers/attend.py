@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -30,6 +31,7 @@ SPAN: dict[str, Any] = {
     "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
 }
 CHOSEN = ("indices", "block_indices")  # of the keys that a layer chose: its mask has them for eager attention alone
+LONGEST_NAME = 64  # of a spec
 SERVED = 16  # queries of a sequence, at most, that run over a cache with its keys dealt among programs
 _WARNED: set[str] = set()
 
@@ -74,26 +76,37 @@ class Layer:
     def _name(self, formula: Formula, padded: Padded) -> str:
         """A name that says what the layer does."""
         words = ["decode"] * self.served + [_word(part) for part in formula.parts]
-        words += [padded] * bool(padded) + ["softcap"] * (self.softcap is not None) + ["bias"] * self.bias
-        words += ["sink"] * self.sink + ["dropout"] * self.dropout + ["fp32"] * self.wide
+        words += [padded] * bool(padded) + ([] if self.softcap is None else [f"softcap_{self.softcap:g}"]) + ["bias"] * self.bias
+        words += ["sink"] * self.sink + ["dropout"] * self.dropout + ["tf32" if self.tf32 else "fp32"] * self.wide
         qk, v = self.widths
-        return "_".join(["layer", *words, self.sharing, f"d{qk}" if qk == v else f"d{qk}_{v}"])
+        name = re.sub("[^a-z0-9]", "_", "_".join(["layer", *words, self.sharing, f"d{qk}" if qk == v else f"d{qk}_{v}"]))
+        return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 7]}_{_digest(name)}"
 
 
 def _word(part: Any) -> str:
     if isinstance(part, str):
         return part
     if "expr" in part:
-        return f"mask_{hashlib.sha256(repr(part).encode()).hexdigest()[:6]}"
+        return f"mask_{_digest(repr(part))}"
     name, fields = next(iter(part.items()))
     if name == "sliding_window":
         return f"window_{fields['left']}_{fields['right']}" if fields["right"] else f"window_{fields['left'] + 1}"
     return {"document": "packed"}.get(name, str(name))
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
 _MODULES: dict[tuple[Layer, Formula, Padded], ModuleType] = {}
-FOUND: dict[str, ModuleType] = {}  # modules built ahead of time, by the hash of their spec
+FOUND: dict[str, ModuleType] = {}  # modules built ahead of time, by the hash of their spec; `prefer` adds to them
 _RECORDING: list[tuple[list[tuple[Layer, Formula]], list[str]]] = []
+
+
+def prefer(modules: Iterable[ModuleType]) -> None:
+    """Take these modules for the layers of their specs from now on, in place of what layers have run until now."""
+    FOUND.update((module.SPEC_HASH, module) for module in modules)
+    _MODULES.clear()
 
 
 @contextmanager
@@ -315,7 +328,16 @@ def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
             warnings.simplefilter("ignore")
             ahead = FOUND.get(make_spec(data).hash()) if FOUND else None
             found = _MODULES[key] = ahead or build(data)
+        if FOUND and ahead is None:
+            _warn(f"no module that `register` was given is of `{data['name']}`; it was built now, or is the cache's")
     return found
+
+
+def _warn(what: str) -> None:
+    """Say it once."""
+    if what not in _WARNED:
+        _WARNED.add(what)
+        warnings.warn(f"attngen: {what}", stacklevel=5)
 
 
 def _planned(built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -345,9 +367,7 @@ def _by_eager(
     eager = _eager(type(module))
     if eager is None:
         raise AttngenError(f"transformers: {why}, and {type(module).__name__} has no eager function to fall back to")
-    if why not in _WARNED:
-        _WARNED.add(why)
-        warnings.warn(f"attngen: {why}; such layers run by the model's eager attention", stacklevel=4)
+    _warn(f"{why}; such layers run by the model's eager attention")
     dense = mask.dense() if isinstance(mask, Mask) else mask
     if dense.dtype == torch.bool:
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
