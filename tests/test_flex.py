@@ -18,12 +18,13 @@ import yaml
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, or_masks
 
 import attngen
-from attngen.bench.mods import MODS, Mod, Sizes
+from attngen.bench.mods import MODS, Mod
 from attngen.errors import SpecError
 from attngen.frontends import pairs
 from attngen.frontends.block_masks import masked_of
 from attngen.frontends.trace import TraceError, trace
 from attngen.reference import relative_error
+from attngen.sizes import Sizes
 from attngen.spec import parse_spec
 from tests.helpers import ROOT
 
@@ -173,6 +174,49 @@ def test_parts_that_occur_twice_get_names() -> None:
 
     traced = trace(None, mask)
     assert traced.mask_parts == {"m1": "(q_idx * 3 + kv_idx // 5) % 17"} and traced.mask == "m1 * m1 > 5 or m1 == kv_idx"
+
+
+DOC, STARTS = torch.arange(12, dtype=torch.int32) // 5, torch.tensor([0, 5, 10])
+REAL, LEFT = DOC + 0.5, "doc[q_idx] == doc[kv_idx]"
+EQUAL: dict[str, tuple[Any, str]] = {
+    "terms of both sides": (lambda q, k: (DOC[q] == DOC[k]) & (q - STARTS[DOC[q]] >= k - STARTS[DOC[k]]), f"{LEFT} and q_idx >= kv_idx"),
+    "one of equal terms": (
+        lambda q, k: (DOC[k] == DOC[q]) & (q * 2 + STARTS[DOC[q]] > STARTS[DOC[k]] + STARTS[DOC[k]] - 3),
+        "doc[kv_idx] == doc[q_idx] and q_idx * 2 > starts[doc[q_idx]] - 3",
+    ),
+    "all terms": (lambda q, k: (DOC[q] == DOC[k]) & (STARTS[DOC[k]] <= STARTS[DOC[q]] + 4), f"{LEFT} and 0 <= 4"),
+    "no comparison": (
+        lambda q, k: (DOC[q] == DOC[k]) & ((STARTS[DOC[k]] > 4) | (k < 3)),
+        f"{LEFT} and (starts[doc[q_idx]] > 4 or kv_idx < 3)",
+    ),
+    "the first of three": (
+        lambda q, k: (q >= k) & (STARTS[DOC[k]] < q) & (DOC[q] == DOC[k]),
+        f"q_idx >= kv_idx and starts[doc[q_idx]] < q_idx and ({LEFT})",
+    ),
+    "an equality of an equal": (lambda q, k: (DOC[q] == DOC[k]) & (STARTS[DOC[q]] == STARTS[DOC[k]]), f"{LEFT} and 0 == 0"),
+    "one of two": (
+        lambda q, k: (DOC[q] == DOC[k]) | (STARTS[DOC[q]] == STARTS[DOC[k]]),
+        f"{LEFT} or starts[doc[q_idx]] == starts[doc[kv_idx]]",
+    ),
+    "real numbers": (lambda q, k: (REAL[q] == REAL[k]) & (1 / REAL[k] > 0), "real[q_idx] == real[kv_idx] and 1.0 / real[kv_idx] > 0"),
+    "real terms": (
+        lambda q, k: (DOC[q] == DOC[k]) & (REAL[DOC[q]] + 0.5 >= REAL[DOC[k]]),
+        f"{LEFT} and real[doc[q_idx]] + 0.5 >= real[doc[q_idx]]",
+    ),
+    "two of keys": (lambda q, k: (DOC[k] == DOC[11 - k]) & (DOC[k] > 0), "doc[kv_idx] == doc[11 - kv_idx] and doc[kv_idx] > 0"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_is_equal_is_read_once(name: str) -> None:
+    """And the mask that is traced says what the function says."""
+    function, text = EQUAL[name]
+    traced = trace(None, lambda b, h, q, k: function(q, k))
+    assert traced.mask == text
+    tables = {t.name: t.tensor.tolist() for t in traced.tables}
+    pairs_of = [(q, k) for q in range(12) for k in range(12)]
+    said = [eval(text, {}, {"q_idx": q, "kv_idx": k, **tables}) for q, k in pairs_of]
+    assert said == [bool(function(*torch.tensor(pair))) for pair in pairs_of] and len(set(said)) == 2
 
 
 def test_what_is_hidden_by_a_score_is_masked(device: str) -> None:

@@ -11,10 +11,11 @@ import torch
 
 from attngen.bench.flex import Mods
 from attngen.bench.grids import Cell, cell
-from attngen.bench.mods import MODS, Case, Made, Mod, Sizes
+from attngen.bench.mods import MODS, Case, Made, Mod
 from attngen.bench.problem import Problem
 from attngen.frontends.specs import spec_from_mods
 from attngen.frontends.trace import occurs, trace
+from attngen.sizes import Sizes
 from attngen.spec import parse_spec
 
 HEAD_DIM, DTYPE = 128, "bf16"

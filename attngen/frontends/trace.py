@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attngen.errors import AttngenError
+from attngen.frontends.equal import agreed
 from attngen.frontends.operators import OPERATORS, REDUCTIONS, SAME_AS
 from attngen.frontends.standins import Operators
 from attngen.frontends.values import Index, Untold, Value, constant, joined, literal, scalar, size_of
@@ -97,7 +98,7 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...
         made = tracer.run(score_mod, True)
         score = made.text
         conditions += [] if made.visible is None else [made.visible]
-    mask = joined(ast.And, *conditions)
+    mask = agreed(joined(ast.And, *conditions), {t.name for t in tracer.tables.values() if t.dtype == "int32"})
     shown = isinstance(mask, ast.Name) and mask.id == "true"
     plain = isinstance(score, ast.Name) and score.id == "s"
     mask_text, mask_parts = (None, {}) if shown else _named(mask, "m")

@@ -14,9 +14,10 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from attngen.bench.mods import MODS, Case, Made, Mod, Sizes
+from attngen.bench.mods import MODS, Case, Made, Mod
 from attngen.errors import AttngenError
 from attngen.reference import relative_error
+from attngen.sizes import Sizes
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

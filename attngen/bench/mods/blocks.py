@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attngen.bench.mods.mod import Made, Sizes, case, mask
+from attngen.bench.mods.mod import Made, case, mask
+from attngen.sizes import Sizes
 
 Tensor = torch.Tensor
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from attngen.bench.mods.mod import Made, Sizes, case, mask
+from attngen.bench.mods.mod import Made, case, mask
 from attngen.bench.mods.windows import causal
+from attngen.sizes import Sizes
 
 Tensor = torch.Tensor
 

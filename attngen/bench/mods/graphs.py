@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from attngen.bench.mods.mod import Made, Sizes, case, normal, score, whole
+from attngen.bench.mods.mod import Made, case, normal, score, whole
+from attngen.sizes import Sizes
 
 Tensor = torch.Tensor
 

@@ -1,4 +1,4 @@
-"""What a function for FlexAttention is here: how it is made, its oracle, and the lengths that it is tried at. Of torch alone."""
+"""What a function for FlexAttention is here: how it is made, its oracle, and the lengths that it is tried at."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from attngen.errors import AttngenError
-
-
-class Sizes(NamedTuple):
-    """The sizes of a call. `attngen.parts` has the same with more to it, and imports the compiler."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    n_q: int
-    n_kv: int
+from attngen.sizes import Sizes
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from attngen.bench.mods.mod import Made, Mod, Sizes, case, normal, score
+from attngen.bench.mods.mod import Made, Mod, case, normal, score
+from attngen.sizes import Sizes
 
 Tensor = torch.Tensor
 Scores = Callable[[Tensor], Tensor]

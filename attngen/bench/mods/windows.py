@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
-from attngen.bench.mods.mod import Made, Sizes, case, mask
+from attngen.bench.mods.mod import Made, case, mask
+from attngen.sizes import Sizes
 
 Tensor = torch.Tensor
 
