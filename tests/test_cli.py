@@ -148,7 +148,8 @@ WRONG = {  # of each a file, and what is said of it
     "grad": (
         "name: grad\nhead_dim: 64\nscore:\n- softcap: 5.0\n- expr: s + t[kv_idx]\n  params: {t: {tensor: [Nk], grad: true}}\n",
         "line 5: `score[1]` has `grad: true` for `t`, which is read at `kv_idx`; sums in a fixed order need b, h, hkv, q_idx, q_idx and "
-        "kv_idx, numbers, or a distance q_pos - kv_idx; `backward: {deterministic: false}` adds anywhere, in no fixed order",
+        "kv_idx, numbers, a distance q_pos - kv_idx, or one of at most 16 entries; `backward: {deterministic: false}` adds anywhere, in "
+        "no fixed order",
     ),
     "outside": (
         "name: outside\nhead_dim: 64\nscore: {expr: 's + t[7]', params: {t: {tensor: [4]}}}\n",

@@ -104,6 +104,20 @@ def butterfly_or_first(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any) -> 
     return s, (kv <= q_pos) & ((differ & (differ - 1) == 0) | (kv < 3)) & s.isfinite()
 
 
+def pair_classes(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, pair: torch.Tensor, w: torch.Tensor, t: torch.Tensor, u: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What pairs of a class have in common; a class that a table does not have counts as zero, a negative one from the end."""
+
+    def read(table: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        """Of a table [..., n]: [..., queries, keys]."""
+        n = table.shape[-1]
+        return sum((table[..., c, None, None] * ((classes == c) | (classes == c - n)) for c in range(n)), torch.zeros(()))
+
+    rows = torch.stack([read(t[:, i], pair[i : i + 1] - 3)[0] for i in range(len(pair))])
+    return s * (1 + read(w, pair) / 4) + rows + read(u, abs(pair)).repeat_interleave(len(w) // len(u), 0), everywhere(s)
+
+
 def no_diagonal(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = -(-s.shape[2] // 16), -(-s.shape[3] // 16)
     return s, (q // 16 + columns - rows != kv // 16) & (q // 16 >= 1) & (kv // 16 >= 1) & s.isfinite()
@@ -173,6 +187,27 @@ VARIANTS: dict[str, Variant] = {
         {**FREE, "score": {"expr": f"s + bias[h, {BUCKET}]", "params": {"bias": tensor("H", 32, grad=True)}}},
         lambda h, q, kv: {"bias": numbers(h, 32)},
         t5,
+    ),
+    "classes of pairs": Variant(
+        {
+            "mask": "causal",
+            "score": {
+                "expr": "s * (1 + w[h, pair[q_idx, kv_idx]] / 4) + t[pair[q_idx, kv_idx] - 3, q_idx] + u[hkv, abs(pair[q_idx, kv_idx])]",
+                "params": {
+                    "pair": tensor("Nq", "Nk", dtype="int32"),
+                    "w": tensor("H", 5, grad=True),
+                    "t": tensor(4, "Nq", grad=True),
+                    "u": tensor("Hkv", 3, grad=True),
+                },
+            },
+        },
+        lambda h, q, kv: {
+            "pair": (torch.arange(q * kv, dtype=torch.int32) * 7 % 17 - 8).view(q, kv),
+            "w": numbers(h, 5),
+            "t": numbers(4, q),
+            "u": numbers(h // 2, 3),
+        },
+        lambda s, h, q, kv, q_pos, **given: (pair_classes(s, h, q, kv, q_pos, **given)[0], kv <= q_pos),
     ),
     "blocks or a window": Variant(
         {"mask": {"any_of": [{"block_sparse": {"block": 32}}, {"sliding_window": {"left": 5, "right": 0}}]}},

@@ -93,6 +93,18 @@ SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
         },
         [(40, 65)],
     ),
+    "few_buckets": (
+        {
+            **GQA,
+            "mask": "causal",
+            "dropout": True,
+            "score": {
+                "expr": "s * (1 + table[h, bucket[b, q_idx, kv_idx] % 7])",
+                "params": {"table": {"tensor": ["H", 6], "grad": True}, "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"}},
+            },
+        },
+        [(40, 65)],
+    ),
     "key_bias": (
         {**FREE, **GQA, "mask": "causal", "dropout": True, "score": {"expr": "s * (1 + w[h, kv_idx] / 4)", "params": {"w": KEYS}}},
         [(40, 65)],

@@ -558,11 +558,15 @@ class Learned:
 
     @property
     def by(self) -> str:
-        """For what there is one part: `query`, `score`, `distance` or `element`; or `row`, if DELTA already has what is needed."""
+        """For what there is one part: `query`, `score`, `distance`, `element`, or `entry`, which is a query and a place in a dimension of
+        few; or `row`, if DELTA already has what is needed.
+        """
         if self.parts == "DELTA":
             return "row"
         if not self.index:
             return "element"
+        if "entry" in self.index:
+            return "entry"
         return "score" if "kv" in self.index else "distance" if any("distance" in e for e in self.index) else "query"
 
     def __str__(self) -> str:
@@ -796,7 +800,7 @@ class Module:
 
     def covers(self, x: Learned) -> bool:
         """Whether kernels write all that holds parts of a gradient: of each query; of each score, if no mask and no list leaves any out."""
-        return x.by == "query" or (x.by == "score" and self.meaning.where == sympy.true and self.blocks is None)
+        return x.by in ("query", "entry") or (x.by == "score" and self.meaning.where == sympy.true and self.blocks is None)
 
     def map_kernels(self, change: Callable[[Kernel], Kernel]) -> Module:
         return replace(self, kernels=tuple(change(k) for k in self.kernels))

@@ -183,7 +183,7 @@ SCALARS = {"scale": "f32", **dict.fromkeys(SIZES, "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
 SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # of what is derived, besides inputs and numbers
-LEARNED = {"b", "h", "hkv", "q", "kv", "distance", "Nq", "Nk"}  # of the places at which a learned input is read
+LEARNED = {"b", "h", "hkv", "q", "kv", "entry", "distance", "Nq", "Nk"}  # of the places at which a learned input is read
 # Lists of the blocks that count. Tq and Tk are numbers of blocks; ranks[t] blocks of a row come before block t, so there is
 # one rank more (Tq1, Tk1) than there are blocks. Where data says which count, those with nothing to mask come first in a list,
 # with ranks of their own; the ranks of the others count these, too.

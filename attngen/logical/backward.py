@@ -5,7 +5,7 @@ In FlashAttention-1's order of loops they are `delta`, `bwd` and `dq_end`. There
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -24,6 +24,7 @@ from attngen.policy import WIDEST_FUSED
 from attngen.spec import Spec
 
 _HEAD = symbol("h")
+MOST_ENTRIES = 16  # whose gradients a program sums, each for all of its queries: a register or two of each thread; of 32, registers spill
 _ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
 DELTA = Signature(
     "delta",
@@ -149,7 +150,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
     """The gradients of learned inputs, one for each read of the input. Raises BuildError where there is none, or no fixed order of sums."""
     if derivative(modified(spec), S) == 0:
         raise BuildError(("score",), "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`")
-    grads = {i.name: i.shape for i in spec.inputs() if i.grad}
+    grads, by_entry = {i.name: i.shape for i in spec.inputs() if i.grad}, _by_entry(spec)
     found = []
     for read in spec.reads():
         if read.tensor not in grads:
@@ -157,13 +158,13 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
         if any(s.sink() == symbol(read.name) for s in spec.score):  # its gradient follows from delta
             found.append(Learned(read.tensor, ("h",), "DELTA"))
             continue
-        index = _places(read, grads[read.tensor])
+        index = by_entry.get(read) or _places(read, grads[read.tensor])
         if derivative(modified(spec), symbol(read.name)) == 0:
             steps = f"has `grad: true` for `{read.tensor}`, and the score changes with it in steps alone; expected no `grad`"
             raise BuildError(spec.key_of(read.tensor), steps)
         if not _summed_in_order(index):
             if _in_order(spec):
-                raise BuildError(spec.key_of(read.tensor), _LEARNED.format(read.tensor, ", ".join(map(to_text, read.index))))
+                raise BuildError(spec.key_of(read.tensor), _LEARNED.format(read.tensor, ", ".join(map(to_text, read.index)), MOST_ENTRIES))
             index = []
         found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))
     return tuple(found)
@@ -172,8 +173,9 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
 def in_fixed_order(spec: Spec) -> bool:
     """Whether the gradients of all learned inputs can be summed in a fixed order, as `backward: {deterministic: true}` asks."""
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
+    by_entry = _by_entry(spec)
     read = (r for r in spec.reads() if r.tensor in grads and not any(s.sink() == symbol(r.name) for s in spec.score))
-    return all(_summed_in_order(_places(r, grads[r.tensor])) for r in read)
+    return all(r in by_entry or _summed_in_order(_places(r, grads[r.tensor])) for r in read)
 
 
 def _places(read: Read, dims: tuple[str, ...]) -> list[str | None]:
@@ -188,12 +190,29 @@ def _places(read: Read, dims: tuple[str, ...]) -> list[str | None]:
     return found
 
 
-def _summed_in_order(index: list[str | None]) -> bool:
+def _summed_in_order(index: Sequence[str | None]) -> bool:
     """Whether parts of such a gradient can be summed in a fixed order: by row, by score or by distance."""
     distances = [e for e in index if e and "distance" in e]
     if distances:
         return len(distances) == 1 and [e for e in index if e not in distances] in ([], ["b"], ["h"], ["b", "h"])
     return None not in index and {"q", "kv"} & set(index) != {"kv"}
+
+
+def _by_entry(spec: Spec) -> dict[Read, list[str]]:
+    """The reads whose gradients are summed by query and by entry of one dimension, with their indices.
+
+    Each score reads one of a few entries, as of a table by the distance in a graph: a program sums each of them for each of its queries.
+    """
+    grads = {i.name: i.shape for i in spec.inputs() if i.grad}
+    found, entries = {}, 0
+    for read in spec.reads():
+        index = _places(read, grads[read.tensor]) if read.tensor in grads else []
+        size = [dim for dim, e in zip(grads.get(read.tensor, ()), index) if e is None]
+        natural = all(e in (None, "b", "h", "hkv", "q") or e.isdigit() for e in index)
+        if len(size) == 1 and size[0].isdigit() and natural and varies(spec, read, KV):
+            found[read] = [e or "entry" for e in index]
+            entries += int(size[0])
+    return found if entries <= MOST_ENTRIES else {}
 
 
 def _parts(read: Read) -> str:
@@ -202,8 +221,8 @@ def _parts(read: Read) -> str:
 
 
 _LEARNED = (
-    "has `grad: true` for `{}`, which is read at `{}`; sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_idx, numbers, or a "
-    "distance q_pos - kv_idx; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
+    "has `grad: true` for `{}`, which is read at `{}`; sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_idx, numbers, a "
+    "distance q_pos - kv_idx, or one of at most {} entries; `backward: {{deterministic: false}}` adds anywhere, in no fixed order"
 )
 
 
@@ -396,7 +415,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     p = b.dropped("p")
     dscore = _score_gradients(b, p, factor, learns=bool(gradients))
     for x, slope in zip(gradients, slopes):
-        _learn(b, x, reads[x.parts], slope, dscore, None, head)
+        _learn(b, x, reads[x.parts], slope, dscore, head=head)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     if fused:
@@ -536,7 +555,7 @@ def build_dq(spec: Spec) -> Kernel:
     """
     gradients = tuple(x for x in learned(spec) if x.by != "row")
     factor, (reads, slopes) = derivative(modified(spec), S), _slopes(spec, gradients)
-    places = [e for x in gradients if x.by == "element" for e in reads[x.parts].index]
+    places = [e for x in gradients if x.by in ("element", "entry") for e in reads[x.parts].index]
     b = KernelBuilder(spec, _of_entropy(spec, DQ), [factor, *slopes, *places])
     b.tensors(gradients)
     b.scalar("scale")
@@ -553,8 +572,10 @@ def build_dq(spec: Spec) -> Kernel:
     _statistics(b)
     starts = {"dq": b.init("dq_init", 0, "BLOCK_Q", "D_QK")}
     by_row = [x for x in gradients if x.by == "query" or (x.by == "element" and not varies(spec, reads[x.parts], KV))]
-    summed = {x.parts: f"{x.parts.lower()}_sum" for x in by_row}
-    starts |= {field: b.init(f"{field}_init", 0, "BLOCK_Q") for field in summed.values()}
+    sums = {x.parts: [x.parts.lower()] for x in by_row}
+    sums |= {x.parts: [f"{x.parts.lower()}_at_{entry}" for entry in range(_entries(spec, x))] for x in gradients if x.by == "entry"}
+    names = [name for of_parts in sums.values() for name in of_parts]
+    starts |= {f"{name}_sum": b.init(f"{name}_sum_init", 0, "BLOCK_Q") for name in names}
     b.reads()
     b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
 
@@ -566,24 +587,30 @@ def build_dq(spec: Spec) -> Kernel:
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     dscore = _score_gradients(b, b.dropped("p"), factor)
     for x, slope in zip(gradients, slopes):
-        _learn(b, x, reads[x.parts], slope, dscore, summed.get(x.parts))
+        _learn(b, x, reads[x.parts], slope, dscore, sums.get(x.parts, ()))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
-    b.add(Yield("yield_step", (("dq", "dq_next"), *((field, f"{parts.lower()}_next") for parts, field in summed.items()))), "step")
+    b.add(Yield("yield_step", (("dq", "dq_next"), *((f"{name}_sum", f"{name}_next") for name in names))), "step")
 
     _scaled(b, "dq_out", "keys.dq", "scale", "keep_scale")
     b.store("dQ", (*rows, "d_qk"), "dq_out")
-    elements = {x.parts for x in by_row if x.by == "element"}
-    for parts, field in summed.items():
-        _scaled(b, f"{parts.lower()}_out", f"keys.{field}", "keep_scale", dtype="f32")
-        if parts in elements:
-            b.scatter(reads[parts], parts, f"{parts.lower()}_out")
-        else:
-            b.store(parts, rows, f"{parts.lower()}_out")
+    for x in gradients:
+        for entry, name in enumerate(sums.get(x.parts, ())):
+            _scaled(b, f"{name}_out", f"keys.{name}_sum", "keep_scale", dtype="f32")
+            if x.by == "element":
+                b.scatter(reads[x.parts], x.parts, f"{name}_out")
+            else:
+                b.store(x.parts, ("b", "h", sympy.Integer(entry), "q") if x.by == "entry" else rows, f"{name}_out")
     return b.kernel()
 
 
-def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, field: str | None, head: Any = _HEAD) -> None:
-    """What a step does for the gradient of an input that is read there: store it, scatter it, or add it to a carried `field`."""
+def _entries(spec: Spec, x: Learned) -> int:
+    """The entries of the dimension of an input whose gradient is summed by entry."""
+    (shape,) = (i.shape for i in spec.inputs() if i.name == x.input)
+    return int(shape[x.index.index("entry")])
+
+
+def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, sums: Sequence[str] = (), head: Any = _HEAD) -> None:
+    """What a step does for the gradient of an input that is read there: store it, scatter it, or add it to carried `sums`."""
 
     def gradient(name: str, slope: Any) -> str:
         """The gradient by what is read, for each score."""
@@ -592,12 +619,20 @@ def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, fi
     name, kept = x.parts.lower(), symbol("keep_scale") if b.spec.dropout else 1
     if x.by == "distance":
         b.add(Store(f"{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"), "step")
-    elif field is not None:
-        b.reduce_sum(f"{name}_rows", gradient(name, slope), "BLOCK_KV", "step")
-        more = {field: field, f"{name}_rows": f"{name}_rows"}
-        b.map(f"{name}_next", symbol(field) + symbol(f"{name}_rows"), "step", "f32", False, **more)
+    elif x.by == "entry":
+        at, of_score = symbol(b.place(read, x.index.index("entry"), f"{name}_at", "step")), symbol(gradient(name, slope))
+        for entry, of_entry in enumerate(sums):
+            _add_rows(b, of_entry, b.compute(of_entry, select(sympy.Eq(at, entry), of_score, sympy.Integer(0))))
+    elif sums:
+        _add_rows(b, name, gradient(name, slope))
     elif x.by == "element":
         b.scatter(read, x.parts, gradient(name, slope * kept), "step")
     else:  # an element for each score: it is stored as it is
         b.compute(name, where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
         b.store(x.parts, ("b", head, "q", "kv"), name, "step")
+
+
+def _add_rows(b: KernelBuilder, name: str, value: str) -> None:
+    """Add the sum of each row of a tile to the sum that is carried under a name."""
+    sums, rows = f"{name}_sum", b.reduce_sum(f"{name}_rows", value, "BLOCK_KV", "step")
+    b.map(f"{name}_next", symbol(sums) + symbol(rows), "step", "f32", False, **{sums: sums, rows: rows})

@@ -275,6 +275,11 @@ class KernelBuilder:
         name = f"scatter_{sum(map(len, self.ops.values()))}"
         self.add(Scatter(name, Access(tensor, at), value, self.uses((*at, inside)), inside), block)
 
+    def place(self, read: Read, dim: int, name: str, block: str) -> str:
+        """The place along a dimension at which a tensor is read, as a value; a negative one counts from the end."""
+        at, _ = self._inside(read, block)
+        return self.compute(name, at[dim], block, "i32")
+
     def _is_packed(self, read: Read) -> bool:
         """Whether rows of a tile, which are queries of several heads, read different heads or queries of a tensor."""
         return self.signature.packs and not {"Hq", "Nq"}.isdisjoint(self.tensor_types[read.tensor].dims)

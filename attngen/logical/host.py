@@ -410,13 +410,14 @@ _DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
 
 
 def _sum_of_places(b: HostBuilder, i: Input, x: Learned, name: str) -> str:
-    """Parts by query or by score, summed to the place at which the input is read."""
+    """Parts by query, by entry or by score, summed to the place at which the input is read."""
     dtype = i.dtype if x.by == "score" else "f32"
-    value, dims = x.parts, ["B", "Hq", "Nq", *(["Nk"] if x.by == "score" else [])]
+    entries = [size for size, e in zip(i.shape, x.index) if e == "entry"]
+    value, dims = x.parts, ["B", "Hq", *entries, "Nq", *(["Nk"] if x.by == "score" else [])]
     if "hkv" in x.index:
         dims[1:2] = ["Hkv", "group"]
         value = b.add(View(f"{name}_heads", value, "heads", Type(dtype, tuple(dims), "hbm")), "gradients")
-    wanted = tuple(_DIMS[e] for e in x.index if not e.isdigit())
+    wanted = tuple(_DIMS.get(e, size) for size, e in zip(i.shape, x.index) if not e.isdigit())
     over = tuple(d for d in dims if d not in wanted)
     if over or tuple(dims) != wanted:
         value = b.add(Sum(f"{name}_sum", value, over, Type(dtype, wanted, "hbm")), "gradients")

@@ -103,6 +103,7 @@ def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]
     dtypes, shapes = {i.name: i.dtype for i in inputs}, {i.name: i.shape for i in inputs}
     types = {
         "query": lambda x: Type("f32", ("B", "Hq", "Nq")),
+        "entry": lambda x: Type("f32", ("B", "Hq", shapes[x.input][x.index.index("entry")], "Nq")),
         "score": lambda x: Type(dtypes[x.input], ("B", "Hq", "Nq", "Nk")),
         "distance": lambda x: Type("f32", ("B", "Hq", "Td", "Nd")),
         "element": lambda x: Type("f32", shapes[x.input]),

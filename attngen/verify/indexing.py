@@ -97,13 +97,16 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         tensor, indices = kernel.accessed(op)
         dims = kernel.type_of(tensor.name).dims
         for dim, index in zip(dims[1:] if in_pages(op) else dims, indices):
+            if dim.isdigit() and index.is_Integer and 0 <= index < int(dim):  # one of so many entries
+                continue
             right = [letters[dim]] if dim in letters else heads.get(dim, [])
             right += [own[dim]] if dim in own else []
             if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[kernel.own_axis] == dim:  # the first or last row of the own tile
                 right = [symbol(f"{kernel.own_axis}_start"), last_row(kernel.own_axis)]
             if index not in right:
-                expected = " or ".join(map(to_text, right))
-                yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
+                expected = f"`{' or '.join(map(to_text, right))}` (heads {module.sharing})"
+                expected = f"a number from 0 to {int(dim) - 1}" if dim.isdigit() and not right else expected
+                yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected {expected}"
         if isinstance(op, Store) and not isinstance(op, Add):
             named = {name for e in indices for name in symbol_names(e)}
             named |= {"b"} if "first_item" in named else set()  # of the program's sequence
@@ -117,6 +120,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
                 alone = not isinstance(op, Merge) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
                 if alone or not {axis.var, f"{axis.var}_start"} & named:
                     yield f"%{op.name} writes rows of %{tensor.name} that the other programs along {axis.var} write, too"
+    yield from _entries(kernel)
     for op in kernel.ops():
         if isinstance(op, Scatter) and op.op == "put":
             yield from _put_twice(kernel, op)
@@ -128,6 +132,21 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         if isinstance(op, Keep) and op.head not in queries:
             yield f"%{op.name} draws for head `{to_text(op.head)}`; expected that of %Q, `{' or '.join(map(to_text, queries))}`"
+
+
+def _entries(kernel: Kernel) -> Iterator[str]:
+    """Along a dimension of so many entries, a kernel that stores one of them stores each once."""
+    stored: dict[tuple[str, int], list[Any]] = {}
+    for op in kernel.ops():
+        if isinstance(op, Store):
+            tensor, indices = kernel.accessed(op)
+            for at, (dim, index) in enumerate(zip(kernel.type_of(tensor.name).dims, indices)):
+                if dim.isdigit() and index.is_Integer:
+                    stored.setdefault((tensor.name, at), []).append(index)
+    for (name, at), entries in stored.items():
+        count = int(kernel.type_of(name).dims[at])
+        if sorted(entries) != list(range(count)):
+            yield f"%{name} is stored at {', '.join(map(to_text, entries))} of {count} entries; expected each of them once"
 
 
 def in_pages(op: Any) -> bool:

@@ -680,6 +680,34 @@ def test_what_is_scattered_stays_inside(rule, old, new, reason):
 
 
 @cache
+def summed_by_entry() -> str:
+    """The target IR of a module that sums the gradient of each of a table's few entries."""
+    params = {"table": {"tensor": ["H", 3], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
+    score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
+    return print_module(lower(make_spec({"name": "few", "head_dim": 16, "score": score})))
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        ("base %dTABLE[b, h, 2]", "base %dTABLE[b, h, 3]", "indexes 3 of %dTABLE by `3`; expected a number from 0 to 2"),
+        ("base %dTABLE[b, h, 2]", "base %dTABLE[b, h, h]", "indexes 3 of %dTABLE by `h`; expected a number from 0 to 2"),
+        ("base %dTABLE[b, h, 2]", "base %dTABLE[b, h, 1]", "%dTABLE is stored at 0, 1, 1 of 3 entries; expected each of them once"),
+        (
+            "    store %dTABLE_head_2[q] %dtable_at_2_out check(q)\n",
+            "",
+            "%dTABLE is stored at 0, 1 of 3 entries; expected each of them once",
+        ),
+    ],
+)
+def test_each_entry_is_stored_once(old, new, reason):
+    text = summed_by_entry()
+    assert print_module(verify(parse_module(text))) == text and "learn table[h, entry] from dTABLE" in text
+    error = refused(edit(text, (old, new)))
+    assert (error.rule, reason in error.reason) == ("indexing", True), error
+
+
+@cache
 def limited() -> str:
     """The target IR of a mask by a number of each query, in no order."""
     mask = {"expr": "kv_idx < limit[q_idx]", "params": {"limit": {"tensor": ["Nq"], "dtype": "int32"}}}

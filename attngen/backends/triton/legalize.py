@@ -100,7 +100,8 @@ def _bases(kernel: Kernel) -> Kernel:
             while home in parents and needed.isdisjoint(parents[home][1]):
                 home = parents[home][0]
             name = f"{access.tensor}_{'batch' if scalars == (symbol('b'),) else 'head'}"
-            made.setdefault((home, access.tensor), Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
+            name += "".join(f"_{i}" for i in scalars[2:] if i.is_Integer)  # of entries, behind a sequence and a head
+            made.setdefault((home, name), Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
             renamed[op.name] = Access(name, tuple(i for i in access.index if axis_of(i)))
 
     def change(_: str, op: Op) -> list[Op]:
