@@ -167,7 +167,7 @@ def _render(spec: Spec, path: Path | None) -> dict[str, str]:
         from attngen.spec import naming, place
 
         for where, text in spec.notes():
-            warnings.warn(f"{place(path, where)}: `{where[0]}` {text}", stacklevel=4)
+            warnings.warn(f"{place(path, where)}: `{where[0]}` {text}", stacklevel=5)
         with naming(path):
             return render(lower(spec), store.templates())
 

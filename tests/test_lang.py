@@ -596,7 +596,8 @@ def test_nothing_is_executed(tmp_path: Any) -> None:
     """Text that would leave a file behind if Python ran it does not, and neither sympify nor eval is called."""
     code = f"""
 import builtins, sympy
-from attngen.lang import LangError, parse_mask, parse_score
+from attngen.lang.expression import parse_mask, parse_score
+from attngen.lang.grammar import LangError
 def trap(*args, **kwargs):
     raise SystemExit("reached")
 sympy.sympify.__globals__["parse_expr"] = trap
