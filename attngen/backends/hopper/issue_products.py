@@ -61,7 +61,8 @@ def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
     elif given.space != "sram":
         a = held = f"{op.a.rpartition('.')[2]}_cast"
         yield Pack(a, op.a, replace(given, dtype="T"))
-    acc = _flight(op.acc) if op.acc and isinstance(kernel.op(op.acc), Dot) else op.acc
+    before = kernel.op(op.acc) if op.acc else None
+    acc = _flight(before.name) if isinstance(before, Dot) and _goes_on(kernel, before) else op.acc
     yield Issue(_flight(op.name), a, op.b, op.over, replace(op.type, space="flight"), acc)
     if not _goes_on(kernel, op):
         yield Await(op.name, _flight(op.name), op.type, held)
@@ -72,7 +73,9 @@ def _flight(name: str) -> str:
 
 
 def _goes_on(kernel: Kernel, op: Dot) -> bool:
-    """Whether another product is added to this one."""
+    """Whether another product is added to this one. One with an operand in registers is awaited first: that await holds it."""
+    if kernel.type_of(op.a).space != "sram":
+        return False
     users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
     return any(isinstance(user, Dot) and user.acc == op.name for user in users)
 

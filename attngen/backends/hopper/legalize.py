@@ -33,6 +33,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import is_taken_in_turns, output_columns, overlaps, shares_slot
+from attngen.backends.hopper.facts import TANGENTS
 from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
@@ -47,7 +48,7 @@ class LegalizeGluon(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        held = (_held(kernel) if overlaps(kernel) else kernel for kernel in module.divided)
+        held = (_held(k) if overlaps(k) and k.stands_for != TANGENTS else k for k in module.divided)
         spread = (_spread(kernel) for kernel in held)
         return replace(module, divided=tuple(_bases(k if is_of_latents(k) else _put(k, module)) for k in spread))
 
@@ -76,7 +77,10 @@ def _spread(kernel: Kernel) -> Kernel:
 
 
 def _held(kernel: Kernel) -> Kernel:
-    """Row sums are held where another product's await follows them; what later weights are measured from is deferred."""
+    """Row sums are held where another product's await follows them; what later weights are measured from is deferred.
+
+    Sums of tangents may be negative: they are not held.
+    """
     blocks = []
     for block in kernel.blocks:
         ops: list[Op] = []
