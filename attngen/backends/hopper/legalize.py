@@ -61,7 +61,7 @@ def _spread(kernel: Kernel) -> Kernel:
             yield Convert(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
             yield replace(op, a=_operand(op.a))
         elif isinstance(op, Await) and op.holds:
-            yield replace(op, holds=_operand(op.holds))
+            yield replace(op, holds=tuple(map(_operand, op.holds)))
         elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,), *((side,) for side in SIDES.values())):
             to = "chains" if CHAINS in op.type.dims else "sums"
             types = {ref: kernel.type_of(ref) for _, ref in op.uses}

@@ -6,11 +6,12 @@ before:  block @step                                 after:  block @step
            await tS                                            await S; weights P of S
            issue S; await S; give K; give tK                   take tV; issue O with P
            weights P of S; changes tP of P and tS              await tS; give K; give tK
-           take tV; issue O with P; await O; give tV           changes tP of P and tS
-           take V; issue O with tP; await O; give V            await O; give tV
-                                                               take V; issue O with tP; await O; give V
+           take tV; issue O with P                             changes tP of P and tS
+           take V; issue O with tP                             take V; issue O with tP
+           await O; give tV; give V                            await O; give tV; give V
 
-So a consumer has a product in flight while it computes, and there are products of the other one beside.
+So a consumer has a product in flight while it computes, and nothing waits for a product before the last one of a turn is issued but what
+is computed of it.
 """
 
 from __future__ import annotations
@@ -40,20 +41,18 @@ class OverlapTangents(Pass):
 def _ordered(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
     """What needs no product comes while the first runs. What lies beside a tile is read just before it is needed, and kept until then."""
     of = Kinds(ops)
-    s, change = (op for op in of.issues if not op.acc)
-    if change.name not in {op.acc for op in of.issues}:
-        s, change = change, s
-    goes_on = next(op for op in of.issues if op.acc == change.name)
-    first, second = (op for op in of.sums if op is not goes_on)
-    of_s, of_change = (nx.descendants(kernel.graph, op.name) for op in (s, goes_on))
+    goes_on = {op.acc: op for op in of.issues}
+    change, s = sorted((op for op in of.issues if not op.acc), key=lambda op: op.name not in goes_on)
+    changes, (first, second) = [change, goes_on[change.name]], [op for op in of.sums if op.acc != change.name]
+    of_s, of_change = (nx.descendants(kernel.graph, op.name) for op in (s, changes[-1]))
     rest = [op for op in ops if op in of.computed or op in of.reads]
     late = {read.name for read in of.reads}.union(*(nx.descendants(kernel.graph, read.name) for read in of.reads))
 
     yield from of.args
-    yield from (of.takes[s.b], s, of.takes[goes_on.b], change, goes_on)
+    yield from (of.takes[s.b], s, of.takes[changes[-1].b], *changes)
     yield from (op for op in rest if op.name not in of_s | of_change | late)
     yield of.awaits[s.name]
     yield from (op for op in rest if op.name in of_s | late and op.name not in of_change)
-    yield from (of.takes[first.b], first, of.awaits[goes_on.name], of.gives[s.b], of.gives[goes_on.b])
+    yield from (of.takes[first.b], first, of.awaits[changes[-1].name], *(of.gives[op.b] for op in reversed(changes)))
     yield from (op for op in rest if op.name in of_change)
-    yield from (*of.ends([first]), of.takes[second.b], second, *of.ends([second]), *of.yields)
+    yield from (of.takes[second.b], second, of.awaits[second.name], of.gives[first.b], of.gives[second.b], *of.yields)
