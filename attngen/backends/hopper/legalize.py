@@ -160,6 +160,8 @@ def _slots_of_own(kernel: Kernel) -> dict[str, str]:
 
 def _slot_of(kernel: Kernel, module: Module, op: Store) -> Type:
     """The type of the slot through which a tile leaves: that of the tile, or of half its columns, under every row of the schedule."""
+    if kernel.stands_for == TANGENTS:
+        return replace(kernel.type_of(op.value), space="sram")
     queries, value = kernel.op("Q_ring"), kernel.type_of(op.value)
     assert isinstance(queries, Ring)
     found = [output_columns(module, row, int(queries.slots)) for row in module.rows(kernel.name, kernel.backend)]
