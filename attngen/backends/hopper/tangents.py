@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from attngen.backends.hopper.choice import NARROW, is_of_keys, is_placed, refused, work
+from attngen.backends.hopper.choice import NARROW, is_of_keys, refused, work
 from attngen.backends.hopper.facts import DEVICE, NAME, ROWS, TANGENTS
-from attngen.bounds.turns import whole_range
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Module, Row
 from attngen.ir.ops import Gather, Load
 
 WIDTHS = (64, 128)  # columns of a head that were compiled
 OWN, SLOTS = 2 * ROWS, 2  # queries of a program; slots of each ring of tiles of keys
-KEYS, FEW_KEYS = 128, 64  # rows of a tile of keys; of wide heads or crowded scores: a consumer has two tiles of scores beside its sums
-MOST_OF_LONG = 18  # operations for each score in tiles of 128 keys: those of a dilated mask; of a soft cap, which has 22, registers spill
+KEYS, FEW_KEYS = 128, 64  # rows of a tile of keys; where registers would spill, as a consumer has two tiles of scores, half as many
+MOST_OF_LONG = 18  # operations for each score in tiles of 128 keys: those of a dilated mask, the most that were compiled
 MOST_WORK = 22  # operations for each score: those of a soft cap under a window, the most that were compiled
 
 
@@ -32,12 +32,11 @@ def declined(module: Module) -> str:
     """Why the kernel stays portable, as the end of a sentence; empty text if it is divided."""
     if why := obstacle(module):
         return why
-    kernel = module.kernel(TANGENTS)
     if module.dropout:
         return "with dropout registers may spill"
-    apart = any(not loop.listed for loop in kernel.loops) and whole_range([pair for loop in kernel.loops for pair in loop.ranges]) is None
-    if apart and module.head_dim_v > NARROW:
-        return f"with heads of more than {NARROW} columns and ranges of tiles that are apart registers spill"
+    kernel = module.kernel(TANGENTS)
+    if kernel.reads_pairs and module.head_dim_v > NARROW:
+        return f"with heads of more than {NARROW} columns and a number for each score registers may spill"
     if (ops := work(kernel)) > MOST_WORK:
         return f"its mask and modifiers take {ops} operations for each score, and of more than {MOST_WORK} registers may spill"
     return ""
@@ -45,14 +44,17 @@ def declined(module: Module) -> str:
 
 def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
     """The row of the kernel's schedule, for any number of rows."""
-    keys = FEW_KEYS if module.head_dim_v > NARROW or _is_crowded(module.kernel(TANGENTS)) else KEYS
+    keys = FEW_KEYS if module.head_dim_v > NARROW or _is_crowded(module) else KEYS
     return Row(DEVICE, 2, None, block_q or OWN, block_kv or keys, 4, slots or SLOTS, tma=True, backend=NAME)
 
 
-def _is_crowded(kernel: Kernel) -> bool:
-    """Whether registers would spill beside two tiles of 128 columns.
+def _is_crowded(module: Module) -> bool:
+    """Whether registers may spill beside two tiles of 128 columns.
 
-    So it is with a modifier of positions, with numbers of keys that cannot lie beside their tile, and where much is computed for a score.
+    So it is with a modifier of scores, with a number for each score or for each key that cannot lie beside its tile, and where a mask takes
+    many operations.
     """
+    kernel = module.kernel(TANGENTS)
     of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",))
-    return is_placed(kernel) or work(kernel) > MOST_OF_LONG or not all(is_of_keys(kernel, op) for op in of_keys)
+    much = module.meaning.score != symbol("s") or kernel.reads_pairs or work(kernel) > MOST_OF_LONG
+    return much or not all(is_of_keys(kernel, op) for op in of_keys)
