@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -273,7 +272,7 @@ def test_tiles_fit_shared_memory(name: str) -> None:
 # ---------------------------------------------------------------------------------------------- what it computes
 
 
-def run(name: str, seed: int, lengths: Any = None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def run(name: str, seed: int, lengths: Any = None) -> tuple[Any, Any]:
     """What the divided kernel computes, in a random order and under random tiles, and what naive attention does."""
     module, chance = whole(name), Random(seed)
     module = replace(module, kernels=tuple(divided(module) if k.name == TANGENTS else k for k in module.kernels))
