@@ -197,7 +197,7 @@ def test_a_kernel_has_a_ring_for_each_tensor_of_numbers() -> None:
     rings = [op for op in module.divided[0].ops() if isinstance(op, Ring) and op.beside and op.type.dims]
     (row,) = module.rows("fwd", "hopper")
     assert len(rings) == 2 and key_bytes(module, row) == 2 * 4 * row.block_kv * row.num_stages
-    text = render(module)["hopper.py"]
+    text = render(module)["hopper.py"].partition("\ndef jvp_producer(")[0]
     assert text.count("if k_fills >= SLOTS:") == text.count("mbarrier.expect(k_full") == 2 and text.count("copy_row(") == 1 + 4
 
 

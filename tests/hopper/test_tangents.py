@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -169,6 +170,16 @@ def test_sums_of_rows_stay_in_threads_and_are_not_held() -> None:
     assert any(op.value == 0 and op.type.dims[1:] == ("CHAINS",) for op in divided(whole("plain")).ops() if isinstance(op, Init))
 
 
+def test_hide_tiles_lets_a_copy_pass_over_what_its_rows_do_not_see() -> None:
+    """Tiles of 64 keys come backwards then; of 128 keys each is seen by both copies."""
+    gone, come = changed("wide", "chain-sums", "hide-tiles", "consumer")
+    assert len(gone) == len(come) == 1 and gone[0].endswith("in_order(yes)")
+    assert "step(@step) backwards(yes) skip(@skip) own_partial(max(0, min(Nk, Nk - Nq + q_start + 1)) // BLOCK_KV .. cdiv(" in come[0]
+    rings = [f"%{name}_in_skip = take %{ring}_ring" for name, ring in (("k", "K"), ("tk", "tK"), ("tv", "tV"), ("v", "V"))]
+    assert [line.partition(" : ")[0] for line in lines("wide", "hide-tiles", "skip") if "take" in line] == rings
+    assert changed("causal", "chain-sums", "hide-tiles", "consumer") == ([], [])
+
+
 def test_its_programs_stay() -> None:
     """Each takes tile after tile. Slots of Q and tQ are given back after the loop, and outputs leave through a slot of their own."""
     _, come = changed("plain", "hide-tiles", "schedule-work", "entry")
@@ -304,6 +315,14 @@ def test_products_that_go_on_from_one_another_are_awaited_once() -> None:
     two = "            ts = warpgroup_mma_wait(1, deps=[ts_flight])\n"
     both = "acc, p_cast_operand, tp_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand, tp_cast_operand])\n"
     assert 0 < text.index(one) < text.index(two) < text.index(both) and text.count("warpgroup_mma_wait(") == 3
+
+
+def test_named_barriers_are_apart() -> None:
+    """Those of the slots of four rings, and of places of tiles. Those of Q and tQ are in shared memory."""
+    text = render(whole("causal"))["hopper.py"].partition("\ndef jvp_producer(")[2]
+    found = {re.sub(r"[a-z]+_slot", "slot", number) for number in re.findall(r"\b(?:meet|arrive|arrive_soon)\(([^,()]+), THREADS", text)}
+    assert found == {" + ".join(["5", *["SLOTS"] * rings, "slot"]) for rings in range(5)}
+    assert "mbarrier.wait(tq_free.index(copy), tq_phase)" in text and "mbarrier.arrive(tq_free.index(COPY), count=1)" in text
 
 
 def test_a_module_has_sums_of_rows_without_a_divided_forward() -> None:
