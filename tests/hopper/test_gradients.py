@@ -1058,9 +1058,8 @@ def test_sums_of_wide_heads_lie_in_pieces() -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_named_barriers_are_apart(name: str) -> None:
     """Those at which the printed roles meet: of the slots of each ring, of parts of tiles, and of turns, for each slot and copy."""
-    text = (
-        render(whole(name))["hopper.py"].partition(f"\ndef {backward(whole(name)).name}_producer(")[2].partition("\ndef jvp_producer(")[0]
-    )
+    text = render(whole(name))["hopper.py"].partition(f"\ndef {backward(whole(name)).name}_producer(")[2]
+    text = text.partition("\ndef jvp_producer(")[0]
     of: dict[str, set[int]] = {}
     for number in re.findall(r"\b(?:meet|arrive|arrive_soon)\(([^,()]+(?:\([^()]*\)[^,()]*)*),", text):
         if re.search("_(full|free)", number) is None:  # those are in shared memory
