@@ -177,14 +177,11 @@ class Issue(Op):
 
 @dataclass(frozen=True)
 class Await(Op):
-    """The result of a product in flight, once it is there.
-
-    `holds` is its operand in registers, which nothing may overwrite before; of products that go on from one another, that of each.
-    """
+    """The result of a product in flight, once it is there. `holds` is its operand in registers, which nothing may overwrite before."""
 
     value: str = field(metadata=OPERAND)
     type: Type
-    holds: tuple[str, ...] = field(default=(), metadata=OPERAND)
+    holds: str | None = field(default=None, metadata=OPERAND)
 
 
 @dataclass(frozen=True)

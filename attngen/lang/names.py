@@ -47,7 +47,7 @@ RESERVED: dict[str, frozenset[str]] = {
         *("anew", "arrive", "arrive_soon", "async_copy", "await_turn", "beside", "chained_layout", "chains"),
         *("copy_in", "copy_numbers", "copy_out", "copy_row", "defer", "draw", "drawn", "fence_async_shared"),
         *("following", "gl", "gluon", "halves", "hold", "hold_tile", "in_place", "joined", "layout_of", "mbarrier"),
-        *("meet", "moved", "moves", "next_head", "nothing", "pack", "pass_turn", "ramp", "reset", "row_max", "row_sum"),
+        *("meet", "moved", "moves", "nothing", "pack", "pass_turn", "ramp", "reset", "row_max", "row_sum"),
         *("rows_of", "seen_as", "sent", "shared_layout", "sixteens", "started", "store_sums", "tell", "tma", "told"),
         *("turned_layout", "turns_passed", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
     )),
@@ -57,8 +57,7 @@ RESERVED: dict[str, frozenset[str]] = {
     | frozenset(
         ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
     )
-    | {"document_q_first_count", "k_own", "q_own", "v_own", "do_own"}
-    | {"acc_part", "acc_part_flight", "keys_tlse", "keys_tlse_sums", "ts_part", "ts_part_flight"}
+    | {"document_q_first_count", "acc_part", "ts_part", "k_own", "q_own", "v_own", "do_own"}
     | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
     | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
     | {"piece", "slot", "ticket"},
@@ -72,7 +71,7 @@ _VALUES += "p_steep queries rescaled s score shrunk sink2 soft t[0-9]+ total v v
 _VALUES += "log2_sink t[koqpsv] tlse tscore"  # the last of forward mode
 _MADE = "acc all alpha at base batch cast chains column deferred end first flight full halves head held in init joined k kept keys l left "
 _MADE += "list m near new next o operand out partial place q rank right rope row rows scale scale2 seen skip step sum sums v weights words"
-_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(t?[qkvo]|d[oqs]|work)_(fills|free|full|phase|slot)"
+_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(q|k|v|o|do|dq|ds|work)_(fills|free|full|phase|slot)"
 VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_RINGS})"
 
 

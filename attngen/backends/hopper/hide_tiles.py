@@ -15,8 +15,7 @@ A program's tiles of keys are those that any of its rows sees. Under a causal ma
 tiles of keys are shorter than the program's tile of queries. Its first copy then does nothing with them but to take them and to give
 them back. And it masks fewer tiles: those that are partial for its own rows.
 
-Partial tiles come backwards, so that the hidden ones come first. The producer copies them in the same order. So it is in forward mode, too,
-where all tiles came in their order.
+Partial tiles come backwards, so that the hidden ones come first. The producer copies them in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import may_hide
-from attngen.backends.hopper.forward import with_forwards, with_tangents
+from attngen.backends.hopper.forward import with_forwards
 from attngen.bounds.copies import copy_bounds
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Loop, Op
@@ -43,10 +42,7 @@ class HideTiles(Pass):
         def chosen(kernel: Kernel) -> bool:
             return all(may_hide(module, row) for row in module.rows(kernel.name, kernel.backend))
 
-        def changed(kernel: Kernel) -> Kernel:
-            return _hiding(kernel) if chosen(kernel) else kernel
-
-        return with_tangents(with_forwards(module, changed), changed)
+        return with_forwards(module, lambda kernel: _hiding(kernel) if chosen(kernel) else kernel)
 
 
 def _hiding(kernel: Kernel) -> Kernel:
@@ -77,7 +73,7 @@ def as_pipeline(loops: Sequence[Loop | Pipeline]) -> Pipeline:
     """The loops over both classes of tiles as one."""
     first = loops[0]
     if isinstance(first, Pipeline):
-        return replace(first, in_order=False)
+        return first
     ranges = {loop.cls: loop.ranges for loop in loops if isinstance(loop, Loop)}
     name = first.name.rpartition("_")[0]
     tiles = ranges.get("partial", ()), ranges.get("full", ())
