@@ -47,7 +47,7 @@ RESERVED: dict[str, frozenset[str]] = {
         *("anew", "arrive", "arrive_soon", "async_copy", "await_turn", "beside", "chained_layout", "chains"),
         *("copy_in", "copy_numbers", "copy_out", "copy_row", "defer", "draw", "drawn", "fence_async_shared"),
         *("following", "gl", "gluon", "halves", "hold", "hold_tile", "in_place", "joined", "layout_of", "mbarrier"),
-        *("meet", "moved", "moves", "nothing", "pack", "pass_turn", "ramp", "reset", "row_max", "row_sum"),
+        *("meet", "moved", "moves", "next_head", "nothing", "pack", "pass_turn", "ramp", "reset", "row_max", "row_sum"),
         *("rows_of", "seen_as", "sent", "shared_layout", "sixteens", "started", "store_sums", "tell", "tma", "told"),
         *("turned_layout", "turns_passed", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
     )),
