@@ -177,7 +177,7 @@ def test_parts_that_occur_twice_get_names() -> None:
 
 
 DOC, STARTS = torch.arange(12, dtype=torch.int32) // 5, torch.tensor([0, 5, 10])
-REAL, LEFT = DOC + 0.5, "doc[q_idx] == doc[kv_idx]"
+REAL, THIRD, LEFT = DOC + 0.5, torch.arange(12, dtype=torch.int32) % 3, "doc[q_idx] == doc[kv_idx]"
 EQUAL: dict[str, tuple[Any, str]] = {
     "terms of both sides": (lambda q, k: (DOC[q] == DOC[k]) & (q - STARTS[DOC[q]] >= k - STARTS[DOC[k]]), f"{LEFT} and q_idx >= kv_idx"),
     "one of equal terms": (
@@ -203,6 +203,15 @@ EQUAL: dict[str, tuple[Any, str]] = {
         lambda q, k: (DOC[q] == DOC[k]) & (REAL[DOC[q]] + 0.5 >= REAL[DOC[k]]),
         f"{LEFT} and real[doc[q_idx]] + 0.5 >= real[doc[q_idx]]",
     ),
+    "both sides of one": (
+        lambda q, k: (DOC[q] == DOC[k]) & (q - STARTS[DOC[q]] - (k - STARTS[DOC[k]]) < 3),
+        f"{LEFT} and q_idx - kv_idx < 3",
+    ),
+    "inside of a function": (
+        lambda q, k: (DOC[q] == DOC[k]) & ((STARTS[DOC[q]] - STARTS[DOC[k]]).abs() <= k),
+        f"{LEFT} and abs(0) <= kv_idx",
+    ),
+    "three that are equal": (lambda q, k: (DOC[q] == DOC[k]) & (DOC[k] == THIRD[k]), f"{LEFT} and doc[q_idx] == third[kv_idx]"),
     "two of keys": (lambda q, k: (DOC[k] == DOC[11 - k]) & (DOC[k] > 0), "doc[kv_idx] == doc[11 - kv_idx] and doc[kv_idx] > 0"),
 }
 
