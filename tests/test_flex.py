@@ -307,6 +307,22 @@ def test_functions_are_traced_once_and_again_when_they_change(device: str, monke
     assert len(traced) == 3
 
 
+SCORES: dict[str, Any] = {
+    "a number over each query's": lambda s, q, k: s + 1 / (q + 1.0) - (k + 2.0) ** -1,
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_that_calls_compute(name: str, device: str) -> None:
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    rows, columns = torch.arange(20, device=device)[:, None], torch.arange(20, device=device)
+    out = attngen.flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: SCORES[name](s, q_idx, kv_idx))
+    expected, _ = naive(q, k, v, lambda s: SCORES[name](s, rows, columns))
+    w = torch.randn_like(out)
+    for found, right in zip((out, *torch.autograd.grad(out, q, w)), (expected, *torch.autograd.grad(expected, q, w.double()))):
+        assert relative_error(found, right) < 1e-5
+
+
 def test_partials_and_callables(device: str) -> None:
     class Window:
         def __init__(self, size: int) -> None:
