@@ -307,8 +307,10 @@ def test_functions_are_traced_once_and_again_when_they_change(device: str, monke
     assert len(traced) == 3
 
 
+FLAGS = torch.arange(20) % 3 == 0
 SCORES: dict[str, Any] = {
     "a number over each query's": lambda s, q, k: s + 1 / (q + 1.0) - (k + 2.0) ** -1,
+    "a table read at a condition": lambda s, q, k: s + DOC.to(s.device)[FLAGS.to(s.device)[k].int() * 6] * (q % 2),
 }
 
 
