@@ -325,6 +325,59 @@ def test_scores_that_calls_compute(name: str, device: str) -> None:
         assert relative_error(found, right) < 1e-5
 
 
+class Kept:
+    """What a mask reads: a number of the class, and of objects inside of an object."""
+
+    first = 0
+
+    def __init__(self) -> None:
+        self.inner = Slotted(3)
+
+    @property
+    def width(self) -> int:
+        return self.inner.most[0]
+
+    def near(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k).abs() <= self.width
+
+
+class Slotted:
+    __slots__ = ("most",)
+
+    def __init__(self, most: int) -> None:
+        self.most = [most]
+
+
+SIZES_BY_NAME = {"most": 3}
+
+
+def test_functions_are_traced_again_where_they_read_a_number_elsewhere() -> None:
+    """In a class, an object inside of another one, a method's, a dictionary, or a function inside of the function."""
+    kept, inner = Kept(), {"by": {"name": 3}}
+
+    def change(n: int) -> None:
+        Kept.first, kept.inner.most[0], SIZES_BY_NAME["most"], inner["by"]["name"] = n, n, n, n
+
+    masks: list[Any] = [
+        lambda b, h, q, k: q - k <= Kept.first,
+        lambda b, h, q, k: q - k <= kept.first,
+        lambda b, h, q, k: q - k <= kept.inner.most[0],
+        lambda b, h, q, k: q - k <= kept.width,
+        lambda b, h, q, k: kept.near(q, k),
+        lambda b, h, q, k: q - k <= SIZES_BY_NAME["most"],
+        lambda b, h, q, k: q - k <= inner["by"]["name"],
+        lambda b, h, q, k: (lambda x: x <= SIZES_BY_NAME["most"])(q - k),
+        functools.partial(lambda most, b, h, q, k: q - k <= most.first, kept),
+    ]
+    change(3)
+    first = [pairs.pair_of(None, mask) for mask in masks]
+    assert [pairs.pair_of(None, mask) for mask in masks] == first
+    change(4)
+    for mask in masks:
+        text = pairs.pair_of(None, mask).whole.mask
+        assert text is not None and text.endswith("<= 4")
+
+
 def test_partials_and_callables(device: str) -> None:
     class Window:
         def __init__(self, size: int) -> None:
@@ -555,13 +608,11 @@ def test_what_cannot_be_part_of_a_graph_says_so_and_is_called_outside_of_it(devi
     class Hidden:
         tables = {"first": torch.rand(2, device=device)}
 
-    hidden = Hidden()
-
     def inside(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attngen.flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: s + h)
 
     def reads(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return s + hidden.tables["first"][h] * kv_idx
+        return s + vars(Hidden)["tables"]["first"][h] * kv_idx
 
     def unseen(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attngen.flex_attention(q, k, v, reads)
