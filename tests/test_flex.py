@@ -738,7 +738,7 @@ def test_refused_functions(score: Any, mask: Any, sentence: str) -> None:
 def test_a_branch_on_a_position_is_refused_in_one_sentence() -> None:
     with pytest.raises(TraceError) as error:
         attngen.spec_from_mods(_branching)
-    reason = "a number is taken out of a tensor, as by `if` and `int`; expected `torch.where`, or an index that is a tensor"
+    reason = "a number is taken out of a tensor, as by `if`, `and` and `int`; expected `torch.where`, `&`, or an index that is a tensor"
     assert str(error.value) == f"score_mod `_branching`, line {_line(_branching)} cannot be traced: {reason}"
 
 
