@@ -699,6 +699,10 @@ def _a_row(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Te
     return s + torch.arange(3)
 
 
+def _detached(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s - s.detach() / 2
+
+
 def _line(function: Any, further: int = 1) -> int:
     return int(function.__code__.co_firstlineno) + further
 
@@ -717,6 +721,12 @@ def _line(function: Any, further: int = 1) -> int:
             None,
             f"score_mod `_infinite`, line {_line(_infinite)} of {HERE}: `aten::exp` computes with -inf; expected -inf as a side of "
             "`torch.where`, and sums with it alone after that",
+        ),
+        (
+            _detached,
+            None,
+            f"score_mod `_detached`, line {_line(_detached)} of {HERE}: `aten::detach` stops a gradient, which expressions do not; "
+            "expected a tensor that was detached outside of the function",
         ),
         (None, _no_condition, "mask_mod `_no_condition` gives a number; expected a condition"),
         (_a_condition, None, "score_mod `_a_condition` gives a condition; expected a number"),

@@ -196,10 +196,17 @@ class _Tracer:
         try:
             if found is None:
                 raise Untold("has no expression; `attngen.frontends.operators` has those that have one")
+            if name == "aten::detach" and _may_learn(args[0]):
+                raise Untold("stops a gradient, which expressions do not; expected a tensor that was detached outside of the function")
             args, kwargs = [*map(of, args)], {k: of(v) for k, v in kwargs.items() if k not in _NOT_USED}
             return found(self.fresh, *args, **kwargs) if found in REDUCTIONS else found(*args, **kwargs)
         except Untold as error:
             raise Untold(f"`{name}` {error}") from None
+
+
+def _may_learn(x: Any) -> bool:
+    """Whether a captured tensor, or a value, may have a gradient."""
+    return x.requires_grad if isinstance(x, torch.Tensor) else x.kind == "real" and x.number is None
 
 
 def _operator(target: Any) -> str:
