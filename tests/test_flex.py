@@ -243,6 +243,21 @@ def test_what_is_hidden_by_a_score_is_masked(device: str) -> None:
     assert relative_error(attngen.flex_attention(q, k, v, score), out) < 1e-6
 
 
+VIEWS: dict[str, Any] = {
+    "no dimension": lambda x: x.view(()),
+    "one that goes": lambda x: x[None].squeeze(),
+    "an element": lambda x: x.reshape(1)[0],
+    "one of several": lambda x: x.expand(3)[2],
+    "a sum of one": lambda x: (x.expand(3) + torch.arange(3))[0],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_a_score_keep_what_is_hidden(name: str) -> None:
+    traced = trace(lambda s, b, h, q, k: VIEWS[name](torch.where(q >= k, s, -math.inf)), None)
+    assert traced.mask == "q_idx >= kv_idx"
+
+
 OPERATORS: dict[str, Any] = {
     "sign": lambda s, i: s + torch.sign(i - 3),
     "silu": lambda s, i: torch.nn.functional.silu(s),
@@ -703,6 +718,14 @@ def _detached(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) ->
     return s - s.detach() / 2
 
 
+def _sum_of_infinite(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.where(q_idx > 3, s, -math.inf).sum()
+
+
+def _infinite_as_condition(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.where(torch.where(q_idx > 3, s, -math.inf).bool(), s, 0.0)
+
+
 def _line(function: Any, further: int = 1) -> int:
     return int(function.__code__.co_firstlineno) + further
 
@@ -727,6 +750,15 @@ def _line(function: Any, further: int = 1) -> int:
             None,
             f"score_mod `_detached`, line {_line(_detached)} of {HERE}: `aten::detach` stops a gradient, which expressions do not; "
             "expected a tensor that was detached outside of the function",
+        ),
+        *(
+            (
+                function,
+                None,
+                f"score_mod `{function.__name__}`, line {_line(function)} of {HERE}: `aten::{operator}` computes with -inf; "
+                "expected -inf as a side of `torch.where`, and sums with it alone after that",
+            )
+            for function, operator in ((_sum_of_infinite, "sum"), (_infinite_as_condition, "_to_copy"))
         ),
         (None, _no_condition, "mask_mod `_no_condition` gives a number; expected a condition"),
         (_a_condition, None, "score_mod `_a_condition` gives a condition; expected a number"),

@@ -21,6 +21,7 @@ from attngen.frontends.values import (
     call,
     constant,
     element,
+    finite,
     indexed,
     joined,
     literal,
@@ -61,7 +62,7 @@ def _binary(op: type[ast.operator], of: Callable[[Any, Any], Any], a: Value, b: 
     if a.number is not None and b.number is not None:
         return constant(of(a.number, b.number))
     if op is not ast.Add:
-        _finite(*((b,) if op is ast.Sub else (a, b)))
+        finite(*((b,) if op is ast.Sub else (a, b)))
     visible = _both(a, b)
     return mapped(kind or _joint(a, b), lambda x, y: ast.BinOp(x, op(), y), a, b, visible=visible)
 
@@ -69,12 +70,6 @@ def _binary(op: type[ast.operator], of: Callable[[Any, Any], Any], a: Value, b: 
 def _both(a: Value, b: Value) -> ast.expr | None:
     parts = [x.visible for x in (a, b) if x.visible is not None]
     return joined(ast.And, *parts) if parts else None
-
-
-def _finite(*values: Value) -> None:
-    """Raise Untold if one of the values may be -inf."""
-    if any(x.visible is not None for x in values):
-        raise Untold("computes with -inf; expected -inf as a side of `torch.where`, and sums with it alone after that")
 
 
 @_means("add")
@@ -147,7 +142,7 @@ def _exp2(x: Value) -> Value:
 @_means("neg", "negative")
 def _negative(x: Value) -> Value:
     x = as_number(x)
-    _finite(x)
+    finite(x)
     return constant(-x.number) if x.number is not None else mapped(x.kind, lambda e: ast.UnaryOp(ast.USub(), e), x)
 
 
@@ -162,7 +157,7 @@ def _sign(x: Value) -> Value:
 
 
 def _function(name: str, of: Callable[[float], float] | None, x: Value, kind: Kind = "real") -> Value:
-    _finite(x)
+    finite(x)
     if x.number is not None and of is not None:
         return constant(of(float(x.number)))
     return mapped(kind, lambda e: call(name, e), as_number(x))
@@ -265,7 +260,7 @@ def _expm1(x: Value) -> Value:
 
 def _extreme(name: str, of: Callable[..., Any], a: Value, b: Value) -> Value:
     a, b = as_number(a), as_number(b)
-    _finite(a, b)
+    finite(a, b)
     if a.number is not None and b.number is not None:
         return constant(of(a.number, b.number))
     return mapped(_joint(a, b), lambda x, y: call(name, x, y), a, b)
@@ -287,7 +282,7 @@ def _clamp(x: Value, min: Value | None = None, max: Value | None = None) -> Valu
         x = x if min is None else _most(x, min)
         return x if max is None else _least(x, max)
     parts = [as_number(x), as_number(min), as_number(max)]
-    _finite(*parts)
+    finite(*parts)
     return mapped(_joint(*parts), lambda *e: call("clamp", *e), *parts)
 
 
@@ -333,7 +328,7 @@ def _masked_fill(x: Value, mask: Value, value: Value) -> Value:
 
 
 def _compare(op: type[ast.cmpop], of: Callable[[Any, Any], bool], a: Value, b: Value) -> Value:
-    _finite(a, b)
+    finite(a, b)
     a, b = as_number(a), as_number(b)
     if a.number is not None and b.number is not None:
         return constant(of(a.number, b.number))
@@ -421,7 +416,7 @@ def _cast(x: Value, dtype: torch.dtype | None) -> Value:
         made = as_real(x)
         return made if x.visible is None else scalar("real", made.text, x.visible)
     x = as_number(x)
-    _finite(x)
+    finite(x)
     if x.number is not None:
         return constant(int(x.number))
     return x if x.kind == "int" else mapped("int", lambda e: call("int", e), x)
@@ -584,7 +579,7 @@ def _expand(x: Value, shape: list[Any], **_: Any) -> Value:
     sizes = [_int(n) for n in shape]
     own = (1,) * (len(sizes) - len(x.shape)) + x.shape
     whole = tuple(m if n == -1 else n for n, m in zip(sizes, own))
-    return Value(x.kind, whole, lambda index: element(x, index), x.number)
+    return Value(x.kind, whole, lambda index: element(x, index), x.number, x.visible)
 
 
 @_means("permute")
@@ -628,6 +623,7 @@ def _all(fresh: Fresh, x: Value, dim: Any = None, keepdim: Any = False) -> Value
 @_means("sum")
 def _sum(fresh: Fresh, x: Value, dim: Any = None, keepdim: Any = False, dtype: torch.dtype | None = None) -> Value:
     x = _cast(as_number(x), dtype)
+    finite(x)
     return reduced(x, _dims(x, dim), _kept(keepdim), "sum", x.kind, fresh)
 
 
