@@ -228,6 +228,11 @@ def test_what_is_equal_is_read_once(name: str) -> None:
     assert said == [bool(function(*torch.tensor(pair))) for pair in pairs_of] and len(set(said)) == 2
 
 
+def test_sums_and_products_of_conditions_are_conditions() -> None:
+    traced = trace(None, lambda b, h, q, k: torch.minimum((q >= k) * (q - k < 5) + (k < 3), h < 2))
+    assert traced.mask == "(q_idx >= kv_idx and q_idx - kv_idx < 5 or kv_idx < 3) and h < 2"
+
+
 def test_what_is_hidden_by_a_score_is_masked(device: str) -> None:
     """-inf as a side of `torch.where` becomes the mask, whose tiles are then left out."""
 
@@ -270,6 +275,7 @@ OPERATORS: dict[str, Any] = {
     "division": lambda s, i: s + torch.div(i - 5, 3, rounding_mode="floor") - torch.div(i + 1, 3, rounding_mode="trunc") + (i / 2) % 1.5,
     "powers": lambda s, i: s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4),
     "casts": lambda s, i: s + (i > 3).float() + (i > 2).int() * i.to(torch.float32) + ((i & 1).bool() ^ (i > 5)) * 0.5,
+    "conditions": lambda s, i: s + ((i > 3) + (i > 5)) - ((i > 2) * (i < 6)) / 2 + torch.maximum(i > 6, i < 1) * 3 + ((i > 4) + 1) / 8,
     "masked_fill": lambda s, i: s.masked_fill(i > 6, -3.0) + torch.where((i > 2) == (i < 5), s, 1.0),
     "a row of numbers": lambda s, i: s + (torch.arange(4) * i).sum() / 8 + torch.arange(3).float().mean(),
     "waves": lambda s, i: s * torch.cos(i / 5) + torch.sin(s) + torch.erf(s),

@@ -74,6 +74,8 @@ def _both(a: Value, b: Value) -> ast.expr | None:
 
 @_means("add")
 def _add(a: Value, b: Value, alpha: Value | None = None) -> Value:
+    if a.kind == b.kind == "bool":  # a sum of conditions is one
+        return _OR(a, b)
     b = b if alpha is None else _multiply(b, alpha)
     for x, other in ((a, b), (b, a)):  # 0 is the start of many a sum
         if x.number == 0 and not x.shape and not (isinstance(x.number, float) and other.kind != "real"):
@@ -94,6 +96,8 @@ def _subtract_from(a: Value, b: Value, alpha: Value | None = None) -> Value:
 
 @_means("mul", "multiply")
 def _multiply(a: Value, b: Value) -> Value:
+    if a.kind == b.kind == "bool":
+        return _AND(a, b)
     for x, other in ((a, b), (b, a)):
         if x.number == 1 and not x.shape and not (isinstance(x.number, float) and other.kind != "real"):
             return as_number(other)
@@ -268,12 +272,12 @@ def _extreme(name: str, of: Callable[..., Any], a: Value, b: Value) -> Value:
 
 @_means("minimum", "fmin", "clamp_max")
 def _least(a: Value, b: Value) -> Value:
-    return _extreme("min", min, a, b)
+    return _AND(a, b) if a.kind == b.kind == "bool" else _extreme("min", min, a, b)
 
 
 @_means("maximum", "fmax", "clamp_min")
 def _most(a: Value, b: Value) -> Value:
-    return _extreme("max", max, a, b)
+    return _OR(a, b) if a.kind == b.kind == "bool" else _extreme("max", max, a, b)
 
 
 @_means("clamp", "clip", "hardtanh")
