@@ -273,7 +273,7 @@ OPERATORS: dict[str, Any] = {
     "extremes": lambda s, i: torch.minimum(s, torch.maximum(-s, i / 4)).clamp(min=-1.5),
     "rounding": lambda s, i: s + (i / 3).floor() + (i / 3).ceil() - (i / 3).round() + (i / 3).trunc(),
     "division": lambda s, i: s + torch.div(i - 5, 3, rounding_mode="floor") - torch.div(i + 1, 3, rounding_mode="trunc") + (i / 2) % 1.5,
-    "powers": lambda s, i: s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4),
+    "powers": lambda s, i: s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4) + 2 ** (i // 3 + i % 2) / 8 + 3.0**-i + (2 ** torch.arange(3)).sum(),
     "casts": lambda s, i: s + (i > 3).float() + (i > 2).int() * i.to(torch.float32) + ((i & 1).bool() ^ (i > 5)) * 0.5,
     "conditions": lambda s, i: s + ((i > 3) + (i > 5)) - ((i > 2) * (i < 6)) / 2 + torch.maximum(i > 6, i < 1) * 3 + ((i > 4) + 1) / 8,
     "masked_fill": lambda s, i: s.masked_fill(i > 6, -3.0) + torch.where((i > 2) == (i < 5), s, 1.0),
@@ -732,6 +732,10 @@ def _infinite_as_condition(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_id
     return torch.where(torch.where(q_idx > 3, s, -math.inf).bool(), s, 0.0)
 
 
+def _power(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s * 2 ** (-(h + 1))
+
+
 def _line(function: Any, further: int = 1) -> int:
     return int(function.__code__.co_firstlineno) + further
 
@@ -765,6 +769,12 @@ def _line(function: Any, further: int = 1) -> int:
                 "expected -inf as a side of `torch.where`, and sums with it alone after that",
             )
             for function, operator in ((_sum_of_infinite, "sum"), (_infinite_as_condition, "_to_copy"))
+        ),
+        (
+            _power,
+            None,
+            f"score_mod `_power`, line {_line(_power)} of {HERE}: `aten::pow` of integers is one, so that `2 ** -3` is 0; "
+            "expected a real base, as in `2.0 ** x`, or an exponent that is not negative",
         ),
         (None, _no_condition, "mask_mod `_no_condition` gives a number; expected a condition"),
         (_a_condition, None, "score_mod `_a_condition` gives a condition; expected a number"),

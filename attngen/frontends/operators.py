@@ -129,8 +129,26 @@ def _remainder(a: Value, b: Value) -> Value:
 
 @_means("pow")
 def _power(a: Value, b: Value) -> Value:
+    exponent = b.at(tuple(ast.Name("i", ast.Load()) for _ in b.shape))
+    if a.kind == b.kind == "int" and b.number is None and not _never_negative(exponent):
+        hint = "a real base, as in `2.0 ** x`, or an exponent that is not negative"
+        raise Untold(f"of integers is one, so that `2 ** -3` is 0; expected {hint}")
     whole = a.kind == "int" and isinstance(b.number, int) and b.number >= 0
     return _binary(ast.Pow, operator.pow, a, b, "int" if whole else "real")
+
+
+def _never_negative(e: ast.expr) -> bool:
+    """Whether an integer is made of positions and such numbers, without a difference."""
+    match e:
+        case ast.Constant() | ast.Name():
+            return True
+        case ast.BinOp(op=ast.Add() | ast.Mult() | ast.FloorDiv()):
+            return _never_negative(e.left) and _never_negative(e.right)
+        case ast.BinOp(op=ast.Mod(), right=ast.Constant()):
+            return True
+        case ast.Call(func=ast.Name(id="abs")):
+            return True
+    return False
 
 
 @_means("square")
