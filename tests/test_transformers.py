@@ -496,6 +496,14 @@ def test_a_tensor_without_dimensions_is_an_input_of_one() -> None:
     assert [x.tolist() for x in mask.inputs.values()] == [[4]]
 
 
+def test_elements_of_a_mask_are_those_of_when_it_was_made() -> None:
+    """A static cache counts on in its tensor of positions before a layer attends."""
+    first = torch.tensor(5)
+    mask = mask_of(1, 3, 12, first, mask_function=masks.causal_mask_function)
+    first += 3
+    assert mask.dense().sum(-1).flatten().tolist() == [6, 7, 8] and int(mask.start) == 5
+
+
 def test_positions_are_told_where_a_cache_begins() -> None:
     moved = formula(CHUNKS, 5)[0]
     assert moved.offset and "kv_idx + kv_offset - left_padding[b]" in moved.parts[0]["expr"]
