@@ -504,6 +504,13 @@ def test_elements_of_a_mask_are_those_of_when_it_was_made() -> None:
     assert mask.dense().sum(-1).flatten().tolist() == [6, 7, 8] and int(mask.start) == 5
 
 
+def test_masks_that_list_blocks_are_not_served() -> None:
+    """Queries over a cache run by the kernels that a call of theirs has."""
+    spans = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))
+    for function, served in ((masks.causal_mask_function, True), (masks.bidirectional_mask_function, True), (spans, False)):
+        assert attends._has_cache(formula(function, 0)[0]) == served
+
+
 def test_positions_are_told_where_a_cache_begins() -> None:
     moved = formula(CHUNKS, 5)[0]
     assert moved.offset and "kv_idx + kv_offset - left_padding[b]" in moved.parts[0]["expr"]
