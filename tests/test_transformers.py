@@ -579,6 +579,15 @@ def test_specs_of_whole_models(name: str, tmp_path: Path) -> None:
         assert parse_spec(text).name == title == yaml.safe_load(text)["name"]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "wav2vec2"])
+def test_specs_of_models_that_look_at_tokens_or_hear(name: str, tmp_path: Path) -> None:
+    of_heads = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = tf.Wav2Vec2Config(**of_heads) if name == "wav2vec2" else tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, pad_token_id=0)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    whole = {"wav2vec2": "layer_dropout_mha_d16", "gpt2": "layer_causal_dropout_mha_d16"}[name]
+    assert whole in specs_for(tmp_path / "config.json")
+
+
 def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(AttngenError, match="cannot be read"):
@@ -591,6 +600,8 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
         json.dumps({"model_type": "no_such_model"}): "transformers knows no model `no_such_model`$",
         json.dumps({"model_type": "mine", "auto_map": {}}): "no model `mine`; it comes with code of its own, which attngen does not run",
         json.dumps({**of_llama, "hidden_size": "big"}): "is no configuration of a llama .*'hidden_size' expected int, got str",
+        json.dumps({"model_type": "bloom", **SIZES}): "a bloom does not run with attngen .*, which has no elements",
+        json.dumps({"model_type": "falcon", **SIZES}): "no layer of a falcon takes its attention from transformers' interface$",
         json.dumps({**of_llama, "head_dim": 12}): "no layer of the llama runs with attngen: a head has 12 columns",
     }
     for text, why in wrong.items():
