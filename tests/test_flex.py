@@ -816,6 +816,7 @@ def test_refused_calls() -> None:
             "flex_attention: 4 query heads and 2 key heads without enable_gqa; expected as many, or enable_gqa=True",
         ),
         ((q[0], q, q), {}, "flex_attention: query has 3 dimensions; expected a tensor [B, H, N, D]"),
+        ((q, q.half(), q.double()), {}, "flex_attention: value is torch.float64; expected torch.bfloat16, torch.float16 or torch.float32"),
         ((q, q, None), {}, "flex_attention: value is a NoneType; expected a tensor [B, H, N, D]"),
         ((q, q, q, 3), {}, "flex_attention: score_mod is a int; expected a function or None"),
         (
