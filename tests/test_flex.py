@@ -177,7 +177,7 @@ def test_parts_that_occur_twice_get_names() -> None:
 
 
 DOC, STARTS = torch.arange(12, dtype=torch.int32) // 5, torch.tensor([0, 5, 10])
-REAL, LEFT = DOC + 0.5, "doc[q_idx] == doc[kv_idx]"
+REAL, THIRD, LEFT = DOC + 0.5, torch.arange(12, dtype=torch.int32) % 3, "doc[q_idx] == doc[kv_idx]"
 EQUAL: dict[str, tuple[Any, str]] = {
     "terms of both sides": (lambda q, k: (DOC[q] == DOC[k]) & (q - STARTS[DOC[q]] >= k - STARTS[DOC[k]]), f"{LEFT} and q_idx >= kv_idx"),
     "one of equal terms": (
@@ -203,6 +203,15 @@ EQUAL: dict[str, tuple[Any, str]] = {
         lambda q, k: (DOC[q] == DOC[k]) & (REAL[DOC[q]] + 0.5 >= REAL[DOC[k]]),
         f"{LEFT} and real[doc[q_idx]] + 0.5 >= real[doc[q_idx]]",
     ),
+    "both sides of one": (
+        lambda q, k: (DOC[q] == DOC[k]) & (q - STARTS[DOC[q]] - (k - STARTS[DOC[k]]) < 3),
+        f"{LEFT} and q_idx - kv_idx < 3",
+    ),
+    "inside of a function": (
+        lambda q, k: (DOC[q] == DOC[k]) & ((STARTS[DOC[q]] - STARTS[DOC[k]]).abs() <= k),
+        f"{LEFT} and abs(0) <= kv_idx",
+    ),
+    "three that are equal": (lambda q, k: (DOC[q] == DOC[k]) & (DOC[k] == THIRD[k]), f"{LEFT} and doc[q_idx] == third[kv_idx]"),
     "two of keys": (lambda q, k: (DOC[k] == DOC[11 - k]) & (DOC[k] > 0), "doc[kv_idx] == doc[11 - kv_idx] and doc[kv_idx] > 0"),
 }
 
@@ -217,6 +226,11 @@ def test_what_is_equal_is_read_once(name: str) -> None:
     pairs_of = [(q, k) for q in range(12) for k in range(12)]
     said = [eval(text, {}, {"q_idx": q, "kv_idx": k, **tables}) for q, k in pairs_of]
     assert said == [bool(function(*torch.tensor(pair))) for pair in pairs_of] and len(set(said)) == 2
+
+
+def test_sums_and_products_of_conditions_are_conditions() -> None:
+    traced = trace(None, lambda b, h, q, k: torch.minimum((q >= k) * (q - k < 5) + (k < 3), h < 2))
+    assert traced.mask == "(q_idx >= kv_idx and q_idx - kv_idx < 5 or kv_idx < 3) and h < 2"
 
 
 def test_what_is_hidden_by_a_score_is_masked(device: str) -> None:
@@ -234,6 +248,21 @@ def test_what_is_hidden_by_a_score_is_masked(device: str) -> None:
     assert relative_error(attngen.flex_attention(q, k, v, score), out) < 1e-6
 
 
+VIEWS: dict[str, Any] = {
+    "no dimension": lambda x: x.view(()),
+    "one that goes": lambda x: x[None].squeeze(),
+    "an element": lambda x: x.reshape(1)[0],
+    "one of several": lambda x: x.expand(3)[2],
+    "a sum of one": lambda x: (x.expand(3) + torch.arange(3))[0],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_a_score_keep_what_is_hidden(name: str) -> None:
+    traced = trace(lambda s, b, h, q, k: VIEWS[name](torch.where(q >= k, s, -math.inf)), None)
+    assert traced.mask == "q_idx >= kv_idx"
+
+
 OPERATORS: dict[str, Any] = {
     "sign": lambda s, i: s + torch.sign(i - 3),
     "silu": lambda s, i: torch.nn.functional.silu(s),
@@ -244,8 +273,9 @@ OPERATORS: dict[str, Any] = {
     "extremes": lambda s, i: torch.minimum(s, torch.maximum(-s, i / 4)).clamp(min=-1.5),
     "rounding": lambda s, i: s + (i / 3).floor() + (i / 3).ceil() - (i / 3).round() + (i / 3).trunc(),
     "division": lambda s, i: s + torch.div(i - 5, 3, rounding_mode="floor") - torch.div(i + 1, 3, rounding_mode="trunc") + (i / 2) % 1.5,
-    "powers": lambda s, i: s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4),
+    "powers": lambda s, i: s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4) + 2 ** (i // 3 + i % 2) / 8 + 3.0**-i + (2 ** torch.arange(3)).sum(),
     "casts": lambda s, i: s + (i > 3).float() + (i > 2).int() * i.to(torch.float32) + ((i & 1).bool() ^ (i > 5)) * 0.5,
+    "conditions": lambda s, i: s + ((i > 3) + (i > 5)) - ((i > 2) * (i < 6)) / 2 + torch.maximum(i > 6, i < 1) * 3 + ((i > 4) + 1) / 8,
     "masked_fill": lambda s, i: s.masked_fill(i > 6, -3.0) + torch.where((i > 2) == (i < 5), s, 1.0),
     "a row of numbers": lambda s, i: s + (torch.arange(4) * i).sum() / 8 + torch.arange(3).float().mean(),
     "waves": lambda s, i: s * torch.cos(i / 5) + torch.sin(s) + torch.erf(s),
@@ -296,6 +326,77 @@ def test_functions_are_traced_once_and_again_when_they_change(device: str, monke
     first = torch.ones(2, device=device)
     attngen.flex_attention(q, k, v, score, mask)
     assert len(traced) == 3
+
+
+FLAGS = torch.arange(20) % 3 == 0
+SCORES: dict[str, Any] = {
+    "a number over each query's": lambda s, q, k: s + 1 / (q + 1.0) - (k + 2.0) ** -1,
+    "a table read at a condition": lambda s, q, k: s + DOC.to(s.device)[FLAGS.to(s.device)[k].int() * 6] * (q % 2),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_that_calls_compute(name: str, device: str) -> None:
+    q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
+    rows, columns = torch.arange(20, device=device)[:, None], torch.arange(20, device=device)
+    out = attngen.flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: SCORES[name](s, q_idx, kv_idx))
+    expected, _ = naive(q, k, v, lambda s: SCORES[name](s, rows, columns))
+    w = torch.randn_like(out)
+    for found, right in zip((out, *torch.autograd.grad(out, q, w)), (expected, *torch.autograd.grad(expected, q, w.double()))):
+        assert relative_error(found, right) < 1e-5
+
+
+class Kept:
+    """What a mask reads: a number of the class, and of objects inside of an object."""
+
+    first = 0
+
+    def __init__(self) -> None:
+        self.inner = Slotted(3)
+
+    @property
+    def width(self) -> int:
+        return self.inner.most[0]
+
+    def near(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k).abs() <= self.width
+
+
+class Slotted:
+    __slots__ = ("most",)
+
+    def __init__(self, most: int) -> None:
+        self.most = [most]
+
+
+SIZES_BY_NAME = {"most": 3}
+
+
+def test_functions_are_traced_again_where_they_read_a_number_elsewhere() -> None:
+    """In a class, an object inside of another one, a method's, a dictionary, or a function inside of the function."""
+    kept, inner = Kept(), {"by": {"name": 3}}
+
+    def change(n: int) -> None:
+        Kept.first, kept.inner.most[0], SIZES_BY_NAME["most"], inner["by"]["name"] = n, n, n, n
+
+    masks: list[Any] = [
+        lambda b, h, q, k: q - k <= Kept.first,
+        lambda b, h, q, k: q - k <= kept.first,
+        lambda b, h, q, k: q - k <= kept.inner.most[0],
+        lambda b, h, q, k: q - k <= kept.width,
+        lambda b, h, q, k: kept.near(q, k),
+        lambda b, h, q, k: q - k <= SIZES_BY_NAME["most"],
+        lambda b, h, q, k: q - k <= inner["by"]["name"],
+        lambda b, h, q, k: (lambda x: x <= SIZES_BY_NAME["most"])(q - k),
+        functools.partial(lambda most, b, h, q, k: q - k <= most.first, kept),
+    ]
+    change(3)
+    first = [pairs.pair_of(None, mask) for mask in masks]
+    assert [pairs.pair_of(None, mask) for mask in masks] == first
+    change(4)
+    for mask in masks:
+        text = pairs.pair_of(None, mask).whole.mask
+        assert text is not None and text.endswith("<= 4")
 
 
 def test_partials_and_callables(device: str) -> None:
@@ -528,13 +629,11 @@ def test_what_cannot_be_part_of_a_graph_says_so_and_is_called_outside_of_it(devi
     class Hidden:
         tables = {"first": torch.rand(2, device=device)}
 
-    hidden = Hidden()
-
     def inside(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attngen.flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: s + h)
 
     def reads(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return s + hidden.tables["first"][h] * kv_idx
+        return s + vars(Hidden)["tables"]["first"][h] * kv_idx
 
     def unseen(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attngen.flex_attention(q, k, v, reads)
@@ -621,6 +720,22 @@ def _a_row(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Te
     return s + torch.arange(3)
 
 
+def _detached(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s - s.detach() / 2
+
+
+def _sum_of_infinite(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.where(q_idx > 3, s, -math.inf).sum()
+
+
+def _infinite_as_condition(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.where(torch.where(q_idx > 3, s, -math.inf).bool(), s, 0.0)
+
+
+def _power(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return s * 2 ** (-(h + 1))
+
+
 def _line(function: Any, further: int = 1) -> int:
     return int(function.__code__.co_firstlineno) + further
 
@@ -639,6 +754,27 @@ def _line(function: Any, further: int = 1) -> int:
             None,
             f"score_mod `_infinite`, line {_line(_infinite)} of {HERE}: `aten::exp` computes with -inf; expected -inf as a side of "
             "`torch.where`, and sums with it alone after that",
+        ),
+        (
+            _detached,
+            None,
+            f"score_mod `_detached`, line {_line(_detached)} of {HERE}: `aten::detach` stops a gradient, which expressions do not; "
+            "expected a tensor that was detached outside of the function",
+        ),
+        *(
+            (
+                function,
+                None,
+                f"score_mod `{function.__name__}`, line {_line(function)} of {HERE}: `aten::{operator}` computes with -inf; "
+                "expected -inf as a side of `torch.where`, and sums with it alone after that",
+            )
+            for function, operator in ((_sum_of_infinite, "sum"), (_infinite_as_condition, "_to_copy"))
+        ),
+        (
+            _power,
+            None,
+            f"score_mod `_power`, line {_line(_power)} of {HERE}: `aten::pow` of integers is one, so that `2 ** -3` is 0; "
+            "expected a real base, as in `2.0 ** x`, or an exponent that is not negative",
         ),
         (None, _no_condition, "mask_mod `_no_condition` gives a number; expected a condition"),
         (_a_condition, None, "score_mod `_a_condition` gives a condition; expected a number"),
@@ -660,7 +796,7 @@ def test_refused_functions(score: Any, mask: Any, sentence: str) -> None:
 def test_a_branch_on_a_position_is_refused_in_one_sentence() -> None:
     with pytest.raises(TraceError) as error:
         attngen.spec_from_mods(_branching)
-    reason = "a number is taken out of a tensor, as by `if` and `int`; expected `torch.where`, or an index that is a tensor"
+    reason = "a number is taken out of a tensor, as by `if`, `and` and `int`; expected `torch.where`, `&`, or an index that is a tensor"
     assert str(error.value) == f"score_mod `_branching`, line {_line(_branching)} cannot be traced: {reason}"
 
 
@@ -680,6 +816,7 @@ def test_refused_calls() -> None:
             "flex_attention: 4 query heads and 2 key heads without enable_gqa; expected as many, or enable_gqa=True",
         ),
         ((q[0], q, q), {}, "flex_attention: query has 3 dimensions; expected a tensor [B, H, N, D]"),
+        ((q, q.half(), q.double()), {}, "flex_attention: value is torch.float64; expected torch.bfloat16, torch.float16 or torch.float32"),
         ((q, q, None), {}, "flex_attention: value is a NoneType; expected a tensor [B, H, N, D]"),
         ((q, q, q, 3), {}, "flex_attention: score_mod is a int; expected a function or None"),
         (

@@ -496,6 +496,21 @@ def test_a_tensor_without_dimensions_is_an_input_of_one() -> None:
     assert [x.tolist() for x in mask.inputs.values()] == [[4]]
 
 
+def test_elements_of_a_mask_are_those_of_when_it_was_made() -> None:
+    """A static cache counts on in its tensor of positions before a layer attends."""
+    first = torch.tensor(5)
+    mask = mask_of(1, 3, 12, first, mask_function=masks.causal_mask_function)
+    first += 3
+    assert mask.dense().sum(-1).flatten().tolist() == [6, 7, 8] and int(mask.start) == 5
+
+
+def test_masks_that_list_blocks_are_not_served() -> None:
+    """Queries over a cache run by the kernels that a call of theirs has."""
+    spans = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))
+    for function, served in ((masks.causal_mask_function, True), (masks.bidirectional_mask_function, True), (spans, False)):
+        assert attends._has_cache(formula(function, 0)[0]) == served
+
+
 def test_positions_are_told_where_a_cache_begins() -> None:
     moved = formula(CHUNKS, 5)[0]
     assert moved.offset and "kv_idx + kv_offset - left_padding[b]" in moved.parts[0]["expr"]
@@ -564,6 +579,15 @@ def test_specs_of_whole_models(name: str, tmp_path: Path) -> None:
         assert parse_spec(text).name == title == yaml.safe_load(text)["name"]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "wav2vec2"])
+def test_specs_of_models_that_look_at_tokens_or_hear(name: str, tmp_path: Path) -> None:
+    of_heads = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = tf.Wav2Vec2Config(**of_heads) if name == "wav2vec2" else tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, pad_token_id=0)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    whole = {"wav2vec2": "layer_dropout_mha_d16", "gpt2": "layer_causal_dropout_mha_d16"}[name]
+    assert whole in specs_for(tmp_path / "config.json")
+
+
 def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(AttngenError, match="cannot be read"):
@@ -576,6 +600,8 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
         json.dumps({"model_type": "no_such_model"}): "transformers knows no model `no_such_model`$",
         json.dumps({"model_type": "mine", "auto_map": {}}): "no model `mine`; it comes with code of its own, which attngen does not run",
         json.dumps({**of_llama, "hidden_size": "big"}): "is no configuration of a llama .*'hidden_size' expected int, got str",
+        json.dumps({"model_type": "bloom", **SIZES}): "a bloom does not run with attngen .*, which has no elements",
+        json.dumps({"model_type": "falcon", **SIZES}): "no layer of a falcon takes its attention from transformers' interface$",
         json.dumps({**of_llama, "head_dim": 12}): "no layer of the llama runs with attngen: a head has 12 columns",
     }
     for text, why in wrong.items():

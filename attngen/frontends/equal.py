@@ -21,10 +21,10 @@ _FUNCTIONS = ("abs", "clamp", "max", "min")
 def agreed(mask: ast.expr, integers: Set[str]) -> ast.expr:
     """A condition that says the same as `mask`. `integers` names the tensors of integers: of real numbers, 0.0 and -0.0 are equal."""
     parts = mask.values if isinstance(mask, ast.BoolOp) and isinstance(mask.op, ast.And) else [mask]
-    for place, part in enumerate(parts):
+    for place in range(len(parts)):
         if (pair := _pair(parts[place], integers)) is not None:
             swap = _Swap(*pair, integers)
-            parts = [each if each is part else swap.within(each) for each in parts]
+            parts = [each if at == place else swap.within(each) for at, each in enumerate(parts)]
     return joined(ast.And, *parts)
 
 
@@ -89,6 +89,9 @@ class _Swap:
         match made := type(e)(**fields):
             case ast.Compare(left=left, ops=[op], comparators=[right]) if all(_is_integer(x, self.integers) for x in (left, right)):
                 return _without_common(left, op, right)
+            case ast.BinOp(op=ast.Add() | ast.Sub()) if _is_integer(made, self.integers):
+                kept = _apart(terms := _terms(made, True))
+                return _sum(kept) if len(kept) < len(terms) else made
         return made
 
 
@@ -97,12 +100,23 @@ Term = tuple[bool, str]  # whether a part of a sum is added or subtracted, and i
 
 def _without_common(left: ast.expr, op: ast.cmpop, right: ast.expr) -> ast.expr:
     """A comparison of two sums without the terms that both have."""
-    sides = [_terms(left, True), _terms(right, True)]
+    sides = [_apart(_terms(left, True)), _apart(_terms(right, True))]
     for term in tuple(sides[0]):
         if term in sides[1]:
             sides[0].remove(term)
             sides[1].remove(term)
     return ast.Compare(_sum(sides[0]), [op], [_sum(sides[1])])
+
+
+def _apart(terms: list[Term]) -> list[Term]:
+    """Terms without those that are both added and subtracted."""
+    left: list[Term] = []
+    for added, text in terms:
+        if (not added, text) in left:
+            left.remove((not added, text))
+        else:
+            left.append((added, text))
+    return left
 
 
 def _terms(e: ast.expr, added: bool) -> list[Term]:

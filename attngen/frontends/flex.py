@@ -70,6 +70,8 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             given = f"has {x.dim()} dimensions" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
             raise ValueError(f"flex_attention: {name} {given}; expected a tensor [B, H, N, D]")
+        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"flex_attention: {name} is {x.dtype}; expected torch.bfloat16, torch.float16 or torch.float32")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         heads = f"{query.shape[1]} query heads and {key.shape[1]} key heads"
         raise ValueError(f"flex_attention: {heads} without enable_gqa; expected as many, or enable_gqa=True")

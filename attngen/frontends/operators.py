@@ -21,6 +21,7 @@ from attngen.frontends.values import (
     call,
     constant,
     element,
+    finite,
     indexed,
     joined,
     literal,
@@ -61,7 +62,7 @@ def _binary(op: type[ast.operator], of: Callable[[Any, Any], Any], a: Value, b: 
     if a.number is not None and b.number is not None:
         return constant(of(a.number, b.number))
     if op is not ast.Add:
-        _finite(*((b,) if op is ast.Sub else (a, b)))
+        finite(*((b,) if op is ast.Sub else (a, b)))
     visible = _both(a, b)
     return mapped(kind or _joint(a, b), lambda x, y: ast.BinOp(x, op(), y), a, b, visible=visible)
 
@@ -71,14 +72,10 @@ def _both(a: Value, b: Value) -> ast.expr | None:
     return joined(ast.And, *parts) if parts else None
 
 
-def _finite(*values: Value) -> None:
-    """Raise Untold if one of the values may be -inf."""
-    if any(x.visible is not None for x in values):
-        raise Untold("computes with -inf; expected -inf as a side of `torch.where`, and sums with it alone after that")
-
-
 @_means("add")
 def _add(a: Value, b: Value, alpha: Value | None = None) -> Value:
+    if a.kind == b.kind == "bool":  # a sum of conditions is one
+        return _OR(a, b)
     b = b if alpha is None else _multiply(b, alpha)
     for x, other in ((a, b), (b, a)):  # 0 is the start of many a sum
         if x.number == 0 and not x.shape and not (isinstance(x.number, float) and other.kind != "real"):
@@ -99,6 +96,8 @@ def _subtract_from(a: Value, b: Value, alpha: Value | None = None) -> Value:
 
 @_means("mul", "multiply")
 def _multiply(a: Value, b: Value) -> Value:
+    if a.kind == b.kind == "bool":
+        return _AND(a, b)
     for x, other in ((a, b), (b, a)):
         if x.number == 1 and not x.shape and not (isinstance(x.number, float) and other.kind != "real"):
             return as_number(other)
@@ -130,8 +129,26 @@ def _remainder(a: Value, b: Value) -> Value:
 
 @_means("pow")
 def _power(a: Value, b: Value) -> Value:
+    exponent = b.at(tuple(ast.Name("i", ast.Load()) for _ in b.shape))
+    if a.kind == b.kind == "int" and b.number is None and not _never_negative(exponent):
+        hint = "a real base, as in `2.0 ** x`, or an exponent that is not negative"
+        raise Untold(f"of integers is one, so that `2 ** -3` is 0; expected {hint}")
     whole = a.kind == "int" and isinstance(b.number, int) and b.number >= 0
     return _binary(ast.Pow, operator.pow, a, b, "int" if whole else "real")
+
+
+def _never_negative(e: ast.expr) -> bool:
+    """Whether an integer is made of positions and such numbers, without a difference."""
+    match e:
+        case ast.Constant() | ast.Name():
+            return True
+        case ast.BinOp(op=ast.Add() | ast.Mult() | ast.FloorDiv()):
+            return _never_negative(e.left) and _never_negative(e.right)
+        case ast.BinOp(op=ast.Mod(), right=ast.Constant()):
+            return True
+        case ast.Call(func=ast.Name(id="abs")):
+            return True
+    return False
 
 
 @_means("square")
@@ -147,7 +164,7 @@ def _exp2(x: Value) -> Value:
 @_means("neg", "negative")
 def _negative(x: Value) -> Value:
     x = as_number(x)
-    _finite(x)
+    finite(x)
     return constant(-x.number) if x.number is not None else mapped(x.kind, lambda e: ast.UnaryOp(ast.USub(), e), x)
 
 
@@ -162,7 +179,7 @@ def _sign(x: Value) -> Value:
 
 
 def _function(name: str, of: Callable[[float], float] | None, x: Value, kind: Kind = "real") -> Value:
-    _finite(x)
+    finite(x)
     if x.number is not None and of is not None:
         return constant(of(float(x.number)))
     return mapped(kind, lambda e: call(name, e), as_number(x))
@@ -265,7 +282,7 @@ def _expm1(x: Value) -> Value:
 
 def _extreme(name: str, of: Callable[..., Any], a: Value, b: Value) -> Value:
     a, b = as_number(a), as_number(b)
-    _finite(a, b)
+    finite(a, b)
     if a.number is not None and b.number is not None:
         return constant(of(a.number, b.number))
     return mapped(_joint(a, b), lambda x, y: call(name, x, y), a, b)
@@ -273,12 +290,12 @@ def _extreme(name: str, of: Callable[..., Any], a: Value, b: Value) -> Value:
 
 @_means("minimum", "fmin", "clamp_max")
 def _least(a: Value, b: Value) -> Value:
-    return _extreme("min", min, a, b)
+    return _AND(a, b) if a.kind == b.kind == "bool" else _extreme("min", min, a, b)
 
 
 @_means("maximum", "fmax", "clamp_min")
 def _most(a: Value, b: Value) -> Value:
-    return _extreme("max", max, a, b)
+    return _OR(a, b) if a.kind == b.kind == "bool" else _extreme("max", max, a, b)
 
 
 @_means("clamp", "clip", "hardtanh")
@@ -287,7 +304,7 @@ def _clamp(x: Value, min: Value | None = None, max: Value | None = None) -> Valu
         x = x if min is None else _most(x, min)
         return x if max is None else _least(x, max)
     parts = [as_number(x), as_number(min), as_number(max)]
-    _finite(*parts)
+    finite(*parts)
     return mapped(_joint(*parts), lambda *e: call("clamp", *e), *parts)
 
 
@@ -333,7 +350,7 @@ def _masked_fill(x: Value, mask: Value, value: Value) -> Value:
 
 
 def _compare(op: type[ast.cmpop], of: Callable[[Any, Any], bool], a: Value, b: Value) -> Value:
-    _finite(a, b)
+    finite(a, b)
     a, b = as_number(a), as_number(b)
     if a.number is not None and b.number is not None:
         return constant(of(a.number, b.number))
@@ -421,7 +438,7 @@ def _cast(x: Value, dtype: torch.dtype | None) -> Value:
         made = as_real(x)
         return made if x.visible is None else scalar("real", made.text, x.visible)
     x = as_number(x)
-    _finite(x)
+    finite(x)
     if x.number is not None:
         return constant(int(x.number))
     return x if x.kind == "int" else mapped("int", lambda e: call("int", e), x)
@@ -584,7 +601,7 @@ def _expand(x: Value, shape: list[Any], **_: Any) -> Value:
     sizes = [_int(n) for n in shape]
     own = (1,) * (len(sizes) - len(x.shape)) + x.shape
     whole = tuple(m if n == -1 else n for n, m in zip(sizes, own))
-    return Value(x.kind, whole, lambda index: element(x, index), x.number)
+    return Value(x.kind, whole, lambda index: element(x, index), x.number, x.visible)
 
 
 @_means("permute")
@@ -628,6 +645,7 @@ def _all(fresh: Fresh, x: Value, dim: Any = None, keepdim: Any = False) -> Value
 @_means("sum")
 def _sum(fresh: Fresh, x: Value, dim: Any = None, keepdim: Any = False, dtype: torch.dtype | None = None) -> Value:
     x = _cast(as_number(x), dtype)
+    finite(x)
     return reduced(x, _dims(x, dim), _kept(keepdim), "sum", x.kind, fresh)
 
 

@@ -67,7 +67,7 @@ class Operators(TorchDispatchMode):
         self.line = frame.f_lineno if frame is not None else 0
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError(
-                "a number is taken out of a tensor, as by `if` and `int`; expected `torch.where`, or an index that is a tensor"
+                "a number is taken out of a tensor, as by `if`, `and` and `int`; expected `torch.where`, `&`, or an index that is a tensor"
             )
         return StandIn(self.evaluate(func, [*map(_given, args)], {k: _given(v) for k, v in (kwargs or {}).items()}), self.device)
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attngen.lang.params import Kind
 
 Mod = Callable[..., Any]
+_PLAIN = (torch.Tensor, bool, int, float, str)
 DEEPEST = 8  # of functions that hold functions
 NAMED_FROM = 7  # parts of an expression; one with as many that occurs twice gets a name
 _KINDS: dict[str, Kind] = {"bool": "bool", "int32": "int", "fp32": "real"}
@@ -195,10 +196,17 @@ class _Tracer:
         try:
             if found is None:
                 raise Untold("has no expression; `attngen.frontends.operators` has those that have one")
+            if name == "aten::detach" and _may_learn(args[0]):
+                raise Untold("stops a gradient, which expressions do not; expected a tensor that was detached outside of the function")
             args, kwargs = [*map(of, args)], {k: of(v) for k, v in kwargs.items() if k not in _NOT_USED}
             return found(self.fresh, *args, **kwargs) if found in REDUCTIONS else found(*args, **kwargs)
         except Untold as error:
             raise Untold(f"`{name}` {error}") from None
+
+
+def _may_learn(x: Any) -> bool:
+    """Whether a captured tensor, or a value, may have a gradient."""
+    return x.requires_grad if isinstance(x, torch.Tensor) else x.kind == "real" and x.number is None
 
 
 def _operator(target: Any) -> str:
@@ -218,26 +226,84 @@ def _first_line(error: Exception) -> str:
 def leaves(mod: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The tensors, numbers and words that a function holds, by the names that it has for them, and those of the functions that it holds.
 
-    torch.compile can follow it: then it looks for changes of these as it does for those of what it reads itself.
+    Of what an object, a class or a module holds that is neither, those count that the function's code names. torch.compile can follow it:
+    then it looks for changes of these as it does for those of what it reads itself.
     """
+    said, within = _said_by(mod), (*within, _own(mod))
     for name, value in held(mod):
-        yield from _leaves_of(name, value, (*within, mod))
+        yield from _leaves_of(name, value, said, within)
+    yield from _named_of(mod.__self__ if inspect.ismethod(mod) else mod, said, within)
+    for name, value in _global(mod, said):
+        if isinstance(value, (type, ModuleType)):
+            yield from _leaves_of(name, value, said, within)
 
 
-def _leaves_of(name: str, value: Any, within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (torch.Tensor, bool, int, float, str)):
+def _leaves_of(name: str, value: Any, said: tuple[str, ...], within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, (list, tuple)):
         for i, x in enumerate(value):
-            yield from _leaves_of(f"{name}_{i}", x, within)
-    elif isinstance(value, (type, ModuleType)) or len(within) > DEEPEST or any(value is x for x in within):
+            yield from _leaves_of(f"{name}_{i}", x, said, within)
+    elif isinstance(value, dict):
+        for key, x in value.items():
+            yield from _leaves_of(f"{name}_{key}", x, said, within)
+    elif len(within) > DEEPEST or any(_own(value) is x for x in within):
         return
+    elif isinstance(value, (type, ModuleType)):
+        for attribute in said:
+            x = getattr(value, attribute, None)
+            if isinstance(x, _PLAIN):
+                yield attribute, x
     elif callable(value):
         yield from leaves(value, within)
-    elif hasattr(value, "__dict__"):
-        for attribute, x in vars(value).items():
-            if isinstance(x, (torch.Tensor, bool, int, float, str)):
+        yield from _named_of(value, said, (*within, value))
+    elif hasattr(value, "__dict__") or hasattr(value, "__slots__"):
+        for attribute, x in getattr(value, "__dict__", {}).items():
+            if isinstance(x, _PLAIN):
                 yield attribute, x
+        yield from _named_of(value, said, (*within, value))
+
+
+def _own(mod: Any) -> Any:
+    """What is one object however often it is asked for: of a method its function."""
+    return mod.__func__ if inspect.ismethod(mod) else mod
+
+
+def _named_of(value: Any, said: tuple[str, ...], within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Leaves of an object's attributes that a function's code names, but for those that are seen without it."""
+    if inspect.isfunction(value) or isinstance(value, partial):
+        return
+    seen = getattr(value, "__dict__", {})
+    for attribute in said:
+        x = getattr(value, attribute, None)
+        if not isinstance(x, _PLAIN) or attribute not in seen:
+            yield from _leaves_of(attribute, x, said, within)
+
+
+def _said_by(mod: Any) -> tuple[str, ...]:
+    """The names that a function's code looks up, those of functions inside it included."""
+    while isinstance(mod, partial):
+        mod = mod.func
+    code = getattr(mod, "__code__", None)  # a method has that of its function
+    if code is None:
+        code = getattr(getattr(mod, "forward" if isinstance(mod, torch.nn.Module) else "__call__", None), "__code__", None)
+    return () if code is None else tuple(names_of(code))
+
+
+def names_of(code: CodeType) -> Iterator[str]:
+    """The names that code looks up, those of functions inside it included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names_of(inner)
+
+
+def _global(mod: Any, said: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """What a function finds in its module under the names of its code."""
+    found = getattr(mod, "__globals__", {})
+    for name in said:
+        if (value := found.get(name)) is not None:
+            yield name, value
 
 
 def held(mod: Any) -> Iterator[tuple[str, Any]]:
@@ -270,9 +336,8 @@ def held(mod: Any) -> Iterator[tuple[str, Any]]:
     defaults = mod.__defaults__ or ()
     yield from zip(mod.__code__.co_varnames[: mod.__code__.co_argcount][-len(defaults) :] if defaults else (), defaults)
     yield from (mod.__kwdefaults__ or {}).items()
-    for name in mod.__code__.co_names:
-        value = mod.__globals__.get(name)
-        if value is not None and not isinstance(value, (type, ModuleType)):
+    for name, value in _global(mod, _said_by(mod)):
+        if not isinstance(value, (type, ModuleType)):
             yield name, value
 
 

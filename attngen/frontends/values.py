@@ -109,10 +109,17 @@ def as_real(x: Value) -> Value:
     return Value("real", x.shape, lambda i: call("float", x.at(i)))
 
 
+def finite(*values: Value) -> None:
+    """Raise Untold if one of the values may be -inf."""
+    if any(x.visible is not None for x in values):
+        raise Untold("computes with -inf; expected -inf as a side of `torch.where`, and sums with it alone after that")
+
+
 def as_condition(x: Value) -> Value:
     """A number as whether it is not 0."""
     if x.kind == "bool":
         return x
+    finite(x)
     if x.number is not None:
         return constant(bool(x.number))
     return Value("bool", x.shape, lambda i: ast.Compare(x.at(i), [ast.NotEq()], [ast.Constant(0)]))
@@ -157,13 +164,13 @@ def indexed(x: Value, indices: list[Value | None]) -> Value:
         places |= {i: element(value, own) for i, value in zip(at, given)}
         return x.at(tuple(places[i] for i in range(len(x.shape))))
 
-    return scalar(x.kind, of(())) if not whole else Value(x.kind, whole, of)
+    return scalar(x.kind, of(()), x.visible) if not whole else Value(x.kind, whole, of, None, x.visible)
 
 
 def moved(x: Value, shape: tuple[int, ...], places: Callable[[Index], Index]) -> Value:
     """A view: its element at an index is that of x at `places` of the index."""
-    made = Value(x.kind, shape, lambda index: x.at(places(index)), x.number)
-    return scalar(x.kind, made.at(())) if not shape and x.number is None else made
+    made = Value(x.kind, shape, lambda index: x.at(places(index)), x.number, x.visible)
+    return scalar(x.kind, made.at(()), x.visible) if not shape and x.number is None else made
 
 
 def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, fresh: Callable[[], str]) -> Value:

@@ -55,7 +55,7 @@ def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
 
 
 def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
-    """The expression with LOG2E and LN2 as numbers where they come before a scalar inside of it.
+    """The expression with LOG2E and LN2 as numbers where they come before a scalar inside of it, or are divided.
 
     In the interpreter such a product is no tensor, as arguments of functions have to be. A whole statement's value becomes one.
     """
@@ -65,7 +65,8 @@ def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
         return e
     if e.is_Mul and any(f in CONSTANTS for f in e.args):
         rest = [f for f in e.args if f not in CONSTANTS]
-        if outermost or any(lookup(str(s))[1] for f in rest for s in f.free_symbols):
+        before = [f for f in rest if not (f.is_Pow and f.exp == -1)]
+        if outermost or any(lookup(str(s))[1] for f in before for s in f.free_symbols):
             return e.func(*(f if f in CONSTANTS else _numbers(f, lookup, False) for f in e.args), evaluate=False)
     args = [_numbers(a, lookup, outermost and (e.is_Add or e.is_Mul)) for a in e.args]
     return e if all(a is b for a, b in zip(args, e.args)) else e.func(*args)

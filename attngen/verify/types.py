@@ -380,6 +380,7 @@ def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
 def _integers_of(e: Any) -> tuple[tuple[str, ...], bool]:
     """The names that must stand for integers if an expression is to be one, and whether all else in it is made of integers."""
     e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # they give integers, whatever their arguments are
+    e = e.replace(select, lambda _, a, b: select(symbol("kv_idx") > 0, a, b))  # and so does a choice of these, whatever it depends on
     divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow)) or not all(n.is_Integer for n in e.atoms(sympy.Rational))
     return symbol_names(e), not divided and not e.has(*REAL, sympy.Float, sympy.oo)
 

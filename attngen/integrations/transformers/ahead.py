@@ -21,7 +21,9 @@ from attngen.integrations.transformers.attend import Layer, recording
 from attngen.integrations.transformers.formula import Formula, in_documents
 
 LENGTH = 64  # of the sequence that runs; a mask is a formula, and is the same for any
+SAMPLES = 16000  # of the sound that runs
 NAME = "attngen"
+DRAWN = ("apply_spec_augment", "layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # what leaves out frames or layers at random
 USES = ("training", "serving")
 
 
@@ -93,15 +95,24 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
     from transformers import AutoModel
 
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    for name in DRAWN:
+        if getattr(config, name, None):
+            setattr(config, name, type(getattr(config, name))())
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config, attn_implementation=NAME, dtype=dtype)
             for module in model.modules():
+                if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it looks at the values of tokens
+                    module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
                 if type(module).__name__.endswith("Experts"):  # which tokens an expert gets depends on weights
                     module.forward = lambda x, *_, **__: torch.zeros_like(x)
             with recording() as (layers, left):
-                model.train()(**_inputs(config, dtype))
+                model.train()(**_inputs(config, dtype, model.main_input_name))
+    except AttngenError as error:
+        raise AttngenError(f"{path}: a {config.model_type} does not run with attngen ({error})") from error
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):  # of a table of transformers' own attentions
+            raise AttngenError(f"{path}: no layer of a {config.model_type} takes its attention from transformers' interface") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise AttngenError(f"{path}: a {config.model_type} cannot run without weights ({reason}), and runs with them") from error
     if left and not layers:
@@ -111,14 +122,16 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
     return layers
 
 
-def _inputs(config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Inputs without values."""
+def _inputs(config: Any, dtype: torch.dtype, main: str) -> dict[str, torch.Tensor]:
+    """Inputs without values. main: the name of the model's first one."""
     if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
         size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
         return {"pixel_values": torch.empty(1, getattr(config, "num_channels", 3), *size, dtype=dtype)}
     if bins := getattr(config, "num_mel_bins", None):
         features = torch.empty(1, bins, 2 * config.max_source_positions, dtype=dtype)
         return {"input_features": features, "decoder_input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}
+    if main == "input_values":
+        return {main: torch.empty(1, SAMPLES, dtype=dtype)}
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
     return {"input_ids": ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {"input_ids": ids}
 

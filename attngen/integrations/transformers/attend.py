@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any, Literal
 
@@ -267,7 +268,17 @@ def _is_served(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether a call without gradients runs over its keys as over a cache: few queries, which are the last ones of their sequence."""
     few = query.shape[2] <= SERVED and key.shape[2] > query.shape[2]
     at_end = not isinstance(mask.start, torch.Tensor) and mask.start + query.shape[2] == key.shape[2]
-    return few and (at_end or mask.formula.causal)
+    return few and (at_end or mask.formula.causal) and _has_cache(mask.formula)
+
+
+@cache
+def _has_cache(formula: Formula) -> bool:
+    """Whether a mask has kernels over a cache. If it visits lists of blocks, as where it is data, these are made of a whole call's keys."""
+    from attngen.logical.semantics import listed_blocks
+    from attngen.spec import make_spec
+
+    mask = {"all_of": list(formula.parts)} if formula.parts else "none"
+    return listed_blocks(make_spec({"name": "served", "head_dim": 64, "mask": mask})) is None
 
 
 def _lengths(mask: Mask, query: torch.Tensor) -> torch.Tensor:

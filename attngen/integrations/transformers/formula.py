@@ -8,10 +8,10 @@ function that depends on anything else, such as an object of the user's or a ten
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import sympy
@@ -19,7 +19,7 @@ import torch
 
 from attngen.errors import AttngenError
 from attngen.frontends.specs import written
-from attngen.frontends.trace import held, trace
+from attngen.frontends.trace import held, names_of, trace
 from attngen.frontends.values import joined
 from attngen.masks import KV, Mask, Q
 from attngen.masks.causal import Causal
@@ -106,20 +106,12 @@ def _form(x: Any, tensors: list[torch.Tensor], depth: int) -> Any:
         return x
     if not isinstance(x, FunctionType):
         raise _Formless
-    names = set(_names(x.__code__))
+    names = set(names_of(x.__code__))
     if not names.isdisjoint(_OF_SIZES):
         raise _Formless
     of_module = {name: x.__globals__[name] for name in sorted(names) if name in x.__globals__}
     parts = dict(held(x)) | {name: y for name, y in of_module.items() if y is not torch}
     return (x.__code__, *((name, _form(y, tensors, depth + 1)) for name, y in parts.items()))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function looks up, those of functions inside it included."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
 
 
 @dataclass

@@ -125,6 +125,7 @@ def mask_of(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = mask_function or causal_mask_function
+    q_offset = q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset  # a static cache counts on in it, layer by layer
     found, tensors = formula(mask_function, kv_offset)
     padding, span = None, None
     if attention_mask is not None:
