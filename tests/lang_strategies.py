@@ -66,7 +66,7 @@ def integers(draw: st.DrawFn, depth: int) -> str:
         case "neg":
             return f"-({draw(part)})"
         case "bits":
-            return f"(({draw(part)}) {draw(st.sampled_from(['& 1431655765', '& 7', '| 12', '^ 3']) | part.map('& ({})'.format))})"
+            return f"(({draw(part)} + q_idx) {draw(st.sampled_from(['& 1431655765', '& 7', '| 12', '^ 3']) | part.map('& ({})'.format))})"
         case "shift":
             return f"(({draw(part)}) {draw(st.sampled_from(['>> 1', '>> 4', '<< 1']))})"
         case "sum":

@@ -371,18 +371,21 @@ def _numbers_in(e: Any) -> tuple[Any, ...]:
 
 def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
     """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
-    names, whole = _integers_of(e)
-    refs = {uses.get(name, name) for name in names} - POSITIONS - kernel.variables
-    return whole and all(ref.split(".")[0] in kernel.graph and kernel.type_of(ref).dtype == "i32" for ref in refs)
+    names, conditions, whole = _integers_of(e)
+    refs, others = ({uses.get(name, name) for name in of} - POSITIONS - kernel.variables for of in (names, conditions))
+    known = all(ref.split(".")[0] in kernel.graph for ref in refs | others)
+    return whole and known and all(kernel.type_of(ref).dtype == "i32" for ref in refs)
 
 
 @cache
-def _integers_of(e: Any) -> tuple[tuple[str, ...], bool]:
-    """The names that must stand for integers if an expression is to be one, and whether all else in it is made of integers."""
+def _integers_of(e: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """The names that must stand for integers if an expression is to be one, those of conditions by which it chooses among integers, which
+    may stand for anything, and whether all else in it is made of integers."""
     e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # they give integers, whatever their arguments are
-    e = e.replace(select, lambda _, a, b: select(symbol("kv_idx") > 0, a, b))  # and so does a choice of these, whatever it depends on
+    conditions = tuple(name for choice in e.atoms(select) for name in symbol_names(choice.args[0]))
+    e = e.replace(select, lambda _, a, b: select(symbol("kv_idx") > 0, a, b))
     divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow)) or not all(n.is_Integer for n in e.atoms(sympy.Rational))
-    return symbol_names(e), not divided and not e.has(*REAL, sympy.Float, sympy.oo)
+    return symbol_names(e), conditions, not divided and not e.has(*REAL, sympy.Float, sympy.oo)
 
 
 # What each kind of op asks of its types, besides what holds for all.
