@@ -63,7 +63,7 @@ def _is_integer(e: ast.expr, integers: Set[str]) -> bool:
 class _Swap:
     """Puts one read in place of another one, and leaves out what is then on both sides of a comparison.
 
-    A part of an expression that occurs twice is one object in what this gives, as it was before.
+    A part of an expression that occurs twice is one object in what this gives, as it was before, unless terms beside it were left out.
     """
 
     def __init__(self, of_query: ast.expr, of_key: ast.expr, integers: Set[str]) -> None:

@@ -91,22 +91,24 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
         size = sympy.Integer(module.blocks.size)
         letters |= {"Tq": floordiv(symbol("q_start"), size), "Tk": floordiv(symbol("kv_start"), size)}
         letters["Ts"] = floordiv(symbol("kv_start"), sympy.Integer(STRIP))
+    by_entry = {x.parts for x in module.learned if x.by == "entry"}
     for op in kernel.ops():
         if not isinstance(op, (Base, Count, Length, Load, Store)):
             continue
         tensor, indices = kernel.accessed(op)
         dims = kernel.type_of(tensor.name).dims
         for dim, index in zip(dims[1:] if in_pages(op) else dims, indices):
-            if dim.isdigit() and index.is_Integer and 0 <= index < int(dim):  # one of so many entries
+            if tensor.name in by_entry and dim.isdigit():
+                if not (index.is_Integer and 0 <= index < int(dim)):
+                    yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected a number from 0 to {int(dim) - 1}"
                 continue
             right = [letters[dim]] if dim in letters else heads.get(dim, [])
             right += [own[dim]] if dim in own else []
             if isinstance(op, Load) and not op.type.dims and AXIS_EXTENT[kernel.own_axis] == dim:  # the first or last row of the own tile
                 right = [symbol(f"{kernel.own_axis}_start"), last_row(kernel.own_axis)]
             if index not in right:
-                expected = f"`{' or '.join(map(to_text, right))}` (heads {module.sharing})"
-                expected = f"a number from 0 to {int(dim) - 1}" if dim.isdigit() and not right else expected
-                yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected {expected}"
+                expected = " or ".join(map(to_text, right))
+                yield f"%{op.name} indexes {dim} of %{tensor.name} by `{to_text(index)}`; expected `{expected}` (heads {module.sharing})"
         if isinstance(op, Store) and not isinstance(op, Add):
             named = {name for e in indices for name in symbol_names(e)}
             named |= {"b"} if "first_item" in named else set()  # of the program's sequence
@@ -120,7 +122,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
                 alone = not isinstance(op, Merge) and floordiv(symbol(axis.var), sympy.Integer(2)) in indices
                 if alone or not {axis.var, f"{axis.var}_start"} & named:
                     yield f"%{op.name} writes rows of %{tensor.name} that the other programs along {axis.var} write, too"
-    yield from _entries(kernel)
+    yield from _entries(kernel, by_entry)
     for op in kernel.ops():
         if isinstance(op, Scatter) and op.op == "put":
             yield from _put_twice(kernel, op)
@@ -134,17 +136,17 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{op.name} draws for head `{to_text(op.head)}`; expected that of %Q, `{' or '.join(map(to_text, queries))}`"
 
 
-def _entries(kernel: Kernel) -> Iterator[str]:
-    """Along a dimension of so many entries, a kernel that stores one of them stores each once."""
-    stored: dict[tuple[str, int], list[Any]] = {}
+def _entries(kernel: Kernel, by_entry: set[str]) -> Iterator[str]:
+    """A kernel that stores parts of a gradient by entry stores each entry once."""
+    stored: dict[str, list[Any]] = {}
     for op in kernel.ops():
         if isinstance(op, Store):
             tensor, indices = kernel.accessed(op)
-            for at, (dim, index) in enumerate(zip(kernel.type_of(tensor.name).dims, indices)):
-                if dim.isdigit() and index.is_Integer:
-                    stored.setdefault((tensor.name, at), []).append(index)
-    for (name, at), entries in stored.items():
-        count = int(kernel.type_of(name).dims[at])
+            if tensor.name in by_entry:
+                places = zip(kernel.type_of(tensor.name).dims, indices)
+                stored.setdefault(tensor.name, []).extend(i for dim, i in places if dim.isdigit() and i.is_Integer)
+    for name, entries in stored.items():
+        count = next(int(dim) for dim in kernel.type_of(name).dims if dim.isdigit())
         if sorted(entries) != list(range(count)):
             yield f"%{name} is stored at {', '.join(map(to_text, entries))} of {count} entries; expected each of them once"
 

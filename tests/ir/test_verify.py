@@ -707,6 +707,15 @@ def test_each_entry_is_stored_once(old, new, reason):
     assert (error.rule, reason in error.reason) == ("indexing", True), error
 
 
+def test_a_dimension_of_two_is_of_entries_in_parts_of_gradients_alone():
+    params = {"table": {"tensor": ["H", 2], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
+    score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
+    text = print_module(lower(make_spec({"name": "two", "head_dim": 16, "score": score})))
+    assert print_module(verify(parse_module(text))) == text and "base %dTABLE[b, h, 1]" in text
+    error = refused(edit(print_module(target("document_gqa")), ("base %LEFT[b, side]", "base %LEFT[b, 0]")))
+    assert error.rule == "indexing" and "indexes 2 of %LEFT by `0`; expected `side`" in error.reason
+
+
 @cache
 def limited() -> str:
     """The target IR of a mask by a number of each query, in no order."""
