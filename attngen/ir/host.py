@@ -6,7 +6,7 @@ that count. Values have the types of kernels' arguments. A tensor may have no el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -80,9 +80,6 @@ class If(Op):
     of: tuple[str, ...] = field(default=(), metadata=OPERAND)
     where: Bool = sympy.true
     orelse: str = ""
-
-    def operands(self) -> Iterator[str]:
-        yield from self.of
 
 
 @dataclass(frozen=True)

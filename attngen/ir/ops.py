@@ -138,7 +138,7 @@ class Op:
                 elif isinstance(value, str):
                     yield value
                 elif value is not None:
-                    yield from (ref for _, ref in value)
+                    yield from (part if isinstance(part, str) else part[1] for part in value)
 
     @cached_property
     def expressions(self) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ class Op:
             elif isinstance(value, str):
                 new[f.name] = rename.get(value, value)
             else:
-                new[f.name] = tuple((k, rename.get(r, r)) for k, r in value)
+                new[f.name] = tuple(rename.get(x, x) if isinstance(x, str) else (x[0], rename.get(x[1], x[1])) for x in value)
         return replace(self, **new)
 
 

@@ -177,11 +177,14 @@ class Issue(Op):
 
 @dataclass(frozen=True)
 class Await(Op):
-    """The result of a product in flight, once it is there. `holds` is its operand in registers, which nothing may overwrite before."""
+    """The result of a product in flight, once it is there.
+
+    `holds` is its operand in registers, which nothing may overwrite before; of products that go on from one another, that of each.
+    """
 
     value: str = field(metadata=OPERAND)
     type: Type
-    holds: str | None = field(default=None, metadata=OPERAND)
+    holds: tuple[str, ...] = field(default=(), metadata=OPERAND)
 
 
 @dataclass(frozen=True)

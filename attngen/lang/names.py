@@ -57,7 +57,8 @@ RESERVED: dict[str, frozenset[str]] = {
     | frozenset(
         ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
     )
-    | {"document_q_first_count", "acc_part", "ts_part", "k_own", "q_own", "v_own", "do_own"}
+    | {"document_q_first_count", "k_own", "q_own", "v_own", "do_own"}
+    | {"acc_part", "acc_part_flight", "keys_tlse", "keys_tlse_sums", "ts_part", "ts_part_flight"}
     | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
     | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
     | {"piece", "slot", "ticket"},
@@ -71,7 +72,7 @@ _VALUES += "p_steep queries rescaled s score shrunk sink2 soft t[0-9]+ total v v
 _VALUES += "log2_sink t[koqpsv] tlse tscore"  # the last of forward mode
 _MADE = "acc all alpha at base batch cast chains column deferred end first flight full halves head held in init joined k kept keys l left "
 _MADE += "list m near new next o operand out partial place q rank right rope row rows scale scale2 seen skip step sum sums v weights words"
-_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(q|k|v|o|do|dq|ds|work)_(fills|free|full|phase|slot)"
+_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(t?[qkvo]|d[oqs]|work)_(fills|free|full|phase|slot)"
 VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_RINGS})"
 
 

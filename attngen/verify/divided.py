@@ -379,7 +379,8 @@ def _is_read_in_turn(kernel: Kernel, arg: Arg) -> bool:
 
 
 def flights(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A product in flight is read by its await alone, in the same block. Its operand in registers is held until then."""
+    """A product in flight is read by its await alone, in the same block, or by one that goes on from it. Its operand in registers is held
+    until they are awaited."""
     for op in kernel.ops():
         if isinstance(op, Issue):
             users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
@@ -389,21 +390,29 @@ def flights(module: Module, kernel: Kernel) -> Iterator[str]:
             if [type(user) for user in users] != [Await] or kernel.graph.nodes[users[0].name]["block"] != home:
                 yield f"%{op.name} is in flight; expected one await in @{home} to read it"
                 continue
-            held = op.a if kernel.type_of(op.a).space == "reg" else None
+            held = tuple(_held(kernel, op))
             awaited = users[0]
             if isinstance(awaited, Await) and awaited.holds != held:
-                yield f"%{awaited.name} holds {_ref(awaited.holds)}; expected {_ref(held)}, which the product reads from registers"
+                yield f"%{awaited.name} holds {_refs(awaited.holds)}; expected {_refs(held)}, which the product reads from registers"
 
 
 def _goes_on(kernel: Kernel, op: Issue, users: list[Op]) -> bool:
-    """Whether another product of the block goes on from one that has no operand in registers."""
+    """Whether another product of the block goes on from it."""
     after = [user for user in users if isinstance(user, Issue) and user.acc == op.name]
-    same = [kernel.block_of(user) is kernel.block_of(op) for user in after]
-    return len(users) == 1 and same == [True] and kernel.type_of(op.a).space == "sram"
+    return len(users) == 1 and [kernel.block_of(user) for user in after] == [kernel.block_of(op)]
 
 
-def _ref(name: str | None) -> str:
-    return f"%{name}" if name else "nothing"
+def _held(kernel: Kernel, op: Issue) -> Iterator[str]:
+    """The operands in registers of a product, and of those that it goes on from, first ones first."""
+    before = kernel.op(op.acc) if op.acc else None
+    if isinstance(before, Issue):
+        yield from _held(kernel, before)
+    if kernel.type_of(op.a).space == "reg":
+        yield op.a
+
+
+def _refs(names: tuple[str, ...]) -> str:
+    return " and ".join(f"%{name}" for name in names) or "nothing"
 
 
 def _ring_errors(kernel: Kernel, op: Ring) -> Iterator[str]:

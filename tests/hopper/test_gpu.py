@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from attngen.backends.hopper.facts import TANGENTS
 from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.over_cache import CacheCase, make_call, run_cache_case
@@ -17,7 +19,7 @@ from attngen.passes.pipeline import lower
 from attngen.spec import Spec
 from attngen.sweep import repeats
 from attngen.testing import Case, cli_cases, heads_for, load_module, make_inputs, run_case, torch_dtype
-from tests.helpers import built
+from tests.helpers import built, target
 from tests.helpers import spec as spec_of
 from tests.hopper.common import DIVIDED, asking, whole, wide
 
@@ -35,9 +37,9 @@ def module(request: pytest.FixtureRequest, tmp_path: Path) -> ModuleType:
     return load_module(tmp_path / name)
 
 
-def launched(module: ModuleType) -> set[str]:
-    """The files whose forward was launched."""
-    found = [launch for launches in module.runtime.LAUNCHES.values() for launch in launches if launch.name == "fwd"]
+def launched(module: ModuleType, kernel: str = "fwd") -> set[str]:
+    """The files whose forward, or other kernel, was launched."""
+    found = [launch for launches in module.runtime.LAUNCHES.values() for launch in launches if launch.name == kernel]
     return {launch.file.__name__.rpartition(".")[2] for launch in found}
 
 
@@ -64,6 +66,21 @@ def test_results_and_gradients_are_right_and_repeat(name: str, module: ModuleTyp
         assert [wrong for case in cases if (wrong := fault(module, spec, case, dtype))] == []
         assert all(repeats(module, spec, case, dtype, "cuda", seed=3) for case in cases[:6])
     assert launched(module) == {"hopper"}
+
+
+@pytest.mark.parametrize("name", [name for name in DIVIDED if target(name).stand_ins(TANGENTS)])
+def test_tangents_are_right_and_repeat(name: str, module: ModuleType) -> None:
+    spec = asking(name)
+    for dtype in spec.dtype:
+        for n_q, n_kv in ((1000, 1000), (65, 129), (1000, 70), (70, 1000), (2048, 2048)):
+            case = Case(2, *heads_for(spec), n_q, n_kv)
+            result = run_case(module, spec, case, dtype, "cuda", tangents=True)
+            assert result.ok, str(result)
+        q, k, v, inputs = make_inputs(spec, case, torch_dtype(dtype), "cuda", 3)
+        attention = partial(module.attention, **inputs)
+        first, *others = (torch.func.jvp(attention, (q, k, v), (q, k, v))[1] for _ in range(4))
+        assert all(torch.equal(first, other) for other in others)
+    assert launched(module, TANGENTS) == {"hopper"}
 
 
 @pytest.mark.parametrize("widths", [(96, 96), (80, 80), (192, 192), (160, 128), (48, 40), (240, 136), (64, 96)])

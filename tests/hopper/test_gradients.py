@@ -618,7 +618,7 @@ def test_wide_heads_have_none_where_registers_would_spill(asked: dict[str, Any],
 )
 def test_explain_says_why_there_is_no_kernel_in_one_pass(asked: dict[str, Any], why: str) -> None:
     made = make_spec({"name": "apart", "head_dim": 128, **asked})
-    said = [text for text in undivided(made, lower(made, "dce")) if "@fwd" not in text]
+    said = [text for text in undivided(made, lower(made, "dce")) if "@fwd" not in text and "@jvp" not in text]
     assert said == [f"No kernel computes all gradients in one pass: {why}."]
 
 
@@ -1059,6 +1059,7 @@ def test_sums_of_wide_heads_lie_in_pieces() -> None:
 def test_named_barriers_are_apart(name: str) -> None:
     """Those at which the printed roles meet: of the slots of each ring, of parts of tiles, and of turns, for each slot and copy."""
     text = render(whole(name))["hopper.py"].partition(f"\ndef {backward(whole(name)).name}_producer(")[2]
+    text = text.partition("\ndef jvp_producer(")[0]
     of: dict[str, set[int]] = {}
     for number in re.findall(r"\b(?:meet|arrive|arrive_soon)\(([^,()]+(?:\([^()]*\)[^,()]*)*),", text):
         if re.search("_(full|free)", number) is None:  # those are in shared memory
@@ -1089,7 +1090,8 @@ def test_programs_of_one_head_draw_their_tiles() -> None:
     assert text.count("pid = drawn(draw(COUNTER))") == 2 and "    while pid < TILES:\n" in text
     writer = text.partition("\ndef bwd_writer(")[2]
     assert "    kv_start = told(work_ring.index(8 * work_slot), 1)\n    while kv_start >= 0:\n" in writer
-    assert "work_ring" not in render(whole("shared"))["hopper.py"].partition("\ndef bwd_producer(")[2]
+    shared = render(whole("shared"))["hopper.py"].partition("\ndef bwd_producer(")[2].partition("\ndef jvp_producer(")[0]
+    assert "work_ring" not in shared
     narrow = render(whole("narrow_causal"))["hopper.py"].partition("\ndef bwd_writer(")[2]
     assert "\n        q_ahead, turn_seen = -1, 0\n" in narrow  # what is known of turns is of this tile
     heads = render(whole("packed_narrow"))["hopper.py"].partition("\ndef bwd_writer(")[2]

@@ -43,7 +43,7 @@ def test_a_bias_without_a_gradient_is_given_back_at_the_end_too() -> None:
 
 
 def test_others_are_left_as_they_are() -> None:
-    assert steps("wide")["ring-scores"].divided == steps("wide")["overlap-gradients"].divided
+    assert steps("wide")["ring-scores"].divided == steps("wide")["overlap-tangents"].divided
 
 
 def test_sums_of_dq_have_one_slot_beside_a_bias_in_wide_heads() -> None:

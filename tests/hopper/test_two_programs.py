@@ -245,7 +245,10 @@ def test_the_printed_module_says_so(tmp_path: Any) -> None:
     module = whole(NAME)
     files = render(module)
     assert '(3072, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 80}),' in files["kernels.py"]
-    assert 'STAYING = {"fwd": 2, "fwd_long": 1}\n' in files["hopper.py"] and "        [4, 1],\n        [104, 24],\n" in files["hopper.py"]
+    assert (
+        'STAYING = {"fwd": 2, "fwd_long": 1, "jvp": 1}\n' in files["hopper.py"]
+        and "        [4, 1],\n        [104, 24],\n" in files["hopper.py"]
+    )
     (tmp_path / "hopper.py").write_text(files["hopper.py"])
     asked = job(module, kernel(NAME), module.rows("fwd", "hopper")[0], tmp_path / "hopper.py")
     assert asked.options == (("num_warps", 4), ("maxnreg", 80))  # what is certified is what is launched

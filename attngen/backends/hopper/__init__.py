@@ -18,6 +18,7 @@ from attngen.backends.hopper.legalize import LegalizeGluon
 from attngen.backends.hopper.make_rings import MakeRings
 from attngen.backends.hopper.overlap_gradients import OverlapGradients
 from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
+from attngen.backends.hopper.overlap_tangents import OverlapTangents
 from attngen.backends.hopper.overlap_weights import OverlapWeights
 from attngen.backends.hopper.ring_scores import RingScores
 from attngen.backends.hopper.schedule_work import ScheduleWork
@@ -44,6 +45,7 @@ HOPPER = Divider(
         IssueProducts(),
         OverlapWeights(),
         OverlapGradients(),
+        OverlapTangents(),
         RingScores(),
         OverlapSoftmax(),
         HalveSoftmax(),

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.backends.hopper.forward import with_forwards, with_latents
+from attngen.backends.hopper.forward import with_forwards, with_latents, with_tangents
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Arg, Init, Map, Op, Reduce, Type, Yield
@@ -43,7 +43,7 @@ class ChainSums(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_latents(with_forwards(module, _chained), _chained)
+        return with_tangents(with_latents(with_forwards(module, _chained), _chained), _chained)
 
 
 def _chained(kernel: Kernel) -> Kernel:

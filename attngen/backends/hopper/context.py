@@ -810,7 +810,7 @@ class DividedContext(RelayContext):
         since = ops[names.index(op.value) + 1 : names.index(op.name)]
         awaited = {o.value for o in since if isinstance(o, Await)}
         pending = sum(self._count_of(o) for o in since if isinstance(o, Issue) and o.name not in awaited)
-        held = [self.var(op.holds)] if op.holds else []
+        held = [self.var(name) for name in op.holds]
         return {"vars": ", ".join(self._parts(op.name) + held), "pending": pending, "deps": ", ".join(self._parts(op.value) + held)}
 
     def _count_of(self, op: Issue) -> int:

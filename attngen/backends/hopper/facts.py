@@ -11,6 +11,7 @@ FORWARD = "fwd"  # the kernel of the forward
 FUSED = "bwd"  # that of dQ, dK and dV
 APART = ("dq", "dk", "dv")  # those of each of them
 OF_WEIGHTS = "dv"  # of these, the one whose sums add up weights times a tile, as the forward's do
+TANGENTS = "jvp"  # that of forward mode
 DECODE = "decode"  # the kernel of few queries over a cache
 DEVICE = "sm90"  # the device class of attngen/devices.py
 ROWS = 64  # of the program's tile that each consumer has

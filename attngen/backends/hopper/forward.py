@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from attngen.backends.hopper.facts import APART, DECODE, FORWARD, FUSED
+from attngen.backends.hopper.facts import APART, DECODE, FORWARD, FUSED, TANGENTS
 from attngen.ir.graph import Kernel, Module
 
 Change = Callable[[Kernel], Kernel]
@@ -29,6 +29,11 @@ def with_latents(module: Module, change: Change) -> Module:
 def with_apart(module: Module, change: Change) -> Module:
     """The module with its divided kernels of dQ, dK and dV changed, if it has some."""
     return _with(module, APART, change)
+
+
+def with_tangents(module: Module, change: Change) -> Module:
+    """The module with its divided kernel of forward mode changed, if it has one."""
+    return _with(module, (TANGENTS,), change)
 
 
 def _with(module: Module, portable: tuple[str, ...], change: Change) -> Module:

@@ -15,7 +15,8 @@ A program's tiles of keys are those that any of its rows sees. Under a causal ma
 tiles of keys are shorter than the program's tile of queries. Its first copy then does nothing with them but to take them and to give
 them back. And it masks fewer tiles: those that are partial for its own rows.
 
-Partial tiles come backwards, so that the hidden ones come first. The producer copies them in the same order.
+Partial tiles come backwards, so that the hidden ones come first. The producer copies them in the same order. So it is in forward mode, too,
+where all tiles came in their order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.backends.hopper.choice import may_hide
-from attngen.backends.hopper.forward import with_forwards
+from attngen.backends.hopper.forward import with_forwards, with_tangents
 from attngen.bounds.copies import copy_bounds
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Block, Loop, Op
@@ -42,7 +43,10 @@ class HideTiles(Pass):
         def chosen(kernel: Kernel) -> bool:
             return all(may_hide(module, row) for row in module.rows(kernel.name, kernel.backend))
 
-        return with_forwards(module, lambda kernel: _hiding(kernel) if chosen(kernel) else kernel)
+        def changed(kernel: Kernel) -> Kernel:
+            return _hiding(kernel) if chosen(kernel) else kernel
+
+        return with_tangents(with_forwards(module, changed), changed)
 
 
 def _hiding(kernel: Kernel) -> Kernel:
@@ -73,7 +77,7 @@ def as_pipeline(loops: Sequence[Loop | Pipeline]) -> Pipeline:
     """The loops over both classes of tiles as one."""
     first = loops[0]
     if isinstance(first, Pipeline):
-        return first
+        return replace(first, in_order=False)
     ranges = {loop.cls: loop.ranges for loop in loops if isinstance(loop, Loop)}
     name = first.name.rpartition("_")[0]
     tiles = ranges.get("partial", ()), ranges.get("full", ())

@@ -23,7 +23,7 @@ before:  %v = take %V_ring                                 after:  %p_sum = redu
          %p_sum = reduce sum %soft.p over(BLOCK_KV)                %acc_next = await %acc_flight holds(%p_cast)
 
 An operand in registers is cast to the tensors' element type. It stays an operand of the await, so that nothing takes its registers while
-the product reads them.
+the product reads them; so do those of products that go on from one another.
 """
 
 from __future__ import annotations
@@ -55,16 +55,23 @@ def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
     if not isinstance(op, Dot):
         yield op
         return
-    a, held, given = op.a, None, kernel.type_of(op.a)
-    if given.space != "sram" and given.dtype == "T":
-        held = op.a
-    elif given.space != "sram":
-        a = held = f"{op.a.rpartition('.')[2]}_cast"
+    a, given = _operand(kernel, op), kernel.type_of(op.a)
+    if a != op.a:
         yield Pack(a, op.a, replace(given, dtype="T"))
-    acc = _flight(op.acc) if op.acc and isinstance(kernel.op(op.acc), Dot) else op.acc
+    together = [op]  # the products that this one goes on from, and itself
+    while isinstance(before := kernel.op(together[0].acc or op.name), Dot) and before is not op:
+        together.insert(0, before)
+    acc = _flight(together[-2].name) if len(together) > 1 else op.acc
     yield Issue(_flight(op.name), a, op.b, op.over, replace(op.type, space="flight"), acc)
     if not _goes_on(kernel, op):
+        held = tuple(_operand(kernel, dot) for dot in together if kernel.type_of(dot.a).space != "sram")
         yield Await(op.name, _flight(op.name), op.type, held)
+
+
+def _operand(kernel: Kernel, op: Dot) -> str:
+    """The first operand of a product as it reads it: from shared memory, or from registers in the element type."""
+    given = kernel.type_of(op.a)
+    return op.a if given.space == "sram" or given.dtype == "T" else f"{op.a.rpartition('.')[2]}_cast"
 
 
 def _flight(name: str) -> str:

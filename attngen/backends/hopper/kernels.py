@@ -6,7 +6,7 @@ from typing import Any
 
 from attngen.backends.hopper.choice import PAIR, follow_of
 from attngen.backends.hopper.context import DividedContext
-from attngen.backends.hopper.facts import DECODE, FIRST_BARRIER, FORWARD, ROWS
+from attngen.backends.hopper.facts import DECODE, FIRST_BARRIER, FORWARD, ROWS, TANGENTS
 from attngen.backends.hopper.gradients import is_signed
 from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.pipeline_views import gluon
@@ -25,8 +25,9 @@ TEMPLATE = "hopper/kernels.py.jinja"
 def context(module: Module) -> dict[str, Any]:
     """What the template of hopper.py sees."""
     views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
-    forwards = [kernel for kernel in module.divided if kernel.stands_for in (FORWARD, DECODE)]
-    chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in forwards]
+    stand_in = {kernel.stands_for for kernel in module.divided}
+    summing = [kernel for kernel in module.divided if kernel.stands_for in (FORWARD, DECODE, TANGENTS)]
+    chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in summing]
     ops = [op for kernel in module.divided for op in kernel.ops()]
     adds = [(kernel, op) for kernel in module.divided for op in kernel.ops() if isinstance(op, Add)]
     kinds, held = {type(op) for op in ops}, [{*op.type.dims} for op in ops if isinstance(op, Hold)]
@@ -40,7 +41,7 @@ def context(module: Module) -> dict[str, Any]:
         "constants": constants,
         "rows": ROWS,
         "first_barrier": FIRST_BARRIER,
-        "softmax": bool(forwards),
+        "softmax": bool(stand_in & {FORWARD, DECODE}),
         "natural": any("LN2" in view.words for view in views),
         "of_queries": any(kernel.own_axis == "q" for kernel in module.divided),
         "of_keys": [f"`{kernel.name}`" for kernel in module.divided if kernel.own_axis == "kv" and not kernel.adds],

@@ -33,6 +33,7 @@ from typing import ClassVar
 import sympy
 
 from attngen.backends.hopper.choice import is_taken_in_turns, output_columns, overlaps, shares_slot
+from attngen.backends.hopper.facts import TANGENTS
 from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.widths import laid_out
 from attngen.ir.graph import Kernel, Module
@@ -47,7 +48,7 @@ class LegalizeGluon(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        held = (_held(kernel) if overlaps(kernel) else kernel for kernel in module.divided)
+        held = (_held(k) if overlaps(k) and k.stands_for != TANGENTS else k for k in module.divided)
         spread = (_spread(kernel) for kernel in held)
         return replace(module, divided=tuple(_bases(k if is_of_latents(k) else _put(k, module)) for k in spread))
 
@@ -60,7 +61,7 @@ def _spread(kernel: Kernel) -> Kernel:
             yield Convert(_operand(op.a), op.a, "operand", kernel.type_of(op.a))
             yield replace(op, a=_operand(op.a))
         elif isinstance(op, Await) and op.holds:
-            yield replace(op, holds=_operand(op.holds))
+            yield replace(op, holds=tuple(map(_operand, op.holds)))
         elif isinstance(op, Map) and op.type.unpadded[1:] in (("D_V",), (CHAINS,), *((side,) for side in SIDES.values())):
             to = "chains" if CHAINS in op.type.dims else "sums"
             types = {ref: kernel.type_of(ref) for _, ref in op.uses}
@@ -76,7 +77,10 @@ def _spread(kernel: Kernel) -> Kernel:
 
 
 def _held(kernel: Kernel) -> Kernel:
-    """Row sums are held where another product's await follows them; what later weights are measured from is deferred."""
+    """Row sums are held where another product's await follows them; what later weights are measured from is deferred.
+
+    Sums of tangents may be negative: they are not held.
+    """
     blocks = []
     for block in kernel.blocks:
         ops: list[Op] = []
@@ -156,6 +160,8 @@ def _slots_of_own(kernel: Kernel) -> dict[str, str]:
 
 def _slot_of(kernel: Kernel, module: Module, op: Store) -> Type:
     """The type of the slot through which a tile leaves: that of the tile, or of half its columns, under every row of the schedule."""
+    if kernel.stands_for == TANGENTS:
+        return replace(kernel.type_of(op.value), space="sram")
     queries, value = kernel.op("Q_ring"), kernel.type_of(op.value)
     assert isinstance(queries, Ring)
     found = [output_columns(module, row, int(queries.slots)) for row in module.rows(kernel.name, kernel.backend)]

@@ -40,7 +40,7 @@ from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.widths import piece_of
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Block, Load, Loop, Op, Yield
+from attngen.ir.ops import Block, Dot, Load, Loop, Op, Yield
 from attngen.ir.roles import Drain, Fill, Give, Read, Ring, Take
 from attngen.passes.base import Pass
 
@@ -103,11 +103,18 @@ def _is_lone(kernel: Kernel, tile: Load) -> bool:
 def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> Iterable[Op]:
     """The ops with takes in place of loads, and streamed tiles given back after what needs them last.
 
-    What lies beside a tile is read where it is first needed, so that registers do not hold it for long; the tile is kept until then.
+    What lies beside a tile is read where it is first needed, so that registers do not hold it for long; the tile is kept until then. So is
+    one of a product to which another one is added: both will be awaited together.
     """
     changed = list(_as_needed([taken.get(op.name, op) for op in ops]))
     tiles = {name: name for name in streamed} | {op.name: op.beside for op in changed if isinstance(op, Read)}
-    last = {tiles[name]: op.name for op in changed for name in op.operands() if name in tiles and not isinstance(op, Read)}
+    added = {op.acc: op.name for op in changed if isinstance(op, Dot)}
+    last: dict[str, str] = {}
+    for op in changed:
+        reader = op.name
+        while reader in added:
+            reader = added[reader]
+        last |= {tiles[name]: reader for name in op.operands() if name in tiles and not isinstance(op, Read)}
     for op in changed:
         yield op
         yield from (Give(f"give_{name}", name) for name, reader in last.items() if reader == op.name)

@@ -63,15 +63,15 @@ class OverlapGradients(Pass):
             late = is_late(module)
             light = module.dropout or late or work(module.kernel(FUSED)) <= LIGHT
             wide = is_wide(module)
-            return _overlapped(kernel, lambda ops: _ordered(kernel, ops, narrow and light and not wide, late, wide), wide)
+            return joined(kernel, lambda ops: _ordered(kernel, ops, narrow and light and not wide, late, wide), wide)
 
         def apart(kernel: Kernel) -> Kernel:
-            return kernel if runs_ahead(kernel) else _overlapped(kernel, lambda ops: _ordered_apart(kernel, ops))
+            return kernel if runs_ahead(kernel) else joined(kernel, lambda ops: _ordered_apart(kernel, ops))
 
         return with_apart(with_backward(module, change), apart)
 
 
-def _overlapped(kernel: Kernel, order: Callable[[tuple[Op, ...]], Iterable[Op]], recompute: bool = False) -> Kernel:
+def joined(kernel: Kernel, order: Callable[[tuple[Op, ...]], Iterable[Op]], recompute: bool = False) -> Kernel:
     """One loop over the tiles of both classes in all roles.
 
     Tiles come by their numbers where the mask bounds or lists them: a program then comes to a tile after those whose turns are before its
@@ -104,7 +104,7 @@ def _with_addresses(tiles: Sequence[Own | Take], ops: tuple[Op, ...]) -> tuple[O
     return (*args, *made, *(op.with_operands(names) for op in ops if op not in args))
 
 
-class _Kinds:
+class Kinds:
     """The ops of a turn, by what they do."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
@@ -132,7 +132,7 @@ def _ordered(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, last:
     late: dP is issued once all that S alone gives is computed, of which what dS needs is held, so that it is all that registers hold.
     last: dQ is issued once the other products have been awaited, in registers that their operands have left.
     """
-    graph, of = kernel.graph, _Kinds(ops)
+    graph, of = kernel.graph, Kinds(ops)
     takes, issues, awaits, shares, gives, sums, rest = of.takes, of.issues, of.awaits, of.shares, of.gives, of.sums, of.computed
     dq = next(op for op in issues if op.a in takes)  # of dS that all consumers share
     dp, s = sorted((op for op in issues if not op.acc and op is not dq), key=lambda op: len(nx.descendants(graph, op.name)))
@@ -179,7 +179,7 @@ def _ordered_apart(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
 
     A tile beside which numbers lie is given back once these have been read, each just before it is needed.
     """
-    of = _Kinds(ops)
+    of = Kinds(ops)
     scores = sorted((op for op in of.issues if not op.acc), key=lambda op: len(nx.descendants(kernel.graph, op.name)))
     early, summed, beside = [op.b for op in scores], {op.b for op in of.sums}, {read.beside for read in of.reads}
     later = {read.name for read in of.reads}.union(*(nx.descendants(kernel.graph, op.name) for op in (*scores, *of.reads)))

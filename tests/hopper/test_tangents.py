@@ -1,0 +1,332 @@
+"""The divided kernel of forward mode: what the passes make of it, what is refused, and what it computes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from attngen.backends.hopper.choice import room_of
+from attngen.backends.hopper.facts import TANGENTS
+from attngen.backends.hopper.sram import sram_bytes
+from attngen.backends.hopper.tangents import row
+from attngen.emit.render import render
+from attngen.errors import VerifyError
+from attngen.ir.execute import DOUBLE
+from attngen.ir.execute_host import execute
+from attngen.ir.execute_roles import DividedLaunch
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Init
+from attngen.ir.roles import Hold
+from attngen.logical import build_module
+from attngen.passes.pipeline import divide, stages, undivided
+from attngen.spec import Spec, make_spec
+from attngen.verify import verify
+from attngen.verify.machine import broken
+from attngen.verify.protocol import protocol_of
+from tests.hopper.common import edited_module, gone_and_come
+from tests.hopper.test_gradients import lines_of
+from tests.passes.test_equality import Call, must_be_equal, naive
+
+MADE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": "causal"},
+    "wide": {"mask": "causal", "head_dim": 128},
+    "shared": {"mask": "causal", "heads": {"sharing": "gqa"}},
+    "window": {"mask": {"sliding_window": {"left": 40, "right": 3}}, "heads": {"sharing": "mqa"}},
+    "documents": {"mask": {"all_of": ["causal", "document"]}},
+    "padding": {"mask": "key_padding"},
+    "allowed": {"mask": {"expr": "allowed[b, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "Nq", "Nk"], "dtype": "bool"}}}},
+    "alibi": {"mask": "causal", "score": "alibi"},
+    "capped": {"score": [{"softcap": 5.0}]},
+    "blocks": {"mask": {"all_of": ["causal", {"block_sparse": {"block": 128}}]}},
+}
+
+
+@cache
+def asked(name: str) -> Spec:
+    return make_spec({"name": "tangents", "head_dim": 64, **MADE[name]})
+
+
+@cache
+def steps(name: str) -> dict[str, Module]:
+    """The verified module after every pass."""
+    return dict(stages(asked(name)))
+
+
+def whole(name: str) -> Module:
+    return list(steps(name).values())[-1]
+
+
+def divided(module: Module) -> Kernel:
+    return next(k for k in module.divided if k.name == TANGENTS)
+
+
+def lines(name: str, after: str, block: str) -> list[str]:
+    """The ops of a block of the divided kernel after a pass, as text."""
+    return lines_of(divided(steps(name)[after]), block)
+
+
+def changed(name: str, before: str, after: str, block: str) -> tuple[list[str], list[str]]:
+    """The lines of a block that go, and those that come, from one pass to another."""
+    return gone_and_come(lines(name, before, block), lines(name, after, block))
+
+
+# ---------------------------------------------------------------------------------------------- passes
+
+
+def test_tiles_have_as_many_keys_as_registers_allow() -> None:
+    found = {name: made.block_kv for name in MADE for _, made in whole(name).stand_ins(TANGENTS)}
+    few = dict.fromkeys(("wide", "allowed", "padding", "alibi", "capped"), 64)
+    assert found == {**dict.fromkeys(MADE, 128), **few}
+    assert {(r.block_q, r.num_stages, r.min_rows) for name in MADE for _, r in whole(name).stand_ins(TANGENTS)} == {(128, 2, 64)}
+
+
+def test_make_rings_gives_tiles_back_after_products_that_are_awaited_together() -> None:
+    """tK is kept until both products of tS are there, and tV until both that add to sums are."""
+    gone, come = changed("plain", "assign-roles", "make-rings", "step")
+    assert [line.split(" = ")[0] for line in gone] == ["%k", "%tk", "%tv", "%v"] and all(" = load " in line for line in gone)
+    body = lines("plain", "make-rings", "step")
+    order = [line.split(" ")[0 if " = dot " in line else 1] for line in body if " = dot " in line or line.startswith("give")]
+    assert order == ["%ts_part", "%ts", "%tk", "%s", "%k", "%acc_part", "%acc_next", "%tv", "%v"]
+    assert [line for line in come if "give" in line] == ["give %tk", "give %k", "give %tv", "give %v"]
+
+
+def test_issue_products_holds_the_operands_of_products_that_go_on_from_one_another() -> None:
+    gone, come = changed("plain", "make-rings", "issue-products", "step")
+    assert gone[-2:] == [
+        "%acc_part = dot %p %tv over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @reg",
+        "%acc_next = dot %tp %v over(BLOCK_KV) acc(%acc_part) : f32[BLOCK_Q, D_V] @reg",
+    ]
+    assert come[-5:] == [
+        "%p_cast = pack %p : T[BLOCK_Q, BLOCK_KV] @reg",
+        "%acc_part_flight = issue %p_cast %tv over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @flight",
+        "%tp_cast = pack %tp : T[BLOCK_Q, BLOCK_KV] @reg",
+        "%acc_flight = issue %tp_cast %v over(BLOCK_KV) acc(%acc_part_flight) : f32[BLOCK_Q, D_V] @flight",
+        "%acc_next = await %acc_flight holds(%p_cast, %tp_cast) : f32[BLOCK_Q, D_V] @reg",
+    ]
+
+
+def test_overlap_tangents_computes_while_products_run() -> None:
+    """Weights while those of tangents of scores do, and what these change while weights are multiplied."""
+    assert lines("causal", "overlap-tangents", "step") == [
+        "%acc = arg carry : f32[BLOCK_Q, D_V] @reg",
+        "%tlse = arg carry : f32[BLOCK_Q] @reg",
+        "%q_near = near %q : T[BLOCK_Q, D_QK] @sram",
+        "%tq_near = near %tq : T[BLOCK_Q, D_QK] @sram",
+        "%k = take %K_ring : T[BLOCK_KV, D_QK] @sram",
+        "%s_flight = issue %q_near %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight",
+        "%tk = take %tK_ring : T[BLOCK_KV, D_QK] @sram",
+        "%ts_part_flight = issue %tq_near %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight",
+        "%ts_flight = issue %q_near %tk over(D_QK) acc(%ts_part_flight) : f32[BLOCK_Q, BLOCK_KV] @flight",
+        "%s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%masked = mask %s where(kv_idx <= Nk - Nq + q_idx) : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%p = map expr(exp2(-lse2 + masked*qk_scale)) uses(lse2=%lse2, masked=%masked, qk_scale=%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%p_cast = pack %p : T[BLOCK_Q, BLOCK_KV] @reg",
+        "%tv = take %tV_ring : T[BLOCK_KV, D_V] @sram",
+        "%acc_part_flight = issue %p_cast %tv over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @flight",
+        "%ts = await %ts_flight : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "give %tk",
+        "give %k",
+        "%tscore = map expr(scale*ts) uses(scale=%scale, ts=%ts) : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%tp = map expr(p*tscore) uses(p=%p, tscore=%tscore) : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%tp_cast = pack %tp : T[BLOCK_Q, BLOCK_KV] @reg",
+        "%tp_sum = reduce sum %tp over(BLOCK_KV) : f32[BLOCK_Q] @reg",
+        "%tlse_next = map expr(tlse + tp_sum) uses(tlse=%tlse, tp_sum=%tp_sum) : f32[BLOCK_Q] @reg",
+        "%v = take %V_ring : T[BLOCK_KV, D_V] @sram",
+        "%acc_flight = issue %tp_cast %v over(BLOCK_KV) acc(%acc_part_flight) : f32[BLOCK_Q, D_V] @flight",
+        "%acc_next = await %acc_flight holds(%p_cast, %tp_cast) : f32[BLOCK_Q, D_V] @reg",
+        "give %tv",
+        "give %v",
+        "yield values(acc=%acc_next, tlse=%tlse_next)",
+    ]
+    gone, come = changed("causal", "issue-products", "overlap-tangents", "consumer")
+    assert [line.split(" ")[2] for line in gone if " = loop " in line] == ["loop", "loop"]
+    assert "%keys = pipeline kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end)" in " ".join(come)
+
+
+def test_numbers_beside_a_tile_are_read_before_it_is_given_back() -> None:
+    """Those of a mask, once the scores are there."""
+    body = lines("documents", "overlap-tangents", "step")
+    places = [next(i for i, line in enumerate(body) if start in line) for start in ("%s = await", "= read ", "%masked", "give %k")]
+    assert places == sorted(places)
+
+
+def test_no_other_kernel_is_overlapped_so() -> None:
+    for name in ("plain", "causal"):
+        before, after = (steps(name)[step].divided for step in ("overlap-gradients", "overlap-tangents"))
+        assert [k.name for k, old in zip(after, before) if k != old] == [TANGENTS]
+
+
+def test_sums_of_rows_stay_in_threads_and_are_not_held() -> None:
+    """They may be negative, which what holds sums cannot be."""
+    _, come = changed("plain", "overlap-softmax", "chain-sums", "step")
+    assert "%tp_sum = chains %tp over(BLOCK_KV) : f32[BLOCK_Q, CHAINS] @reg" in come
+    assert not any(isinstance(op, Hold) for op in divided(whole("plain")).ops())
+    assert any(op.value == 0 and op.type.dims[1:] == ("CHAINS",) for op in divided(whole("plain")).ops() if isinstance(op, Init))
+
+
+def test_hide_tiles_lets_a_copy_pass_over_what_its_rows_do_not_see() -> None:
+    """Tiles of 64 keys come backwards then; of 128 keys each is seen by both copies."""
+    gone, come = changed("wide", "chain-sums", "hide-tiles", "consumer")
+    assert len(gone) == len(come) == 1 and gone[0].endswith("in_order(yes)")
+    assert "step(@step) backwards(yes) skip(@skip) own_partial(max(0, min(Nk, Nk - Nq + q_start + 1)) // BLOCK_KV .. cdiv(" in come[0]
+    rings = [f"%{name}_in_skip = take %{ring}_ring" for name, ring in (("k", "K"), ("tk", "tK"), ("tv", "tV"), ("v", "V"))]
+    assert [line.partition(" : ")[0] for line in lines("wide", "hide-tiles", "skip") if "take" in line] == rings
+    assert changed("causal", "chain-sums", "hide-tiles", "consumer") == ([], [])
+
+
+def test_its_programs_stay() -> None:
+    """Each takes tile after tile. Slots of Q and tQ are given back after the loop, and outputs leave through a slot of their own."""
+    _, come = changed("plain", "hide-tiles", "schedule-work", "entry")
+    assert [line for line in come if "ring" in line] == [
+        "%Q_ring = ring slots(1) each(consumer) counted(yes) : T[BLOCK_Q, D_QK] @sram",
+        "%tQ_ring = ring slots(1) each(consumer) counted(yes) : T[BLOCK_Q, D_QK] @sram",
+        "%Work_ring = ring slots(2) : i32[] @sram",
+    ]
+    body = lines("plain", "legalize-gluon", "consume")
+    at = next(i for i, line in enumerate(body) if " = pipeline " in line)
+    assert body[at + 1 : at + 4] == ["give %q", "give %tq", "recall %Work_ring"]
+    assert "put %tO[b, h, q, d_v] %to through(%tO_ring)" in body and divided(whole("plain")).stays
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "why"),
+    [
+        ({"head_dim": {"qk": 192, "v": 128}}, "its heads have 192 and 128 columns; expected 64 or 128, as many of q and k as of v."),
+        ({"head_dim": 32}, "its heads have 32 and 32 columns; expected 64 or 128, as many of q and k as of v."),
+        ({"mask": {"block_sparse": {"block": 64}}}, "its mask lists blocks of 64 queries, and a program has 128."),
+        ({"score": "temperature"}, "inputs have tangents, too."),
+        ({"outputs": ["lse", "entropy"]}, "it computes entropies of queries, or gradients from these (`outputs`)."),
+        ({"dtype": "fp32"}, "no dtype of the spec has 16 bits."),
+        ({"dropout": True}, "with dropout registers may spill."),
+        (
+            {"head_dim": 128, **MADE["allowed"]},
+            "with heads of more than 64 columns and a number for each score registers may spill.",
+        ),
+        (
+            {"score": [{"expr": "s + erf(s)"}]},
+            "its mask and modifiers take 36 operations for each score, and of more than 22 registers may spill.",
+        ),
+        ({"schedule": {"backend": "triton"}}, "the spec says `schedule: {backend: triton}`."),
+    ],
+)
+def test_what_stays_portable_is_said(asked_for: dict[str, Any], why: str) -> None:
+    made = make_spec({"name": "tangents", "head_dim": 64, **asked_for})
+    said = list(undivided(made, dict(stages(made))["dce"]))
+    assert f"On sm90 the kernel @jvp has no row for hopper: {why}" in said
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+REFUSED = {
+    "an operand that is not held while its product runs": (
+        [("holds(%p_cast_operand, %tp_cast_operand)", "holds(%tp_cast_operand)")],
+        "`flights`: .*%acc_next holds %tp_cast_operand; expected %p_cast_operand and %tp_cast_operand, which the product reads from reg",
+    ),
+    "operands in another order": (
+        [("holds(%p_cast_operand, %tp_cast_operand)", "holds(%tp_cast_operand, %p_cast_operand)")],
+        "`flights`: .*expected %p_cast_operand and %tp_cast_operand",
+    ),
+    "a product that goes on from one of another shape": (
+        [("acc(%acc_part_flight)", "acc(%ts_flight)")],
+        "`types`: .*%acc_flight: the accumulator is not f32.BLOCK_Q, D_V., in registers or in flight",
+    ),
+    "a tile that is given back while the first of two products reads it": (
+        [
+            ("    give %tv\n", ""),
+            ("    %acc_next = await %acc_flight", "    give %tv\n    %acc_next = await %acc_flight"),
+        ],
+        "`protocol`: .*gives back a tile of %tV_ring while %acc_part_flight reads it",
+    ),
+    "a tile that is kept": ([("    give %tk\n", "")], "`protocol`: .*can wait for ever"),
+    "queries that are given back before the loop ends": (
+        [("    give %q\n", ""), ("    %keys = pipeline", "    give %q\n    %keys = pipeline")],
+        "`protocol`: .*reads a tile of %Q_ring that it has given back",
+    ),
+    "tiles of another head": (
+        [("fill %tK_ring %tK[b, h, kv", "fill %tK_ring %tK[b, 0, kv")],
+        "`walks`: .*copies from where @jvp loads nothing",
+    ),
+    "outputs at another place": ([("put %tO[b, h, q, d_v]", "put %tO[b, 0, q, d_v]")], "`walks`: .*it stores 0 times at %tO"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_wrong_text_is_refused_with_a_reason(mistake: str) -> None:
+    changes, reason = REFUSED[mistake]
+    with pytest.raises(VerifyError, match=f"rule ({reason})"):
+        verify(edited_module(whole("plain"), *changes, kernel=TANGENTS))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_protocol_of_every_kernel_is_proved(name: str) -> None:
+    for slots in (1, 2, 3):
+        assert broken(protocol_of(divided(whole(name)), {"num_stages": slots})) == ""
+
+
+@pytest.mark.parametrize("name", ["plain", "wide"])
+def test_tiles_fit_shared_memory(name: str) -> None:
+    ((made, its),) = whole(name).stand_ins(TANGENTS)
+    assert sram_bytes(whole(name), made, its) == {"plain": 180920, "wide": 230072}[name] <= room_of(1)
+    before = steps(name)["dce"]
+    with pytest.raises(
+        VerifyError, match=f"with BLOCK_KV={2 * its.block_kv} and num_stages=2 it needs .* bytes of shared memory; sm90 has"
+    ):
+        divide(before, TANGENTS, row(before, None, 2 * its.block_kv))
+
+
+# ---------------------------------------------------------------------------------------------- what it computes
+
+
+def run(name: str, seed: int, lengths: Any = None) -> tuple[Any, Any]:
+    """What the divided kernel computes, in a random order and under random tiles, and what naive attention does."""
+    module, chance = whole(name), Random(seed)
+    module = replace(module, kernels=tuple(divided(module) if k.name == TANGENTS else k for k in module.kernels))
+    call = Call.random(chance, asked(name), build_module(asked(name)), lengths)
+    sides = (32, 64, 128) if module.blocks else (8, 16)
+    call = replace(call, tiles={"BLOCK_Q": chance.choice(sides), "BLOCK_KV": chance.choice(sides)})
+    DividedLaunch.chance = chance
+    return execute(module, call.of_module(asked(name)), call.tiles, DOUBLE), naive(asked(name), call)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_it_computes_what_naive_attention_does(name: str) -> None:
+    few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]
+    for seed, lengths in enumerate([(129, 390), (390, 129), (0, 200)] if whole(name).blocks else few):
+        must_be_equal(*run(name, seed, lengths), f"{name} {seed}")
+
+
+def test_tangents_are_among_what_is_compared() -> None:
+    found, expected = run("plain", 1)
+    assert {"tangent_out", "tangent_lse"} <= {*found} & {*expected}
+
+
+# ---------------------------------------------------------------------------------------------- as printed
+
+
+def test_products_that_go_on_from_one_another_are_awaited_once() -> None:
+    text = render(whole("causal"))["hopper.py"].partition("\ndef jvp_consumer(")[2].partition("\n@gluon.jit")[0]
+    one = "            s = warpgroup_mma_wait(2, deps=[s_flight])\n"
+    two = "            ts = warpgroup_mma_wait(1, deps=[ts_flight])\n"
+    both = "acc, p_cast_operand, tp_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand, tp_cast_operand])\n"
+    assert 0 < text.index(one) < text.index(two) < text.index(both) and text.count("warpgroup_mma_wait(") == 3
+
+
+def test_named_barriers_are_apart() -> None:
+    """Those of the slots of four rings, and of places of tiles. Those of Q and tQ are in shared memory."""
+    text = render(whole("causal"))["hopper.py"].partition("\ndef jvp_producer(")[2]
+    found = {re.sub(r"[a-z]+_slot", "slot", number) for number in re.findall(r"\b(?:meet|arrive|arrive_soon)\(([^,()]+), THREADS", text)}
+    assert found == {" + ".join(["5", *["SLOTS"] * rings, "slot"]) for rings in range(5)}
+    assert "mbarrier.wait(tq_free.index(copy), tq_phase)" in text and "mbarrier.arrive(tq_free.index(COPY), count=1)" in text
+
+
+def test_a_module_has_sums_of_rows_without_a_divided_forward() -> None:
+    """The forward of such a mask stays portable."""
+    assert [k.name for k in whole("allowed").divided] == [TANGENTS]
+    text = render(whole("allowed"))["hopper.py"]
+    assert "def chains(" in text and "def row_max(" not in text and "def row_sum(" not in text
