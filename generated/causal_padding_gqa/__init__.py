@@ -273,5 +273,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_lengths, scale):
 
 OPERANDS = "Tensor kv_lengths, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_gqa_3003586bf3b5", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_gqa_0f7608d9c5a5", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

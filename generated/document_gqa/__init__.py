@@ -394,7 +394,7 @@ OPERANDS = (
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("document_gqa_1e77cd0098ef", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_a9745099108d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

@@ -157,6 +157,10 @@ SCHEDULES = {
         ("any", 2): (
             (None, {"BLOCK_Q": 64, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
+        ("sm90", 2, "hopper"): (
+            (64, None),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+        ),
     },
 }
 

@@ -282,5 +282,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, prefix_length, scale):
 
 OPERANDS = "SymInt prefix_length, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("prefix_lm_gqa_ccc4f5ed04d3", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("prefix_lm_gqa_5c975693170d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
