@@ -309,7 +309,7 @@ DESCRIBED = {
     "jvp": ((0, 64), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, 64), (6, "BLOCK_KV"), (7, "BLOCK_KV"), (8, 64)),
 }
 # kernels whose programs take tile after tile, -> programs that share a multiprocessor
-STAYING = {"fwd": 1, "bwd": 1, "jvp": 1}
+STAYING = {"fwd": 1, "bwd": 1}
 
 
 @gluon.jit
@@ -1049,97 +1049,48 @@ def bwd(
 
 @gluon.jit
 def jvp_producer(
-    Q, K, V, tQ, tK, tV, Hq, Nq, Nk, q_ring, q_full, q_free, tq_ring, tq_full, tq_free, k_ring,
-    k_full, tk_ring, tk_full, tv_ring, tv_full, v_ring, v_full, work_ring, work_full, COUNTER,
-    TILES,
-    BLOCK_Q: gl.constexpr,
+    Q, K, V, tQ, tK, tV, kv_end, kv_full_end, q_start, h, b, q_ring, q_full, tq_ring, tq_full,
+    k_ring, k_full, tk_ring, tk_full, tv_ring, tv_full, v_ring, v_full,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    q_phase = 1
-    tq_phase = 1
     k_slot, k_fills = 0, 0
     tk_slot, tk_fills = 0, 0
     tv_slot, tv_fills = 0, 0
     v_slot, v_fills = 0, 0
-    work_slot, work_fills = 0, 0
-    Hq = anew(Hq)
-    Nq = anew(Nq)
-    Nk = anew(Nk)
-    pid = gl.program_id(0)
-    while pid >= 0:
-        Hq = anew(Hq)
-        Nq = anew(Nq)
-        Nk = anew(Nk)
-        q_tiles = gl.cdiv(Nq, BLOCK_Q)
-        first_head = pid // (8 * q_tiles) * 8
-        heads_abreast = gl.minimum(8, TILES // q_tiles - first_head)  # which take turns
-        turn = pid - first_head * q_tiles
-        own_head = first_head + turn % heads_abreast
-        q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
-        h = own_head % Hq
-        b = own_head // Hq
-        kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
-        kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-        if work_fills >= 2:
-            meet(5 + SLOTS + SLOTS + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
-        tell(q_start, work_ring.index(5 * work_slot))
-        tell(h, work_ring.index(5 * work_slot + 1))
-        tell(b, work_ring.index(5 * work_slot + 2))
-        tell(kv_end, work_ring.index(5 * work_slot + 3))
-        tell(kv_full_end, work_ring.index(5 * work_slot + 4))
-        mbarrier.arrive(work_full.index(work_slot), count=1)
-        work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
-        ticket = draw(COUNTER)  # of the next tile: asked for now, read when this one is copied
-        for copy in gl.static_range(2):
-            mbarrier.wait(q_free.index(copy), q_phase)
-            mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
-            copy_in(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_ring.index(copy))
-        q_phase ^= 1
-        for copy in gl.static_range(2):
-            mbarrier.wait(tq_free.index(copy), tq_phase)
-            mbarrier.expect(tq_full.index(copy), ROWS * D_QK * 2)
-            copy_in(tQ, [b, h, q_start + copy * 64, 0], tq_full.index(copy), tq_ring.index(copy))
-        tq_phase ^= 1
-        partial_tiles = kv_end - kv_full_end
-        full_tiles = kv_full_end
-        # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
-        for at in range(partial_tiles + full_tiles):
-            kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)
-            kv_start = kv_tile * BLOCK_KV
-            if k_fills >= SLOTS:
-                meet(5 + k_slot, THREADS)  # the slot is free
-            mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
-            copy_in(K, [b, h, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
-            k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
-            if tk_fills >= SLOTS:
-                meet(5 + SLOTS + tk_slot, THREADS)  # the slot is free
-            mbarrier.expect(tk_full.index(tk_slot), BLOCK_KV * D_QK * 2)
-            copy_in(tK, [b, h, kv_start, 0], tk_full.index(tk_slot), tk_ring.index(tk_slot))
-            tk_slot, tk_fills = gl.where(tk_slot + 1 == SLOTS, 0, tk_slot + 1), tk_fills + 1
-            if tv_fills >= SLOTS:
-                meet(5 + SLOTS + SLOTS + tv_slot, THREADS)  # the slot is free
-            mbarrier.expect(tv_full.index(tv_slot), BLOCK_KV * D_V * 2)
-            copy_in(tV, [b, h, kv_start, 0], tv_full.index(tv_slot), tv_ring.index(tv_slot))
-            tv_slot, tv_fills = gl.where(tv_slot + 1 == SLOTS, 0, tv_slot + 1), tv_fills + 1
-            if v_fills >= SLOTS:
-                meet(5 + SLOTS + SLOTS + SLOTS + v_slot, THREADS)  # the slot is free
-            mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
-            copy_in(V, [b, h, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
-            v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
-        pid = drawn(ticket) + gl.num_programs(0)
-        pid = gl.where(pid < TILES, pid, -1)
-    if work_fills >= 2:
-        meet(5 + SLOTS + SLOTS + SLOTS + SLOTS + work_slot, THREADS)  # the slot is free
-    tell(-1, work_ring.index(5 * work_slot))
-    mbarrier.arrive(work_full.index(work_slot), count=1)
-    work_slot, work_fills = gl.where(work_slot + 1 == 2, 0, work_slot + 1), work_fills + 1
-    reset(COUNTER)
     for copy in gl.static_range(2):
-        mbarrier.wait(q_free.index(copy), q_phase)
+        mbarrier.expect(q_full.index(copy), ROWS * D_QK * 2)
+        copy_in(Q, [b, h, q_start + copy * 64, 0], q_full.index(copy), q_ring.index(copy))
     for copy in gl.static_range(2):
-        mbarrier.wait(tq_free.index(copy), tq_phase)
+        mbarrier.expect(tq_full.index(copy), ROWS * D_QK * 2)
+        copy_in(tQ, [b, h, q_start + copy * 64, 0], tq_full.index(copy), tq_ring.index(copy))
+    partial_tiles = kv_end - kv_full_end
+    full_tiles = kv_full_end
+    # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+    for at in range(partial_tiles + full_tiles):
+        kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)
+        kv_start = kv_tile * BLOCK_KV
+        if k_fills >= SLOTS:
+            meet(5 + k_slot, THREADS)  # the slot is free
+        mbarrier.expect(k_full.index(k_slot), BLOCK_KV * D_QK * 2)
+        copy_in(K, [b, h, kv_start, 0], k_full.index(k_slot), k_ring.index(k_slot))
+        k_slot, k_fills = gl.where(k_slot + 1 == SLOTS, 0, k_slot + 1), k_fills + 1
+        if tk_fills >= SLOTS:
+            meet(5 + SLOTS + tk_slot, THREADS)  # the slot is free
+        mbarrier.expect(tk_full.index(tk_slot), BLOCK_KV * D_QK * 2)
+        copy_in(tK, [b, h, kv_start, 0], tk_full.index(tk_slot), tk_ring.index(tk_slot))
+        tk_slot, tk_fills = gl.where(tk_slot + 1 == SLOTS, 0, tk_slot + 1), tk_fills + 1
+        if tv_fills >= SLOTS:
+            meet(5 + SLOTS + SLOTS + tv_slot, THREADS)  # the slot is free
+        mbarrier.expect(tv_full.index(tv_slot), BLOCK_KV * D_V * 2)
+        copy_in(tV, [b, h, kv_start, 0], tv_full.index(tv_slot), tv_ring.index(tv_slot))
+        tv_slot, tv_fills = gl.where(tv_slot + 1 == SLOTS, 0, tv_slot + 1), tv_fills + 1
+        if v_fills >= SLOTS:
+            meet(5 + SLOTS + SLOTS + SLOTS + v_slot, THREADS)  # the slot is free
+        mbarrier.expect(v_full.index(v_slot), BLOCK_KV * D_V * 2)
+        copy_in(V, [b, h, kv_start, 0], v_full.index(v_slot), v_ring.index(v_slot))
+        v_slot, v_fills = gl.where(v_slot + 1 == SLOTS, 0, v_slot + 1), v_fills + 1
     for _ in range(gl.minimum(k_fills, SLOTS)):
         k_slot = gl.where(k_slot == 0, SLOTS - 1, k_slot - 1)
         meet(5 + k_slot, THREADS)
@@ -1152,16 +1103,13 @@ def jvp_producer(
     for _ in range(gl.minimum(v_fills, SLOTS)):
         v_slot = gl.where(v_slot == 0, SLOTS - 1, v_slot - 1)
         meet(5 + SLOTS + SLOTS + SLOTS + v_slot, THREADS)
-    for _ in range(gl.minimum(work_fills, 2)):
-        work_slot = gl.where(work_slot == 0, 2 - 1, work_slot - 1)
-        meet(5 + SLOTS + SLOTS + SLOTS + SLOTS + work_slot, THREADS)
 
 
 @gluon.jit
 def jvp_consumer(
     O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
-    stride_tlse_b, stride_tlse_h, q_ring, q_full, q_free, tq_ring, tq_full, tq_free, k_ring, k_full,
-    tk_ring, tk_full, tv_ring, tv_full, v_ring, v_full, work_ring, work_full, to_ring,
+    stride_tlse_b, stride_tlse_h, kv_end, kv_full_end, q_start, h, b, q_ring, q_full, tq_ring,
+    tq_full, k_ring, k_full, tk_ring, tk_full, tv_ring, tv_full, v_ring, v_full,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
     THREADS: gl.constexpr,
@@ -1177,162 +1125,128 @@ def jvp_consumer(
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = tO.dtype
     v_slot, v_phase = 0, 0
-    work_slot, work_phase = 0, 0
-    Nq = anew(Nq)
-    Nk = anew(Nk)
-    stride_o_b = anew(stride_o_b)
-    stride_o_h = anew(stride_o_h)
-    stride_o_n = anew(stride_o_n)
-    stride_lse_b = anew(stride_lse_b)
-    stride_lse_h = anew(stride_lse_h)
-    stride_tlse_b = anew(stride_tlse_b)
-    stride_tlse_h = anew(stride_tlse_h)
-    mbarrier.wait(work_full.index(work_slot), work_phase)
-    q_start = told(work_ring.index(5 * work_slot))
-    while q_start >= 0:
-        Nq = anew(Nq)
-        Nk = anew(Nk)
-        stride_o_b = anew(stride_o_b)
-        stride_o_h = anew(stride_o_h)
-        stride_o_n = anew(stride_o_n)
-        stride_lse_b = anew(stride_lse_b)
-        stride_lse_h = anew(stride_lse_h)
-        stride_tlse_b = anew(stride_tlse_b)
-        stride_tlse_h = anew(stride_tlse_h)
-        h = told(work_ring.index(5 * work_slot + 1))
-        b = told(work_ring.index(5 * work_slot + 2))
-        kv_end = told(work_ring.index(5 * work_slot + 3))
-        kv_full_end = told(work_ring.index(5 * work_slot + 4))
-        q_start = q_start + COPY * ROWS
-        q_idx = q_start + q_off
-        qk_scale = LOG2E * scale
-        LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
-        lse = gl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
-        mbarrier.wait(q_full.index(COPY), work_slot)  # whose phase changes with each tile, as this slot does
-        mbarrier.wait(tq_full.index(COPY), work_slot)  # whose phase changes with each tile, as this slot does
-        lse2 = gl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
-        acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
-        tlse = gl.full([ROWS, CHAINS], 0.0, gl.float32, CHAINED)
-        partial_tiles = kv_end - kv_full_end
-        full_tiles = kv_full_end
-        own_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + ROWS) - Nq)), BLOCK_KV)
-        own_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
-        hidden_tiles = kv_end - own_end
-        masked_tiles = kv_end - own_full_end
-        # tiles that hide all keys from the copy's rows
-        for _ in range(hidden_tiles):
-            mbarrier.wait(k_full.index(v_slot), v_phase)
-            arrive(5 + v_slot, THREADS)
-            mbarrier.wait(tk_full.index(v_slot), v_phase)
-            arrive(5 + SLOTS + v_slot, THREADS)
-            mbarrier.wait(tv_full.index(v_slot), v_phase)
-            arrive(5 + SLOTS + SLOTS + v_slot, THREADS)
-            mbarrier.wait(v_full.index(v_slot), v_phase)
-            arrive(5 + SLOTS + SLOTS + SLOTS + v_slot, THREADS)
-            v_slot, v_phase = following(v_slot, v_phase, SLOTS)
-        # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
-        for at in range(hidden_tiles, partial_tiles + full_tiles):
-            q_near = q_ring.index(COPY + nothing()).reshape([ROWS, D_QK])
-            tq_near = tq_ring.index(COPY + nothing()).reshape([ROWS, D_QK])
-            mbarrier.wait(k_full.index(v_slot), v_phase)
-            k = k_ring.index(v_slot).reshape([BLOCK_KV, D_QK])
-            s_flight = warpgroup_mma(
-                q_near,
-                k.permute((1, 0)),
-                gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
-                use_acc=False,
-                is_async=True,
-            )
-            mbarrier.wait(tk_full.index(v_slot), v_phase)
-            tk = tk_ring.index(v_slot).reshape([BLOCK_KV, D_QK])
-            ts_part_flight = warpgroup_mma(
-                tq_near,
-                k.permute((1, 0)),
-                gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
-                use_acc=False,
-                is_async=True,
-            )
-            ts_flight = warpgroup_mma(q_near, tk.permute((1, 0)), ts_part_flight, is_async=True)
-            s = warpgroup_mma_wait(2, deps=[s_flight])
-            if at < masked_tiles:
-                kv_tile = kv_end - 1 - at
-                kv_start = kv_tile * BLOCK_KV
-                kv_idx = kv_start + kv_off
-                s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-            p = gl.exp2(s * qk_scale - lse2[:, None])
-            p_cast = pack(p, dtype)
-            mbarrier.wait(tv_full.index(v_slot), v_phase)
-            tv = tv_ring.index(v_slot).reshape([BLOCK_KV, D_V])
-            p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
-            acc_part_flight = warpgroup_mma(p_cast_operand, tv, acc, is_async=True)
-            ts = warpgroup_mma_wait(1, deps=[ts_flight])
-            arrive(5 + SLOTS + v_slot, THREADS)
-            arrive_soon(5 + v_slot, THREADS)
-            tscore = ts * scale
-            tp = p * tscore
-            tp_cast = pack(tp, dtype)
-            tp_sum = chains(tp, CHAINED)
-            tlse = tlse + tp_sum
-            mbarrier.wait(v_full.index(v_slot), v_phase)
-            v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
-            tp_cast_operand = gl.convert_layout(unpack(tp_cast, dtype), OPERAND)
-            acc_flight = warpgroup_mma(tp_cast_operand, v, acc_part_flight, is_async=True)
-            acc, p_cast_operand, tp_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand, tp_cast_operand])
-            arrive(5 + SLOTS + SLOTS + v_slot, THREADS)
-            arrive(5 + SLOTS + SLOTS + SLOTS + v_slot, THREADS)
-            v_slot, v_phase = following(v_slot, v_phase, SLOTS)
-        mbarrier.arrive(q_free.index(COPY), count=1)
-        mbarrier.arrive(tq_free.index(COPY), count=1)
-        # where the tile is, read again: no registers held it
-        q_start = told(work_ring.index(5 * work_slot))
-        h = told(work_ring.index(5 * work_slot + 1))
-        b = told(work_ring.index(5 * work_slot + 2))
-        q_start = q_start + COPY * ROWS
-        q_idx = q_start + q_off
-        keys_tlse = beside(gl.sum(tlse, 1), SCORES)
-        O_head = O + gl.cast(b, gl.int64) * stride_o_b + gl.cast(h, gl.int64) * stride_o_h
-        o = gl.load(
-            O_head + gl.cast(q_start, gl.int64) * stride_o_n + (q_rows[:, None] * stride_o_n + d_v[None, :]),
-            mask=(q_start + q_rows < Nq)[:, None],
-            other=0.0,
+    q_start = q_start + COPY * ROWS
+    q_idx = q_start + q_off
+    qk_scale = LOG2E * scale
+    LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
+    lse = gl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    mbarrier.wait(q_full.index(COPY), 0)
+    mbarrier.wait(tq_full.index(COPY), 0)
+    lse2 = gl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    acc = gl.full([ROWS, D_V], 0.0, gl.float32, SUMS)
+    tlse = gl.full([ROWS, CHAINS], 0.0, gl.float32, CHAINED)
+    partial_tiles = kv_end - kv_full_end
+    full_tiles = kv_full_end
+    own_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + ROWS) - Nq)), BLOCK_KV)
+    own_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
+    hidden_tiles = kv_end - own_end
+    masked_tiles = kv_end - own_full_end
+    # tiles that hide all keys from the copy's rows
+    for _ in range(hidden_tiles):
+        mbarrier.wait(k_full.index(v_slot), v_phase)
+        arrive(5 + v_slot, THREADS)
+        mbarrier.wait(tk_full.index(v_slot), v_phase)
+        arrive(5 + SLOTS + v_slot, THREADS)
+        mbarrier.wait(tv_full.index(v_slot), v_phase)
+        arrive(5 + SLOTS + SLOTS + v_slot, THREADS)
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        arrive(5 + SLOTS + SLOTS + SLOTS + v_slot, THREADS)
+        v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+    # tiles that the mask or the ends of the tensors cut, then those with nothing to mask
+    for at in range(hidden_tiles, partial_tiles + full_tiles):
+        q_near = q_ring.index(COPY + nothing()).reshape([ROWS, D_QK])
+        tq_near = tq_ring.index(COPY + nothing()).reshape([ROWS, D_QK])
+        mbarrier.wait(k_full.index(v_slot), v_phase)
+        k = k_ring.index(v_slot).reshape([BLOCK_KV, D_QK])
+        s_flight = warpgroup_mma(
+            q_near,
+            k.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
         )
-        keys_tlse_sums = gl.convert_layout(keys_tlse, gl.SliceLayout(1, SUMS))
-        to = (acc - o * keys_tlse_sums[:, None]).to(dtype)
-        tma.store_wait(0)  # the outputs of the tile before have left
-        to_ring.index(COPY).reshape([ROWS, D_V]).store(to)
-        fence_async_shared()
-        copy_out(tO, [b, h, q_start, 0], to_ring.index(COPY))
-        tLSE_head = tLSE + gl.cast(b, gl.int64) * stride_tlse_b + gl.cast(h, gl.int64) * stride_tlse_h
-        gl.store(tLSE_head + q_start + q_off, keys_tlse, mask=q_idx < Nq)
-        arrive(5 + SLOTS + SLOTS + SLOTS + SLOTS + work_slot, THREADS)
-        work_slot, work_phase = following(work_slot, work_phase, 2)
-        mbarrier.wait(work_full.index(work_slot), work_phase)
-        q_start = told(work_ring.index(5 * work_slot))
-    arrive(5 + SLOTS + SLOTS + SLOTS + SLOTS + work_slot, THREADS)
-    work_slot, work_phase = following(work_slot, work_phase, 2)
+        mbarrier.wait(tk_full.index(v_slot), v_phase)
+        tk = tk_ring.index(v_slot).reshape([BLOCK_KV, D_QK])
+        ts_part_flight = warpgroup_mma(
+            tq_near,
+            k.permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_KV], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        ts_flight = warpgroup_mma(q_near, tk.permute((1, 0)), ts_part_flight, is_async=True)
+        s = warpgroup_mma_wait(2, deps=[s_flight])
+        if at < masked_tiles:
+            kv_tile = kv_end - 1 - at
+            kv_start = kv_tile * BLOCK_KV
+            kv_idx = kv_start + kv_off
+            s = gl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
+        p = gl.exp2(s * qk_scale - lse2[:, None])
+        p_cast = pack(p, dtype)
+        mbarrier.wait(tv_full.index(v_slot), v_phase)
+        tv = tv_ring.index(v_slot).reshape([BLOCK_KV, D_V])
+        p_cast_operand = gl.convert_layout(unpack(p_cast, dtype), OPERAND)
+        acc_part_flight = warpgroup_mma(p_cast_operand, tv, acc, is_async=True)
+        ts = warpgroup_mma_wait(1, deps=[ts_flight])
+        arrive(5 + SLOTS + v_slot, THREADS)
+        arrive_soon(5 + v_slot, THREADS)
+        tscore = ts * scale
+        tp = p * tscore
+        tp_cast = pack(tp, dtype)
+        tp_sum = chains(tp, CHAINED)
+        tlse = tlse + tp_sum
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        v = v_ring.index(v_slot).reshape([BLOCK_KV, D_V])
+        tp_cast_operand = gl.convert_layout(unpack(tp_cast, dtype), OPERAND)
+        acc_flight = warpgroup_mma(tp_cast_operand, v, acc_part_flight, is_async=True)
+        acc, p_cast_operand, tp_cast_operand = warpgroup_mma_wait(0, deps=[acc_flight, p_cast_operand, tp_cast_operand])
+        arrive(5 + SLOTS + SLOTS + v_slot, THREADS)
+        arrive(5 + SLOTS + SLOTS + SLOTS + v_slot, THREADS)
+        v_slot, v_phase = following(v_slot, v_phase, SLOTS)
+    keys_tlse = beside(gl.sum(tlse, 1), SCORES)
+    O_head = O + gl.cast(b, gl.int64) * stride_o_b + gl.cast(h, gl.int64) * stride_o_h
+    o = gl.load(
+        O_head + gl.cast(q_start, gl.int64) * stride_o_n + (q_rows[:, None] * stride_o_n + d_v[None, :]),
+        mask=(q_start + q_rows < Nq)[:, None],
+        other=0.0,
+    )
+    keys_tlse_sums = gl.convert_layout(keys_tlse, gl.SliceLayout(1, SUMS))
+    to = (acc - o * keys_tlse_sums[:, None]).to(dtype)
+    q_ring.index(COPY).reshape([ROWS, D_V]).store(to)
+    fence_async_shared()
+    copy_out(tO, [b, h, q_start, 0], q_ring.index(COPY))
+    tLSE_head = tLSE + gl.cast(b, gl.int64) * stride_tlse_b + gl.cast(h, gl.int64) * stride_tlse_h
+    gl.store(tLSE_head + q_start + q_off, keys_tlse, mask=q_idx < Nq)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["Nq", "Nk", "stride_tlse_b", "stride_tlse_h", "TILES"])
+@gluon.jit(do_not_specialize=["Nq", "Nk", "stride_tlse_b", "stride_tlse_h"])
 def jvp(
     Q, K, V, O, LSE, tQ, tK, tV, tO, tLSE, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
     stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b, stride_o_h,
     stride_o_n, stride_lse_b, stride_lse_h, stride_tq_b, stride_tq_h, stride_tq_n, stride_tk_b,
     stride_tk_h, stride_tk_n, stride_tv_b, stride_tv_h, stride_tv_n, stride_to_b, stride_to_h,
     stride_to_n, stride_tlse_b, stride_tlse_h,
-    COUNTER,
-    TILES,
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
     # Forward mode: tangents of the output and the LSE; one program per query tile, over key tiles.
+    pid = gl.program_id(0)
+    q_tiles = gl.cdiv(Nq, BLOCK_Q)
+    first_head = pid // (8 * q_tiles) * 8
+    heads_abreast = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # which take turns
+    turn = pid - first_head * q_tiles
+    own_head = first_head + turn % heads_abreast
+    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    h = own_head % Hq
+    b = own_head // Hq
+    kv_end = gl.cdiv(gl.maximum(0, gl.minimum(Nk, Nk + gl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
+    kv_full_end = gl.maximum(0, gl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
     q_ring = gl.allocate_shared_memory(Q.dtype, [2, 1, 1, ROWS, D_QK], Q.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     tq_ring = gl.allocate_shared_memory(tQ.dtype, [2, 1, 1, ROWS, D_QK], tQ.layout)
     tq_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tq_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ring = gl.allocate_shared_memory(K.dtype, [SLOTS, 1, 1, BLOCK_KV, D_QK], K.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     tk_ring = gl.allocate_shared_memory(tK.dtype, [SLOTS, 1, 1, BLOCK_KV, D_QK], tK.layout)
@@ -1341,9 +1255,6 @@ def jvp(
     tv_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     v_ring = gl.allocate_shared_memory(V.dtype, [SLOTS, 1, 1, BLOCK_KV, D_V], V.layout)
     v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    work_ring = gl.allocate_shared_memory(gl.int32, [5 * 2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    to_ring = gl.allocate_shared_memory(tO.dtype, [2, 1, 1, ROWS, D_V], tO.layout)
     for slot in gl.static_range(2):
         mbarrier.init(q_full.index(slot), count=1)
     for slot in gl.static_range(2):
@@ -1356,12 +1267,6 @@ def jvp(
         mbarrier.init(tv_full.index(slot), count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(v_full.index(slot), count=1)
-    for slot in gl.static_range(2):
-        mbarrier.init(work_full.index(slot), count=1)
-    for slot in gl.static_range(2):
-        mbarrier.init(q_free.index(slot), count=1)
-    for slot in gl.static_range(2):
-        mbarrier.init(tq_free.index(slot), count=1)
     fence_async_shared()
     THREADS: gl.constexpr = 288  # that meet at a named barrier: consumers, and the producer
     gl.warp_specialize(
@@ -1370,28 +1275,26 @@ def jvp(
                 jvp_consumer,
                 (
                     O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
-                    stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, q_ring, q_full,
-                    q_free, tq_ring, tq_full, tq_free, k_ring, k_full, tk_ring, tk_full, tv_ring,
-                    tv_full, v_ring, v_full, work_ring, work_full, to_ring, BLOCK_KV, SLOTS,
-                    THREADS, 0,
+                    stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end,
+                    q_start, h, b, q_ring, q_full, tq_ring, tq_full, k_ring, k_full, tk_ring,
+                    tk_full, tv_ring, tv_full, v_ring, v_full, BLOCK_KV, SLOTS, THREADS, 0,
                 ),
             ),
             (
                 jvp_consumer,
                 (
                     O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
-                    stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, q_ring, q_full,
-                    q_free, tq_ring, tq_full, tq_free, k_ring, k_full, tk_ring, tk_full, tv_ring,
-                    tv_full, v_ring, v_full, work_ring, work_full, to_ring, BLOCK_KV, SLOTS,
-                    THREADS, 1,
+                    stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end,
+                    q_start, h, b, q_ring, q_full, tq_ring, tq_full, k_ring, k_full, tk_ring,
+                    tk_full, tv_ring, tv_full, v_ring, v_full, BLOCK_KV, SLOTS, THREADS, 1,
                 ),
             ),
             (
                 jvp_producer,
                 (
-                    Q, K, V, tQ, tK, tV, Hq, Nq, Nk, q_ring, q_full, q_free, tq_ring, tq_full,
-                    tq_free, k_ring, k_full, tk_ring, tk_full, tv_ring, tv_full, v_ring, v_full,
-                    work_ring, work_full, COUNTER, TILES, BLOCK_Q, BLOCK_KV, SLOTS, THREADS,
+                    Q, K, V, tQ, tK, tV, kv_end, kv_full_end, q_start, h, b, q_ring, q_full,
+                    tq_ring, tq_full, k_ring, k_full, tk_ring, tk_full, tv_ring, tv_full, v_ring,
+                    v_full, BLOCK_KV, SLOTS, THREADS,
                 ),
             ),
         ],

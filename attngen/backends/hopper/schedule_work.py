@@ -38,6 +38,7 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.backends.hopper import tangents
 from attngen.backends.hopper.choice import PLACE_SLOTS, staying
 from attngen.backends.hopper.forward import with_backward, with_forwards, with_latents, with_tangents
 from attngen.backends.hopper.gradients import may_stay
@@ -69,7 +70,7 @@ class ScheduleWork(Pass):
 
         module = with_forwards(module, changed)
         module = with_latents(module, lambda kernel: _staying(kernel, _counted))
-        module = with_tangents(module, lambda kernel: _staying(kernel, _counted))
+        module = with_tangents(module, lambda kernel: _staying(kernel, _counted) if tangents.may_stay(module) else kernel)
         return with_backward(module, lambda kernel: _staying(kernel, _counted) if may_stay(module, kernel) else kernel)
 
 
