@@ -6,11 +6,13 @@ number is another one.
 
 from __future__ import annotations
 
+from inspect import ismethod
 from types import MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
+from torch.torch_version import TorchVersion
 
 from attngen.errors import AttngenError
 from attngen.frontends import pairs
@@ -21,6 +23,7 @@ from attngen.sizes import Sizes
 # For each call that was traced: the module, the plan of its block mask, and tensors that say which blocks are in its lists. torch.compile
 # reads a dict once for a whole graph, and attributes of a module when they are asked for.
 KEPT = ModuleType("kept")
+OLD = TorchVersion(torch.__version__) < "2.12"  # it takes no block mask for a constant, and does not follow what a module holds
 Found = tuple[str, tuple[tuple[str, int], ...], str]
 
 
@@ -36,6 +39,9 @@ def call(
 ) -> Any:
     """flex_attention's call, as torch.compile traces it."""
     mask_mod = block_mask.mask_mod if is_block_mask(block_mask) else block_mask
+    if OLD and (is_block_mask(block_mask) or ismethod(score_mod) or ismethod(mask_mod)):
+        torch._dynamo.graph_break(msg="flex_attention: a block mask or a method is part of a graph from torch 2.12 on")
+        return _outside(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
     try:
         held = [x for mod in (score_mod, mask_mod) if mod is not None for _, x in leaves(mod)]
     except AttributeError:  # of what the compiled function defines, torch.compile has no code to look into
