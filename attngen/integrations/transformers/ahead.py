@@ -106,8 +106,11 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
                     module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
                 if type(module).__name__.endswith("Experts"):  # which tokens an expert gets depends on weights
                     module.forward = lambda x, *_, **__: torch.zeros_like(x)
+            for module in model.train().modules():
+                if hasattr(getattr(module, "config", None), "layerdrop") and hasattr(module, "layers"):
+                    module.training = False  # itself, not its layers: it would look at the number that it draws for each
             with recording() as (layers, left):
-                model.train()(**_inputs(config, dtype, model.main_input_name))
+                model(**_inputs(config, dtype, model.main_input_name))
     except AttngenError as error:
         raise AttngenError(f"{path}: a {config.model_type} does not run with attngen ({error})") from error
     except Exception as error:
