@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attngen.bench.problem import Inputs, Problem
 
 
+LONGEST_SUM = 64  # terms of a sum in a function, which does not compile if the compiler does not unroll it: by default it does up to 7
 EAGER_SCORES = 2**30  # up to so many, FlexAttention's block mask is made without compiling what makes it, which can take minutes
 
 
@@ -33,9 +34,11 @@ def flex(problem: Problem, backend: str = "") -> Call:
     """
     import torch
     import torch._functorch.config
+    import torch._inductor.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # else no backward can run twice on one graph
+    torch._inductor.config.unroll_reductions_threshold = LONGEST_SUM + 1
     made, c = problem.mods, problem.cell
     if c.page:
         return _paged(problem)
