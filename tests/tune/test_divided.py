@@ -295,7 +295,7 @@ def test_another_tile_that_wins_for_fewer_rows_has_a_kernel_of_its_own() -> None
     made = {**EVERYWHERE, 2048: (OTHER,), 8192: (TILES,)}
     assert [(r.block_q, r.min_rows, r.max_rows) for r in rows_of(made)] == [(64, 64, 2048), (192, 2048, None)]
     module = lower(make_spec(TEXT), tables=tables(made))
-    assert [(k.name, k.stands_for) for k in module.divided] == [("fwd", "fwd"), ("fwd_long", "fwd"), ("bwd", "bwd")]
+    assert [(k.name, k.stands_for) for k in module.divided] == [("fwd", "fwd"), ("fwd_long", "fwd"), ("bwd", "bwd"), ("jvp", "jvp")]
     configs = render(module)["kernels.py"].partition('("sm90", 2, "hopper"): (\n')[2].splitlines()[:3]
     assert [line.strip() for line in configs] == [
         "(64, None),",
