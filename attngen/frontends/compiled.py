@@ -38,15 +38,16 @@ def call(
     return_aux: Any,
 ) -> Any:
     """flex_attention's call, as torch.compile traces it."""
+    arguments = (query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
     mask_mod = block_mask.mask_mod if is_block_mask(block_mask) else block_mask
     if OLD and (is_block_mask(block_mask) or ismethod(score_mod) or ismethod(mask_mod)):
         torch._dynamo.graph_break(msg="flex_attention: a block mask or a method is part of a graph from torch 2.12 on")
-        return _outside(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
+        return _outside(*arguments)
     try:
         held = [x for mod in (score_mod, mask_mod) if mod is not None for _, x in leaves(mod)]
     except AttributeError:  # of what the compiled function defines, torch.compile has no code to look into
         torch._dynamo.graph_break(msg="flex_attention: a function is defined inside of what is compiled; expected one from outside of it")
-        return _outside(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
+        return _outside(*arguments)
     tensors = [x for x in held if isinstance(x, torch.Tensor)]
     numbers = tuple(_known(x) for x in held if not isinstance(x, torch.Tensor))
     sizes = (0, query.shape[1], key.shape[1], 0, 0)
@@ -61,7 +62,7 @@ def call(
     )
     if reason:
         torch._dynamo.graph_break(msg=reason)
-        return _outside(query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
+        return _outside(*arguments)
     module, plan, lists = getattr(KEPT, kept)
     inputs: dict[str, Any] = {}
     for table, at in places:
