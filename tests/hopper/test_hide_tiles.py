@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from attngen.backends.hopper.choice import candidates, may_hide, row
+from attngen.backends.hopper.facts import TANGENTS
 from attngen.backends.hopper.hide_tiles import HideTiles
 from attngen.emit.render import render
 from attngen.errors import VerifyError
@@ -94,7 +95,8 @@ def test_tiles_are_passed_over_where_some_rows_do_not_see_them() -> None:
     assert hiding == [name for name in DIVIDED if may_hide(whole(name), whole(name).rows("fwd", "hopper")[0])]
     for name in set(DIVIDED) - set(hiding):
         made = after(name)["chain-sums"]
-        assert HideTiles().run(made).divided[0] == made.divided[0], name
+        found = zip(HideTiles().run(made).divided, made.divided, strict=True)
+        assert all(new == old for new, old in found if old.name != TANGENTS), name
     tiles = {(r.block_q, r.block_kv) for r in candidates(whole(TWICE)) if may_hide(whole(TWICE), r)}
     assert tiles == {(128, 64), (192, 64), (192, 128)}  # the rows of all copies but one are as many as the keys of a tile
 
