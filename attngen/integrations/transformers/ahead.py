@@ -100,14 +100,13 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
             setattr(config, name, type(getattr(config, name))())
     try:
         with torch.device("meta"):
-            model = AutoModel.from_config(config, attn_implementation=NAME, dtype=dtype)
+            model = AutoModel.from_config(config, attn_implementation=NAME, dtype=dtype).train()
             for module in model.modules():
                 if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it looks at the values of tokens
                     module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
                 if type(module).__name__.endswith("Experts"):  # which tokens an expert gets depends on weights
                     module.forward = lambda x, *_, **__: torch.zeros_like(x)
-            for module in model.train().modules():
-                if hasattr(getattr(module, "config", None), "layerdrop") and hasattr(module, "layers"):
+                if hasattr(module, "layers") and any(hasattr(getattr(module, "config", None), name) for name in DRAWN):
                     module.training = False  # itself, not its layers: it would look at the number that it draws for each
             with recording() as (layers, left):
                 model(**_inputs(config, dtype, model.main_input_name))
