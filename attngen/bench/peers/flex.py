@@ -28,17 +28,17 @@ def flex_flash_cannot(cell: Cell) -> str:
 def flex(problem: Problem, backend: str = "") -> Call:
     """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is made before.
 
+    PyTorch's compiler is asked to unroll the sums of functions, which do not compile otherwise.
+
     backend: `FLASH` for its backend that writes kernels by FlashAttention-4; its own Triton kernels without one.
 
     With a learned bias its backward gets two stages: its default of three needs more shared memory than an H200 has.
     """
     import torch
     import torch._functorch.config
-    import torch._inductor.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # else no backward can run twice on one graph
-    torch._inductor.config.unroll_reductions_threshold = LONGEST_SUM + 1
     made, c = problem.mods, problem.cell
     if c.page:
         return _paged(problem)
@@ -47,7 +47,7 @@ def flex(problem: Problem, backend: str = "") -> Call:
         options["kernel_options"] = {"BACKEND": backend}
     elif c.spec.learned():
         options["kernel_options"] = {"bwd_num_stages": 2}
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False, options={"unroll_reductions_threshold": LONGEST_SUM + 1})
     if made.mask is None:
         return Call(lambda x: compiled(x.q, x.k, x.v, **options))
     sizes = (c.batch if made.by_batch else None, c.heads if made.by_head else None, c.n_q, c.n_kv)
