@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -108,3 +109,13 @@ def code_bytes(elf: bytes) -> int:
     size, count = struct.unpack_from("<HH", elf, 0x3A)
     headers: list[Any] = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
     return sum(length for _, _, flags, _, _, length in headers if flags & _EXECUTABLE)
+
+
+def disassembled(binary: bytes) -> str:
+    """Machine code as text, by the nvdisasm that Triton brings along."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout

@@ -10,9 +10,9 @@ from attngen.backends.base import Reading
 from attngen.backends.hopper.certificate import faults, given, under_product
 from attngen.backends.hopper.compiler import machine_code, marks
 from attngen.backends.hopper.facts import REGISTERS, SHARED_REGISTERS
-from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.sass import Part, parts, registers_named
 from attngen.backends.hopper.sram import sram_bytes
+from attngen.backends.instructions import parse
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Block, Role
 from attngen.passes.pipeline import lower

@@ -219,7 +219,7 @@ def staying(module: Module, row: Row) -> int:
 
     Outputs have a ring of their own, and each slot that is filled again a named barrier, those of places of tiles too; so has each copy
     that takes turns. There is one slot where a consumer has a loop for each class of tiles, and no product before both: ptxas 12.8
-    computes a slot's address at the start of one of the loops alone (see unset.py).
+    computes a slot's address at the start of one of the loops alone (see attngen/backends/unset.py).
     """
     kernel = module.kernel(FORWARD)
     if kernel.reads_pairs:

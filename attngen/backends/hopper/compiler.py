@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attngen.backends.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, load, said_by_ptxas, triton_version
+from attngen.backends.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, disassembled, load, said_by_ptxas, triton_version
 from attngen.backends.base import Reading, short_digest
 from attngen.backends.hopper.choice import multipliers
 from attngen.backends.hopper.facts import COUNTER
-from attngen.backends.hopper.instructions import parse
 from attngen.backends.hopper.latents import is_of_latents
 from attngen.backends.hopper.reuse import reused
 from attngen.backends.hopper.sass import Part, parts
-from attngen.backends.hopper.unset import unset
+from attngen.backends.instructions import parse
+from attngen.backends.unset import unset
 from attngen.bounds.launches import launch_options
 from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
@@ -141,16 +139,6 @@ def _source(j: Job) -> Any:
         if signature[p.name].startswith("*") or (p.name.startswith("stride_") and not p.do_not_specialize):
             divisible[(i,)] = [["tt.divisibility", 16]]
     return GluonASTSource(function, signature, constants, divisible)
-
-
-def disassembled(binary: bytes) -> str:
-    """Machine code as text, by the nvdisasm that Triton brings along."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: int = 0) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from attngen.backends.hopper.instructions import Instruction
+from attngen.backends.instructions import Instruction
 
 _MOST_GROUPS = 8  # in flight that are told apart
 

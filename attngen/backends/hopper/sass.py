@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from attngen.backends.hopper.instructions import Instruction
+from attngen.backends.instructions import Instruction
 
 _IN_REGISTERS = r"HGMMA\S*\s+R\d+, R\d+, gdesc"  # a product whose left operand is in registers: that of weights and V
 _PLACES = re.compile(r"\[[^\]]*\]")  # in memory

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from attngen.backends.hopper.instructions import Instruction
+from attngen.backends.instructions import Instruction
 
 _WIDE = (".128", ".64", ".WIDE")  # in names of instructions whose operands may be several registers, four at most
 _UNIFORM, _REGISTERS = 64, 256  # uniform registers, and a thread's own, whose numbers come behind those here
