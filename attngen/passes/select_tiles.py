@@ -124,11 +124,15 @@ class SelectTiles(Pass):
 
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
         def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
-            described = any(isinstance(op, Load) and op.via for op in kernel.ops())
-            tma = described and elem == 2 and CLASSES[device].tma and (limit is None or kernel.deal is not None)
+            able = elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
+            always = limit is None or kernel.deal is not None
             for q, kv, w, columns in product(blocks_q, blocks_kv, warps, column_choices(module, kernel)):
-                row = Row(device, elem, limit, q, kv, w, self.num_stages or 1, tma, backend=module.backend, columns=columns)
-                yield replace(row, tma=tma and lies_in_pages(module, kernel, row))
+                plain = Row(device, elem, limit, q, kv, w, self.num_stages or 1, backend=module.backend, columns=columns)
+                described = replace(plain, tma=able)
+                described = described if lies_in_pages(module, kernel, described) else plain
+                # Calls of few rows do without descriptors, which the host encodes. Some tiles are compiled right only with them, in a ring.
+                ways = (*(() if always else (plain,)), described, *(() if self.num_stages else (replace(described, num_stages=2),)))
+                yield next((row for row in ways if not backend.footprint.misfit(module, kernel, row)), ways[0])
 
         def price(row: Row) -> float:
             return min(backend.cost.cycles(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 
@@ -47,6 +48,19 @@ def test_what_is_compiled_is_what_is_predicted(tmp_path):
         assert list(violations(module, kernel, row, reading)) == []
         assert reading.shared_bytes <= sram_bytes(module, kernel, row) <= 1.05 * reading.shared_bytes, (kernel.name, row)
         assert reading.code_bytes > 1000 and 0 < reading.registers <= CLASSES[row.device].registers_per_thread
+
+
+def test_machine_code_that_reads_what_nothing_has_written_is_refused(tmp_path):
+    """ptxas 12.8 makes it of a forward for sm90 whose tiles of V are narrow, and not copied ahead; no schedule has such a row."""
+    module = lower(make_spec({"name": "narrow", "head_dim": {"qk": 40, "v": 24}, "mask": "causal", "dtype": "fp16"}))
+    kernel, file = module.kernel("fwd"), tmp_path / "kernels.py"
+    file.write_text(render(module)["kernels.py"])
+    chosen_row = next(row for row in module.rows("fwd") if row.device == "sm90")
+    wrong = replace(chosen_row, block_q=64, block_kv=128, num_stages=3, tma=False)
+    said, right = compile_all([job(module, kernel, row, file) for row in (wrong, chosen_row)], 1)
+    assert isinstance(right, Reading), right
+    (violation,) = violations(module, kernel, wrong, said)
+    assert re.search(r"ptxas makes wrong machine code of it: instruction \d+, .*, reads UR\d+, which not every path has written", violation)
 
 
 def test_what_dropout_draws_for_tiles_of_32_keys_is_predicted(tmp_path):

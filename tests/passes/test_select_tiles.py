@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
@@ -23,6 +24,7 @@ from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.errors import FitError, VerifyError
 from attngen.ir.graph import Row
+from attngen.ir.text import parse_module, print_module
 from attngen.passes.pipeline import lower, stages
 from attngen.passes.select_tiles import SelectTiles
 from attngen.spec import parse_spec
@@ -326,3 +328,38 @@ def test_no_such_tile_is_chosen():
     assert {row.device for row in made.rows("dkdv")} == {row.device for row in made.rows("fwd")} == {*CLASSES}
     for kernel in made.kernels:
         assert not any(miscounts(made, kernel, row) for row in made.rows(kernel.name))
+
+
+NARROW = "name: small\nhead_dim: {qk: 40, v: 24}\nmask: causal\ndtype: fp16\n"
+
+
+def test_tiles_of_which_ptxas_makes_wrong_code_are_fetched_by_descriptor():
+    """On sm90 in calls of few rows, too. Elsewhere these do without."""
+    made = lower(parse_spec(NARROW))
+    for kernel in ("fwd", "jvp"):
+        assert all(row.tma and row.num_stages > 1 for row in made.rows(kernel) if row.device == "sm90")
+        assert not any(row.tma for row in made.rows(kernel) if row.device == "sm100" and row.max_rows)
+
+
+def test_tiles_of_which_ptxas_makes_wrong_code_are_refused():
+    """Those loaded by pointers, and those in one buffer. Tiles of fewer rows have products of another kind."""
+    text = print_module(lower(parse_spec(NARROW)))
+    at = text.index("schedule @fwd\n") + len("schedule @fwd\n")
+    why = "@fwd is wrong with BLOCK_Q=64: tiles of 32 columns are not copied ahead, and ptxas has products read a register that nothing"
+    for row, wrong in (
+        ("64 {} num_stages=3", True),
+        ("64 {} num_stages=1 TMA=1", True),
+        ("64 {} num_stages=2 TMA=1", False),
+        ("32 {} num_stages=1", False),
+    ):
+        line = f"  sm90 bytes=2 rows<=8 : BLOCK_Q={row.format('BLOCK_KV=32 num_warps=4')}\n"
+        found = parse_module(text[:at] + line + text[at:])
+        with pytest.raises(VerifyError, match=re.escape(why)) if wrong else nullcontext():
+            verify(found)
+
+
+def test_where_a_spec_asks_for_one_buffer_such_tiles_have_few_rows():
+    made = lower(parse_spec(f"{NARROW}schedule: {{stages: 1}}\n"))
+    assert all(
+        row.block_q <= 32 for kernel in ("fwd", "jvp") for row in made.rows(kernel) if row.device == "sm90" and row.backend == "triton"
+    )

@@ -8,9 +8,22 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from attngen.backends.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, load, numbers, said_by_ptxas, triton_version
+from attngen.backends.ahead import (
+    FLAGS,
+    TYPES,
+    code_bytes,
+    compile_each,
+    compiled,
+    disassembled,
+    load,
+    numbers,
+    said_by_ptxas,
+    triton_version,
+)
 from attngen.backends.base import Reading, short_digest
+from attngen.backends.instructions import parse
 from attngen.backends.triton.sram import aligned
+from attngen.backends.unset import unset
 from attngen.bounds.launches import constants, launch_options
 from attngen.bounds.sizes import sizes
 from attngen.devices import CLASSES
@@ -18,6 +31,8 @@ from attngen.ir.dtypes import of_size
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import ROWS, stride_names
 from attngen.ir.ops import Load
+
+HOPPER = 90  # the compute capability whose machine code is read
 
 __all__ = ["Job", "compile_all", "job", "source_digest", "triton_version"]
 
@@ -130,6 +145,8 @@ def _compile(j: Job) -> Reading | str:
     made, said, seconds = done
     registers, spilled = _amd(made.asm["amdgcn"]) if target.backend == "hip" else said_by_ptxas(said)
     binary = made.asm["hsaco" if target.backend == "hip" else "cubin"]
+    if j.arch == HOPPER and (wrong := unset(parse(disassembled(binary)))):
+        return f"ptxas makes wrong machine code of it: {wrong[0]}"
     return Reading(made.metadata.shared, registers, spilled, code_bytes(binary), triton_version(), seconds, j.digest)
 
 

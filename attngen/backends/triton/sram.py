@@ -42,6 +42,7 @@ WARPS = 8  # of programs that reduce tiles to single numbers
 TENSOR_ROWS = 128  # of a column of tensor memory
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
+NARROW = 64  # bytes of a tile's row: of so many and fewer, the descriptor has its highest bit set
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
@@ -450,7 +451,7 @@ def misfit(module: Module, kernel: Kernel, row: Row, change: str = "BLOCK_Q, BLO
     device = CLASSES[row.device]
     need = sram_bytes(module, kernel, row)
     if need <= device.smem_per_block:
-        return _crowds(module, kernel, row) or _errs(module, kernel, row) or miscounts(module, kernel, row)
+        return _crowds(module, kernel, row) or _reads_unset(module, kernel, row) or miscounts(module, kernel, row)
     columns = f"COLUMNS={row.columns}, " if row.columns else ""
     return (
         f"on {row.device} the kernel @{kernel.name} needs {need:,} bytes of shared memory with BLOCK_Q={row.block_q}, "
@@ -479,18 +480,28 @@ def _crowds(module: Module, kernel: Kernel, row: Row) -> str | None:
     )
 
 
-def _errs(module: Module, kernel: Kernel, row: Row) -> str | None:
-    """One sentence where a tile was seen to give wrong numbers; or None. The reason is not known.
+def _reads_unset(module: Module, kernel: Kernel, row: Row) -> str | None:
+    """One sentence where ptxas would have a product read a register that nothing has written; or None.
 
-    On one H200, by Triton 3.6.0, sums of 32 columns that two products of scores add to were off by 7 to 24%, in 64 queries and 32 keys.
-    In 64 queries and 64 keys, in 128 and 32, and with more columns they are right (heads of 40 columns, 24 of v).
+    A descriptor says where a tile is that a product of four warps reads. It has its highest bit set if rows take 64 bytes or fewer. Where
+    the tile is not copied ahead, it is at one place in all turns, and ptxas 12.8, which Triton 3.6.0 to 3.7.1 have, may leave out what
+    computes the descriptors of its later rows (docs/fit.md). Tiles are copied ahead by descriptor, and with two stages or more. Those that
+    are loaded by pointers count as if they were not: whether they are is up to the strides of a call.
     """
-    chained = any(isinstance(op, Load) and _is_continued(kernel, op) for op in kernel.ops())
-    if not chained or CLASSES[row.device].name != "sm90" or tile_width(module.head_dim_v) > 32 or row.block_q > 64 or row.block_kv > 32:
+    if CLASSES[row.device].name != "sm90" or (row.tma and row.num_stages > 1):
         return None
+    if not from_shared(module, kernel, row) or row.num_warps < GROUP_WARPS:
+        return None
+    dims = sizes(module, row)
+    columns = [dims[dot.type.unpadded[1]] for dot in kernel.dots if dot.over in SCORES and set(kernel.type_of(dot.a).dims) == SCORES]
+    least = min(columns, default=NARROW)
+    if least * row.elem_bytes > NARROW:
+        return None
+    rows = next(dot.type.dims[0] for dot in kernel.dots if set(dot.type.dims) == SCORES)
     return (
-        f"on {row.device} the kernel @{kernel.name} is wrong with BLOCK_Q={row.block_q}, BLOCK_KV={row.block_kv} and {module.head_dim_v} "
-        f"columns of v; expected BLOCK_KV=64, or BLOCK_Q=128"
+        f"on {row.device} the kernel @{kernel.name} is wrong with {rows}={dims[rows]}: tiles of {least} columns are not copied ahead, and "
+        f"ptxas has products read a register that nothing has written; expected {rows} below {CLASSES[row.device].matrix_rows}, or tiles "
+        f"by descriptor and num_stages=2 or more"
     )
 
 
