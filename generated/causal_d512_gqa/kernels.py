@@ -85,7 +85,8 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "OWN_QK": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_QK": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_QK": 256, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_QK": 256, "num_warps": 4, "num_stages": 1, "TMA": False}),
             (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "OWN_QK": 256, "num_warps": 4, "num_stages": 2, "TMA": True}),
         ),
         ("sm100", 2): (
@@ -144,8 +145,8 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "OWN_V": 512, "num_warps": 4, "num_stages": 3, "TMA": False}),
         ),
         ("sm90", 2): (
-            (512, {"BLOCK_Q": 64, "BLOCK_KV": 16, "OWN_V": 512, "num_warps": 8, "num_stages": 1, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "OWN_V": 128, "num_warps": 4, "num_stages": 2, "TMA": True}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 32, "OWN_V": 256, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "OWN_V": 128, "num_warps": 4, "num_stages": 1, "TMA": True}),
         ),
         ("sm100", 2): (
             (512, {"BLOCK_Q": 64, "BLOCK_KV": 32, "OWN_V": 256, "num_warps": 8, "num_stages": 1, "TMA": False}),
