@@ -91,9 +91,12 @@ def _group(one: Instruction) -> set[int]:
     """The registers that an instruction may read: from each that it names on, as many as it can read there."""
     found: set[int] = set()
     wide = 4 if any(part in one.name for part in _WIDE) else 2 if one.op.startswith(_ENGINE) else 1
+    first = one.operands.index(one.target) + 1 if one.op == "IMAD" else -2
+    factors = (first, first + 1)  # of IMAD: 32 bits, also where the sum is wide
     for i, text in enumerate(one.operands):
         for uniform, digits, pair in [] if text == one.target and i == 0 and _written(one) else re.findall(r"\b(U?)R(\d+)(\.64)?", text):
-            count = 4 if "gdesc" in text else one.width if one.is_product else max(wide, 2 if pair or "desc[" in text else 1)
+            least = max(1 if i in factors else wide, 2 if pair or "desc[" in text else 1)
+            count = 4 if "gdesc" in text else one.width if one.is_product else least
             count = _PLACE if one.op.startswith(_ENGINE) and i == 0 else count
             start, end = _number(uniform, digits), _UNIFORM if uniform else _UNIFORM + _REGISTERS
             found |= set(range(start, min(start + count, end)))

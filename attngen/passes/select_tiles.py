@@ -130,7 +130,7 @@ class SelectTiles(Pass):
                 plain = Row(device, elem, limit, q, kv, w, self.num_stages or 1, backend=module.backend, columns=columns)
                 described = replace(plain, tma=able)
                 described = described if lies_in_pages(module, kernel, described) else plain
-                # Calls of few rows do without descriptors, which the host encodes. Some tiles are compiled right only with them, in a ring.
+                # A call of few rows takes pointers, as encoding descriptors costs the host time, unless these are compiled wrongly.
                 ways = (*(() if always else (plain,)), described, *(() if self.num_stages else (replace(described, num_stages=2),)))
                 yield next((row for row in ways if not backend.footprint.misfit(module, kernel, row)), ways[0])
 

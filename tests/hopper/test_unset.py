@@ -91,6 +91,7 @@ def test_each_kind_of_instruction_says_what_it_reads(text: str, register: int) -
         "UISETP.GE.AND UP0, UPT, URZ, 0x1, UPT\n  USEL UR4, URZ, 0x1, UP0\n  UMOV UR5, UR4",
         "UMOV UR6, 0x1\n  UMOV UR7, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0",
         "R2UR UR4, R9\n  BAR.SYNC.DEFER_BLOCKING UR4, 0x80",
+        "UMOV UR21, 0x1\n  IMAD.WIDE.U32 R24, R28, UR21, RZ",  # a factor has one register, though the sum has two
     ],
 )
 def test_what_is_written_first_may_be_read(text: str) -> None:

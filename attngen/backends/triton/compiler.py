@@ -32,8 +32,6 @@ from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.names import ROWS, stride_names
 from attngen.ir.ops import Load
 
-HOPPER = 90  # the compute capability whose machine code is read
-
 __all__ = ["Job", "compile_all", "job", "source_digest", "triton_version"]
 
 
@@ -145,7 +143,7 @@ def _compile(j: Job) -> Reading | str:
     made, said, seconds = done
     registers, spilled = _amd(made.asm["amdgcn"]) if target.backend == "hip" else said_by_ptxas(said)
     binary = made.asm["hsaco" if target.backend == "hip" else "cubin"]
-    if j.arch == HOPPER and (wrong := unset(parse(disassembled(binary)))):
+    if j.arch == CLASSES["sm90"].arch and (wrong := unset(parse(disassembled(binary)))):
         return f"ptxas makes wrong machine code of it: {wrong[0]}"
     return Reading(made.metadata.shared, registers, spilled, code_bytes(binary), triton_version(), seconds, j.digest)
 

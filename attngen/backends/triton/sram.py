@@ -31,6 +31,7 @@ from attngen.ir.ops import (
     Store,
     Unzip,
     Zip,
+    unpadded,
 )
 from attngen.policy import JOINED_EACH
 
@@ -42,7 +43,7 @@ WARPS = 8  # of programs that reduce tiles to single numbers
 TENSOR_ROWS = 128  # of a column of tensor memory
 MFMA_ROWS = 32  # of the largest matrix instruction of gfx942
 GROUP_WARPS = 4  # that join in one of the largest matrix instructions of sm90 and sm100
-NARROW = 64  # bytes of a tile's row: of so many and fewer, the descriptor has its highest bit set
+NARROW = 64  # bytes of a tile's row, at most, with which the tile's descriptor has its highest bit set
 JOINED_ROWS = 32  # that four threads of a matrix instruction have, of operands whose elements come from joined words
 SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of what has one element per score
 
@@ -483,25 +484,35 @@ def _crowds(module: Module, kernel: Kernel, row: Row) -> str | None:
 def _reads_unset(module: Module, kernel: Kernel, row: Row) -> str | None:
     """One sentence where ptxas would have a product read a register that nothing has written; or None.
 
-    A descriptor says where a tile is that a product of four warps reads. It has its highest bit set if rows take 64 bytes or fewer. Where
-    the tile is not copied ahead, it is at one place in all turns, and ptxas 12.8, which Triton 3.6.0 to 3.7.1 have, may leave out what
-    computes the descriptors of its later rows (docs/fit.md). Tiles are copied ahead by descriptor, and with two stages or more. Those that
-    are loaded by pointers count as if they were not: whether they are is up to the strides of a call.
+    Products of four warps find a tile by its descriptor, whose highest bit is set if a row of the tile has 64 bytes or fewer. If each
+    turn of the loop has the tile at the same place, ptxas 12.8 (Triton 3.6.0 to 3.7.1) may leave out instructions that compute the
+    descriptors of its later rows (docs/fit.md). It was seen in tiles that one product alone reads, narrower than those that make scores.
+
+    The place changes from turn to turn if the tile is fetched by descriptor, into two buffers or more. With pointers, the strides of a call
+    decide that, so they are always refused. A tile that is made on chip, as of elements of 8 bits, always has the same place.
     """
-    if CLASSES[row.device].name != "sm90" or (row.tma and row.num_stages > 1):
+    device = CLASSES[row.device]
+    if device.name != "sm90" or mode(module, row.elem_bytes) == "tf32":
         return None
     if not from_shared(module, kernel, row) or row.num_warps < GROUP_WARPS:
         return None
-    dims = sizes(module, row)
-    columns = [dims[dot.type.unpadded[1]] for dot in kernel.dots if dot.over in SCORES and set(kernel.type_of(dot.a).dims) == SCORES]
-    least = min(columns, default=NARROW)
-    if least * row.elem_bytes > NARROW:
+    dims, ahead = sizes(module, row), row.tma and row.num_stages > 1
+    widest = max(dims[unpadded(dot.over)] for dot in kernel.dots if set(dot.type.dims) == SCORES)
+    for dot in kernel.dots:
+        columns = dims[dot.type.unpadded[1]]
+        narrow = columns * row.elem_bytes <= NARROW and columns < widest
+        alone = sum(dot.b in (other.a, other.b) for other in kernel.dots) == 1
+        made = not isinstance(kernel.op(dot.b), Load)
+        if set(kernel.type_of(dot.a).dims) == SCORES and narrow and alone and (made or not ahead):
+            break
+    else:
         return None
     rows = next(dot.type.dims[0] for dot in kernel.dots if set(dot.type.dims) == SCORES)
+    described = not made and any(isinstance(op, Load) and op.via for op in kernel.ops())
     return (
-        f"on {row.device} the kernel @{kernel.name} is wrong with {rows}={dims[rows]}: tiles of {least} columns are not copied ahead, and "
-        f"ptxas has products read a register that nothing has written; expected {rows} below {CLASSES[row.device].matrix_rows}, or tiles "
-        f"by descriptor and num_stages=2 or more"
+        f"on {row.device} the kernel @{kernel.name} is wrong with {rows}={dims[rows]}: tiles of {columns} columns stay at one place in "
+        f"shared memory, and ptxas has products read a register that nothing has written; expected {rows} below {device.matrix_rows}"
+        + (", or num_stages=2 or more with TMA=1" if described else "")
     )
 
 
