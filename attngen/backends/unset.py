@@ -1,7 +1,8 @@
 """Reads Hopper's machine code, as nvdisasm prints it: is each uniform register written before it is read, on every path?
 
 Descriptors of tiles are in uniform registers. ptxas 12.8 can compute one at the start of a loop, and read it at the start of
-another loop that is also reached past the first one. Then products read whatever tile an old number points to, and nothing says so.
+another loop that is also reached past the first one; or compute none at all, for a narrow tile at one place. Then products read whatever
+tile an old number points to, and nothing says so.
 
 A move alone does no harm: ptxas keeps pairs in a thread's own registers of which one half is unset, and is never read. So what is moved
 is followed, through any moves, to who reads it.
@@ -91,11 +92,11 @@ def _group(one: Instruction) -> set[int]:
     """The registers that an instruction may read: from each that it names on, as many as it can read there."""
     found: set[int] = set()
     wide = 4 if any(part in one.name for part in _WIDE) else 2 if one.op.startswith(_ENGINE) else 1
-    first = one.operands.index(one.target) + 1 if one.op == "IMAD" else -2
-    factors = (first, first + 1)  # of IMAD: 32 bits, also where the sum is wide
+    before = one.operands.index(one.target) if one.op == "IMAD" else len(one.operands)
     for i, text in enumerate(one.operands):
         for uniform, digits, pair in [] if text == one.target and i == 0 and _written(one) else re.findall(r"\b(U?)R(\d+)(\.64)?", text):
-            least = max(1 if i in factors else wide, 2 if pair or "desc[" in text else 1)
+            factor = before < i <= before + 2  # of 32 bits, also where the sum is wide
+            least = max(1 if factor else wide, 2 if pair or "desc[" in text else 1)
             count = 4 if "gdesc" in text else one.width if one.is_product else least
             count = _PLACE if one.op.startswith(_ENGINE) and i == 0 else count
             start, end = _number(uniform, digits), _UNIFORM if uniform else _UNIFORM + _REGISTERS

@@ -131,7 +131,9 @@ class SelectTiles(Pass):
                 described = replace(plain, tma=able)
                 described = described if lies_in_pages(module, kernel, described) else plain
                 # A call of few rows takes pointers, as encoding descriptors costs the host time, unless these are compiled wrongly.
-                ways = (*(() if always else (plain,)), described, *(() if self.num_stages else (replace(described, num_stages=2),)))
+                ways = [described] if always else [plain, described]
+                if not self.num_stages:
+                    ways.append(replace(described, num_stages=2))
                 yield next((row for row in ways if not backend.footprint.misfit(module, kernel, row)), ways[0])
 
         def price(row: Row) -> float:

@@ -346,13 +346,14 @@ def test_tiles_of_which_ptxas_makes_wrong_code_are_refused():
     text = print_module(lower(parse_spec(NARROW)))
     at = text.index("schedule @fwd\n") + len("schedule @fwd\n")
     why = "@fwd is wrong with BLOCK_Q=64: tiles of 32 columns stay at one place in shared memory, and ptxas has products read a register"
-    for row, wrong in (
-        ("64 {} num_stages=3", True),
-        ("64 {} num_stages=1 TMA=1", True),
-        ("64 {} num_stages=2 TMA=1", False),
-        ("32 {} num_stages=1", False),
-    ):
-        line = f"  sm90 bytes=2 rows<=8 : BLOCK_Q={row.format('BLOCK_KV=32 num_warps=4')}\n"
+    tiles = (
+        ("64", "num_stages=3", True),
+        ("64", "num_stages=1 TMA=1", True),
+        ("64", "num_stages=2 TMA=1", False),
+        ("32", "num_stages=1", False),
+    )
+    for block_q, copied, wrong in tiles:
+        line = f"  sm90 bytes=2 rows<=8 : BLOCK_Q={block_q} BLOCK_KV=32 num_warps=4 {copied}\n"
         found = parse_module(text[:at] + line + text[at:])
         with pytest.raises(VerifyError, match=re.escape(why)) if wrong else nullcontext():
             verify(found)
@@ -360,9 +361,8 @@ def test_tiles_of_which_ptxas_makes_wrong_code_are_refused():
 
 def test_where_a_spec_asks_for_one_buffer_such_tiles_have_few_rows():
     made = lower(parse_spec(f"{NARROW}schedule: {{stages: 1}}\n"))
-    assert all(
-        row.block_q <= 32 for kernel in ("fwd", "jvp") for row in made.rows(kernel) if row.device == "sm90" and row.backend == "triton"
-    )
+    rows = [row for kernel in ("fwd", "jvp") for row in made.rows(kernel) if row.device == "sm90" and row.backend == "triton"]
+    assert rows and all(row.block_q <= 32 for row in rows)
 
 
 @pytest.mark.parametrize("head_dim", ["32", "{qk: 64, v: 40}", "{qk: 32, v: 64}"])

@@ -354,6 +354,11 @@ def from_shared(module: Module, kernel: Kernel, row: Row) -> bool:
     return CLASSES[row.device].reads_shared and on_matrix_units(module, kernel, row)
 
 
+def _by_groups(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether products run on instructions of four warps, which read operands from shared memory."""
+    return row.num_warps >= GROUP_WARPS and from_shared(module, kernel, row)
+
+
 def score_tile(module: Module, kernel: Kernel, row: Row) -> tuple[int, int]:
     """Rows and columns of the tile of scores as products make it: queries by keys, or transposed."""
     dims = sizes(module, row)
@@ -387,7 +392,12 @@ def _ready_scores(kernel: Kernel) -> int:
 
 def _sums_scores(kernel: Kernel, op: Dot) -> bool:
     """Whether a product adds to the sums of scores, or what is made of these, times another tile."""
-    return bool(op.acc) and set(kernel.type_of(op.a).dims) == SCORES
+    return bool(op.acc) and _takes_scores(kernel, op)
+
+
+def _takes_scores(kernel: Kernel, op: Dot) -> bool:
+    """Whether the left operand of a product is a tile of scores, or what is made of one."""
+    return set(kernel.type_of(op.a).dims) == SCORES
 
 
 def random_bytes(kernel: Kernel, row: Row) -> int:
@@ -470,7 +480,7 @@ def _crowds(module: Module, kernel: Kernel, row: Row) -> str | None:
     device, dims = CLASSES[row.device], sizes(module, row)
     if not (device.tensor_columns and any(isinstance(op, Load) and _is_continued(kernel, op) for op in kernel.ops())):
         return None
-    made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.dots if set(kernel.type_of(dot.a).dims) == SCORES]
+    made = [dims[kernel.type_of(dot.a).dims[1]] for dot in kernel.dots if _takes_scores(kernel, dot)]
     columns = sum(dims[dot.type.unpadded[1]] for dot in kernel.dots) + sum(made) * row.elem_bytes // 4
     columns = columns * min(row.block_q, TENSOR_ROWS) // TENSOR_ROWS
     if columns <= device.tensor_columns:
@@ -491,28 +501,27 @@ def _reads_unset(module: Module, kernel: Kernel, row: Row) -> str | None:
     The place changes from turn to turn if the tile is fetched by descriptor, into two buffers or more. With pointers, the strides of a call
     decide that, so they are always refused. A tile that is made on chip, as of elements of 8 bits, always has the same place.
     """
-    device = CLASSES[row.device]
-    if device.name != "sm90" or mode(module, row.elem_bytes) == "tf32":
+    device, dims = CLASSES[row.device], sizes(module, row)
+    if device.name != "sm90" or mode(module, row.elem_bytes) == "tf32" or not _by_groups(module, kernel, row):
         return None
-    if not from_shared(module, kernel, row) or row.num_warps < GROUP_WARPS:
+    scores = [dot for dot in kernel.dots if set(dot.type.dims) == SCORES]
+    widest = max(dims[unpadded(dot.over)] for dot in scores)
+
+    def width(dot: Dot) -> int:
+        return dims[dot.type.unpadded[1]]
+
+    alone = (dot for dot in kernel.dots if _takes_scores(kernel, dot) and sum(dot.b in (other.a, other.b) for other in kernel.dots) == 1)
+    narrow = [dot for dot in alone if width(dot) < widest and width(dot) * row.elem_bytes <= NARROW]
+    made = [dot for dot in narrow if not isinstance(kernel.op(dot.b), Load)]
+    wrong = made if row.tma and row.num_stages > 1 else narrow
+    if not wrong:
         return None
-    dims, ahead = sizes(module, row), row.tma and row.num_stages > 1
-    widest = max(dims[unpadded(dot.over)] for dot in kernel.dots if set(dot.type.dims) == SCORES)
-    for dot in kernel.dots:
-        columns = dims[dot.type.unpadded[1]]
-        narrow = columns * row.elem_bytes <= NARROW and columns < widest
-        alone = sum(dot.b in (other.a, other.b) for other in kernel.dots) == 1
-        made = not isinstance(kernel.op(dot.b), Load)
-        if set(kernel.type_of(dot.a).dims) == SCORES and narrow and alone and (made or not ahead):
-            break
-    else:
-        return None
-    rows = next(dot.type.dims[0] for dot in kernel.dots if set(dot.type.dims) == SCORES)
+    rows = scores[0].type.dims[0]
     described = not made and any(isinstance(op, Load) and op.via for op in kernel.ops())
     return (
-        f"on {row.device} the kernel @{kernel.name} is wrong with {rows}={dims[rows]}: tiles of {columns} columns stay at one place in "
-        f"shared memory, and ptxas has products read a register that nothing has written; expected {rows} below {device.matrix_rows}"
-        + (", or num_stages=2 or more with TMA=1" if described else "")
+        f"on {row.device} the kernel @{kernel.name} is wrong with {rows}={dims[rows]}: tiles of {width(wrong[0])} columns stay at one "
+        f"place in shared memory, and ptxas has products read a register that nothing has written; expected {rows} below "
+        f"{device.matrix_rows}" + (", or num_stages=2 or more with TMA=1" if described else "")
     )
 
 
@@ -527,7 +536,7 @@ def miscounts(module: Module, kernel: Kernel, row: Row) -> str | None:
     device = CLASSES[row.device]
     if device.backend != "cuda" or not kernel.draws or mode(module, row.elem_bytes) == "ieee":
         return None
-    if from_shared(module, kernel, row) and row.num_warps >= GROUP_WARPS:
+    if _by_groups(module, kernel, row):
         return None
     narrow = any(isinstance(op, (Gather, Load)) and op.type.dtype == "b1" and op.type.dims for op in kernel.ops())
     dims = sizes(module, row)
