@@ -176,11 +176,13 @@ def _of_sequence(spec: Spec, name: str, x: Any, b: int, keys: int) -> Any:
     return x
 
 
-def run_cache_case(module: ModuleType, spec: Spec, case: CacheCase, dtype: str, device: str, seed: int = 0) -> Result:
-    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64."""
+def run_cache_case(
+    module: ModuleType, spec: Spec, case: CacheCase, dtype: str, device: str, seed: int = 0, check: bool | None = None
+) -> Result:
+    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64. `check` is that of the call."""
     of_dtype = torch_dtype(dtype)
     call = make_call(spec, case, of_dtype, device, seed)
-    out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True)
+    out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True, check=check)
 
     def naive(wide: torch.dtype) -> dict[str, torch.Tensor]:
         found = []

@@ -7,15 +7,18 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
+
 from attngen.emit.host import sizes_of
 from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, latent_bytes, result_type
+from attngen.ir.expr import floordiv, symbol
 from attngen.ir.graph import Blocks, Derived, Input, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
 from attngen.ir.names import BLOCKS, FLAT, SCALES, block_lists
-from attngen.ir.ops import Arg
+from attngen.ir.ops import Arg, Map
 from attngen.policy import STRIP
 from attngen.scores import derive_functions
 
@@ -149,6 +152,59 @@ class Wrapper:
         """Statements that check and convert the inputs which every call gives: those that are not planned."""
         return [self.take(i) for i in self.module.inputs if i.name not in self.planned]
 
+    # ------------------------------------------------------------------ what data promises
+
+    @property
+    def promising(self) -> bool:
+        """Whether the data of a call without a cache promises something: numbers of inputs, or lists of blocks that a plan has."""
+        return self.module.blocks is not None or any(i.promises for i in self.module.inputs) or bool(self.of_plan)
+
+    @property
+    def promises(self) -> list[str]:
+        """The promises of inputs that calls check: of those that are not planned."""
+        return [_promise(i, {}) for i in self.module.inputs if i.promises and i.name not in self.planned]
+
+    @property
+    def plan_promises(self) -> list[str]:
+        """The promises of inputs that the function which makes a plan checks."""
+        given = self.data_inputs if self.data else [i for i in self.module.inputs if i.name in self.planned]
+        return [_promise(i, {"Nq": "n_q", "Nk": "n_kv"} if not self.data else {}) for i in given if i.promises]
+
+    @property
+    def of_plan(self) -> list[str]:
+        """The promises of a plan that a call gives: of its tensors whose numbers never fall, and of its lists of blocks."""
+        names = [f'"{name}"' for d in self.module.derived for name in d.rising if name in self.fields]
+        rising = [f"runtime.promised_of_plan({', '.join(['plan', *names])})"] if names else []
+        return rising + ["runtime.listed(plan)"] * self.data
+
+    @property
+    def first_read(self) -> str:
+        """The source of the first key of each sequence that a call over a cache reads; empty where the mask hides no key from all queries.
+
+        Where that is data, it is taken to be the first query's own position.
+        """
+        starts = [op for op in self.module.kernel("decode").ops() if isinstance(op, Map) and op.name == "kv_first"]
+        if not starts:
+            return ""
+        keys = next((e.args[0] for e in starts[0].expr.atoms(floordiv) if e.args[1] == symbol("BLOCK_KV")), sympy.Max())
+        back = next((symbol("Nk") - symbol("queries") - e for e in keys.args if (symbol("Nk") - symbol("queries") - e).is_Integer), 0)
+        return f"(keys - q.shape[2] - {back}).clamp(min=0)" if back else "(keys - q.shape[2]).clamp(min=0)"
+
+    @property
+    def promises_in_cache(self) -> list[str]:
+        """The promises of a call over a cache: of the cache, and of inputs. Of one with a number for each key, those past the last key
+        promise nothing."""
+        table = ["page_table", *([self.first_read] if self.first_read else [])] if self.page is not None else ["None"]
+        args = ["caches", "cache_seqlens", table[0], "new", *(f"first={first}" for first in table[1:])]
+        of_cache = f"runtime.promised_of_cache({', '.join([*args, *(f'{name}={name}' for name in self.scales)])})"
+        rows = {i.name: "keys" for i in self.module.inputs if i.shape[-1:] == ("Nk",)}
+        return [of_cache, *(_promise(i, {"Nk": "Nc"}, rows.get(i.name, "")) for i in self.module.inputs if i.promises)]
+
+    @property
+    def counts_keys(self) -> bool:
+        """Whether these name `keys`, the number of keys of each sequence."""
+        return bool(re.search(r"\bkeys\b", re.sub(r'"[^"]*"', "", " ".join(self.promises_in_cache))))
+
     # ------------------------------------------------------------------ caches
 
     @property
@@ -249,7 +305,7 @@ class Wrapper:
     @property
     def sizes_in_cache(self) -> list[str]:
         """Statements that define the sizes which these use."""
-        text = " ".join([*self.taken_in_cache, *(call for _, call in self.derived_in_cache)])
+        text = " ".join([*self.taken_in_cache, *self.promises_in_cache, *(call for _, call in self.derived_in_cache)])
         used = set(re.findall(r"\w+", re.sub(r'"[^"]*"', "", text)))  # but for what help says
         rows = "caches[0].shape[2]"
         room = rows if self.page is None else f"page_table.shape[1] * {self.page or rows}"
@@ -273,6 +329,7 @@ class Wrapper:
     def sizes(self) -> list[str]:
         """Statements that define the sizes which the other statements use."""
         used = [*self.taken, *self.plan_types, *(self.take(i) for i in self.module.inputs), *(call for _, call in self.derive())]
+        used += [size for i in self.module.inputs for size in i.promises.values() if i.name not in self.planned]
         return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else []), *self.by_sizes]))
 
     @property
@@ -301,6 +358,12 @@ class Wrapper:
         """The sizes of a call that the functions which make a plan need."""
         sources = {s for d in self.module.derived if set(d.sources) & set(self.planned) for s in d.sources}
         return [size for size in ("Nq", "Nk") if size in sources]
+
+    @property
+    def plan_params(self) -> list[str]:
+        """The parameters of the function that makes a plan of the planned inputs."""
+        names = {"Nq": "n_q", "Nk": "n_kv"}
+        return [f"{name}: torch.Tensor" for name in self.planned] + [f"{names[size]}: int" for size in self.plan_sizes]
 
     @property
     def plan_values(self) -> list[str]:
@@ -469,6 +532,12 @@ class Program:
     def shapes(self) -> list[str]:
         """The source of the shape of each result."""
         return [tuple_text(list(dims)) for dims in self.derived.shapes]
+
+
+def _promise(i: Input, names: dict[str, str], rows: str = "") -> str:
+    """The source of the promises of an input; `names` are those of sizes that have others there, `rows` the numbers of it that count."""
+    given = {name: names.get(value, value) for name, value in i.promises.items()} | ({"rows": rows} if rows else {})
+    return f'runtime.promised("{i.name}", {i.name}, "{i.help}", {", ".join(f"{name}={value}" for name, value in given.items())})'
 
 
 def _declared(operands: list[Arg]) -> str:

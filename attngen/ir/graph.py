@@ -486,12 +486,18 @@ class Kernel:
         return self if blocks == self.blocks else replace(self, blocks=blocks)
 
 
+PROMISES = ("least", "most", "first", "rising")  # options of an input that say what its data promises
+
+
 @dataclass(frozen=True)
 class Input:
     """A run-time input of the generated function: its keyword, element type, shape (empty for a number) and a line of help.
 
     Options: `grad`, it gets a gradient; `broadcast`, its first dimensions may have length 1; `least=n`, numbers below n are refused;
     `size`, it is the length of a dimension that has its name, which a call gives with the tensor.
+
+    Of a tensor of integers, options are promises of its data, which a call checks where it is asked to: `least=n` and `most=SIZE`, of each
+    number; `first=n`, the first number of each row; `rising`, numbers never fall along the last dimension.
     """
 
     name: str
@@ -515,6 +521,12 @@ class Input:
     @property
     def least(self) -> int | None:
         return next((int(o.partition("=")[2]) for o in self.options if o.startswith("least=")), None)
+
+    @property
+    def promises(self) -> dict[str, str]:
+        """What the data of a tensor promises, as arguments of `runtime.promised`: names, and the source of their values."""
+        given = (option.partition("=") for option in self.options if self.shape)
+        return {name: value or "True" for name, _, value in given if name in PROMISES}
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,7 @@ WRAPPER |= {
     *DROPOUT_SCALARS,
     "scale",
     "return_lse",
+    "check",
     "shapes",
     "group",
     "splits",

@@ -478,7 +478,8 @@ def _parse_deal(text: str, reads: str, resident: str, waves: str, few: str, wher
 
 
 def _parse_input(text: str, where: str) -> Input:
-    match = re.fullmatch(r"(\w+) : (\w+)\[([\w/, *]*)\] (?:((?:\w+|least=-?[0-9]{1,10})(?: (?:\w+|least=-?[0-9]{1,10}))*) \| )?(.*)", text)
+    option = r"\w+(?:=-?\w{1,10})?"
+    match = re.fullmatch(rf"(\w+) : (\w+)\[([\w/, *]*)\] (?:({option}(?: {option})*) \| )?(.*)", text)
     if not match:
         raise IRError(f"{where}: not an input; expected `input kv_lengths : i32[B] what it is`")
     return Input(match[1], match[2], _words(match[3]), match[5], tuple((match[4] or "").split()))

@@ -68,7 +68,9 @@ class Document(Mask):
 
     name: ClassVar[str] = "document"
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (packed_spans,)
-    sorted: bool = Field(default=False, description="of ids: they never fall along a sequence, which is faster; it is not checked")
+    sorted: bool = Field(
+        default=False, description="of ids: they never fall along a sequence, which is faster; calls check it where ATTNGEN_CHECK=1 is set"
+    )
     packed: bool = False
     causal: bool = Field(default=False, description="of packed documents: a query sees no later key of its own")
 
@@ -83,8 +85,11 @@ class Document(Mask):
     def inputs(self) -> tuple[Input, ...]:
         if self.packed:
             help = "where each document starts, and the end of the last, among the"
-            return tuple(Input(f"cu_seqlens_{x}", "i32", ("*",), f"{help} {what}") for x, what in (("q", "queries"), ("kv", "keys")))
-        return (Input("document_ids", "i32", ("B", "Nk"), "the document of each key, above -2**31; queries are the last Nq positions"),)
+            promises = {n: ("first=0", f"most={n}", "rising") for n in ("Nq", "Nk")}
+            sides = (("q", "queries", "Nq"), ("kv", "keys", "Nk"))
+            return tuple(Input(f"cu_seqlens_{x}", "i32", ("*",), f"{help} {what}", promises[n]) for x, what, n in sides)
+        help = "the document of each key, above -2**31; queries are the last Nq positions"
+        return (Input("document_ids", "i32", ("B", "Nk"), help, ("rising",) * self.sorted),)
 
     def derived(self) -> tuple[Derived, ...]:
         q, kv = ("B", "Nq"), ("B", "Nk")

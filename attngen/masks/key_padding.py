@@ -41,7 +41,8 @@ class KeyPadding(Mask):
 
     def inputs(self) -> tuple[Input, ...]:
         if self.lengths:
-            return (Input("kv_lengths", "i32", ("B",), "number of keys of each sequence that count, from the first"),)
+            help = "number of keys of each sequence that count, from the first"
+            return (Input("kv_lengths", "i32", ("B",), help, ("least=0", "most=Nk")),)
         return (Input("key_padding", "b1", ("B", "Nk"), "True where a key may be attended to"),)
 
     def derived(self) -> tuple[Derived, ...]:

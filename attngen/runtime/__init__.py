@@ -19,6 +19,7 @@ FILES = (
     "launch",
     "remembered",
     "blocks",
+    "promises",
     "dropout",
     "gradients",
     "outputs",

@@ -13,6 +13,8 @@ from attngen.ir.names import BLOCKS, INPUT_DIMS, LEARNED, OF_OUTPUTS, ORDERS, SH
 from attngen.ir.ops import Type
 from attngen.ir.text import print_module
 
+_OPTIONS = r"grad|broadcast|size|(least|first)=-?\d+|most=(Nq|Nk)|rising"
+
 
 def verify_interface(module: Module) -> Module:
     """The module itself, if its kernels are those that the wrapper launches; VerifyError with a reason otherwise."""
@@ -49,8 +51,11 @@ def _reasons(module: Module) -> Iterator[str]:
             yield f"`input {name} : {type_.dtype}[]`; expected a number, i32 or f32"
     for i in module.inputs:
         for option in i.options:
-            if option not in ("grad", "broadcast", "size") and not option.startswith("least="):
-                yield f"`input {i.name}` has the option `{option}`; expected grad, broadcast, size or least=n"
+            if not re.fullmatch(_OPTIONS, option):
+                known = "grad, broadcast, size, least=n, most=Nq, most=Nk, first=n or rising"
+                yield f"`input {i.name}` has the option `{option}`; expected {known}"
+        if i.promises and i.dtype != "i32":
+            yield f"`input {i.name}` is {i.dtype} and has the option `{next(iter(i.promises))}`; expected i32 for promises of numbers"
         if i.is_size and not (i.name in lengths and any(i.name in tensor.shape and not tensor.grad for tensor in module.inputs)):
             yield f"`input {i.name}` has the option `size`; expected a number, i32, that is a dimension of an input without a gradient"
     programs = {host.name: tuple(a.name.lower() if a.role == "in" else a.name for a in host.args) for host in module.hosts}

@@ -248,7 +248,7 @@ def test_calls_after_a_valid_one_are_checked_too() -> None:
 def test_keys_without_room_are_left_out() -> None:
     made, module = spec("decode_gqa"), built("decode_gqa")
     case = CacheCase(2, 1, 1, (4, 6), 3, 8)  # the second sequence has room for two of its three new keys
-    result = run_cache_case(module, made, case, "fp16", DEVICE)
+    result = run_cache_case(module, made, case, "fp16", DEVICE, check=False)
     assert result.ok, str(result)
 
 
@@ -256,7 +256,7 @@ def test_lengths_below_zero_count_as_none() -> None:
     module = built("decode_gqa")
     call = make_call(spec("decode_gqa"), CacheCase(2, 1, 1, (0, 5), 0, 8), torch.float16, DEVICE)
     call.arguments["cache_seqlens"][0] = -3
-    out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True)
+    out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True, check=False)
     assert (out[0] == 0).all() and (lse[0] == -math.inf).all() and out[1].isfinite().all()
 
 
