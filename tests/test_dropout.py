@@ -13,6 +13,7 @@ from attngen.emit.files import write_module
 from attngen.emit.render import render
 from attngen.ir.text import parse_module, print_module
 from attngen.reference import dropout_keep, dropout_weight, philox, relative_error
+from attngen.runtime.dropout import dropout_mask_by
 from attngen.testing import KEYS, Case, heads_for, load_module, make_inputs, run_case
 from attngen.verify import verify
 from tests.helpers import CUDA, SMALLER, SPECS, built, target
@@ -123,6 +124,38 @@ def test_what_kernels_keep_is_what_the_oracle_says(p, seed, device):
     shape = (2, 3, 50, 70)
     keep = built(DROPPING[0]).attention.dropout_mask(shape, p, seed, device)
     assert keep.equal(dropout_keep(shape, p, seed, device))
+
+
+def test_the_mask_is_where_kernels_run_unless_a_call_says_where(device):
+    dropout_mask = built(DROPPING[0]).attention.dropout_mask
+    on_seed = torch.tensor(3, device=device)
+    assert (
+        dropout_mask((1, 1, 2, 3), 0.5, 3).device.type == dropout_mask((1, 1, 2, 3), 0.5, on_seed).device.type == torch.device(device).type
+    )
+    other = "meta" if CUDA else "cuda"
+    with pytest.raises(
+        ValueError, match=rf"^attention.dropout_mask: device is {other}; expected a CUDA device that this machine has, or TRITON"
+    ):
+        dropout_mask((1, 1, 2, 3), 0.5, 3, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 40_000, 1, 1), (70_000, 1, 3, 2), (1, 1, 2_200_000, 1), (1, 1, 1, 2_200_000)])
+def test_a_mask_of_more_tiles_than_the_smaller_axes_of_a_grid_have(shape, device):
+    assert built(DROPPING[0]).attention.dropout_mask(shape, 0.5, 7, device).equal(dropout_keep(shape, 0.5, 7, device))
+
+
+def test_the_mask_is_drawn_by_a_grid_of_one_axis():
+    """CUDA has 65,535 programs at most along the second and third axis of a grid, and 2**31 - 1 along the first."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    dropout_mask_by(Kernel())((70_000, 3, 33, 100), 0.5, 1, "cpu")
+    assert grids == [(70_000 * 3 * 2 * 4,)]
 
 
 @pytest.mark.parametrize("name", DROPPING)

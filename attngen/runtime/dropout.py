@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 
+from attngen.runtime.launch import is_interpreted
 from attngen.runtime.memory import on_its_device
 
 
@@ -47,15 +48,30 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
     """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
 
     def dropout_mask(
-        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str = "cuda"
+        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
+        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging.
+
+        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU where Triton's
+        interpreter runs kernels.
+
+        Raises:
+            ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+        """
+        interpreted = is_interpreted(keep_mask)
+        if device is None:
+            device = seed.device if isinstance(seed, torch.Tensor) else "cpu" if interpreted else "cuda"
+        if not (torch.cuda.is_available() if (kind_ := torch.device(device).type) == "cuda" else interpreted and kind_ == "cpu"):
+            raise ValueError(
+                f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or TRITON_INTERPRET=1 in the "
+                "environment before Triton is imported, to run on the CPU"
+            )
         keep = torch.ones(shape, dtype=torch.bool, device=device)
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():
             batch, heads, n_q, n_kv = shape
-            grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
-            draw = functools.partial(keep_mask[grid], BLOCK_Q=32, BLOCK_KV=32)
+            tiles = triton.cdiv(n_q, 32) * triton.cdiv(n_kv, 32)
+            draw = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
             on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
         return keep
 
