@@ -325,6 +325,24 @@ def test_what_is_not_supported_falls_back_with_one_warning() -> None:
     assert "a head has 12 columns, and attngen's have a multiple of 8" in why
 
 
+def test_each_reason_and_class_of_layers_has_one_warning() -> None:
+    """Sizes in a reason are those of a call: sequences that grow by a token, and other batches, say nothing new."""
+    attends._WARNED.clear()
+    models = [made("llama"), made("llama"), made("gemma2")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in models:
+            model.set_attn_implementation("attngen")
+            for batch, n in ((2, 5), (2, 6), (3, 7), (4, 12)):
+                ids = torch.ones(batch, n, dtype=torch.long, device=DEVICE)
+                own = torch.ones(batch, 1, n, n, dtype=torch.bool, device=DEVICE).tril()
+                model(ids, attention_mask=own, use_cache=False)
+                model(ids, attention_mask=mask_of(1, n, n, attention_mask=ids[:1] > 0, device=DEVICE), use_cache=False)
+    said = [str(w.message) for w in caught if "attngen" in str(w.message)]
+    assert len(said) == 4 and sum("a mask [2, 1, 5, 5] of its own" in text for text in said) == 2
+    assert sum("the mask is of 1 sequences, and the layer has 2" in text for text in said) == 2
+
+
 def test_keys_that_a_layer_chose_are_not_forgotten() -> None:
     """DeepSeek 3.2 puts them into the mask for eager attention alone, and else into an argument that eager attention does not read."""
     x = torch.zeros(1, 2, 4, 16)

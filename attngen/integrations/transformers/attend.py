@@ -6,7 +6,7 @@ import hashlib
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -34,7 +34,7 @@ SPAN: dict[str, Any] = {
 CHOSEN = ("indices", "block_indices")  # of the keys that a layer chose: its mask has them for eager attention alone
 LONGEST_NAME = 64  # of a spec
 SERVED = 16  # queries of a sequence, at most, that run over a cache with its keys dealt among programs
-_WARNED: set[str] = set()
+_WARNED: set[Hashable] = set()  # what warnings have said
 
 
 Padded = Literal["", "spans", "padded"]  # how a layer knows its keys: all count, a run of them, or any
@@ -147,7 +147,8 @@ def attend(
         softcap, s_aux, position_bias: what the model does with its scores: a cap, logits [Hq] without values, a bias [1 or B, Hq, Nq, Nk].
 
     Returns:
-        ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning, and gives weights too.
+        ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning for each reason and
+        class of layers, and gives weights too.
     """
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # as SDPA does; rotations may have made q and k wider than v
@@ -340,14 +341,14 @@ def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
             ahead = FOUND.get(make_spec(data).hash()) if FOUND else None
             found = _MODULES[key] = ahead or build(data)
         if FOUND and ahead is None:
-            _warn(f"no module that `register` was given is of `{data['name']}`; it was built now, or is the cache's")
+            _warn(f"no module that `register` was given is of `{data['name']}`; it was built now, or is the cache's", data["name"])
     return found
 
 
-def _warn(what: str) -> None:
-    """Say it once."""
-    if what not in _WARNED:
-        _WARNED.add(what)
+def _warn(what: str, about: Hashable) -> None:
+    """Warn once of what is the matter: `about` is the same for all calls of which the warning says the same."""
+    if about not in _WARNED:
+        _WARNED.add(about)
         warnings.warn(f"attngen: {what}", stacklevel=5)
 
 
@@ -369,7 +370,7 @@ def _planned(built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tens
 def _by_eager(
     why: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, more: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The layer by the model's own eager function, with a warning that says why, once."""
+    """The layer by the model's own eager function. A warning says why, once for each reason and class of layers."""
     if chosen := next((name for name in CHOSEN if more.get(name) is not None), ""):
         raise AttngenError(
             f"transformers: {type(module).__name__} gives its attention `{chosen}`, the keys that it chose, in place of a mask; attngen "
@@ -378,7 +379,8 @@ def _by_eager(
     eager = _eager(type(module))
     if eager is None:
         raise AttngenError(f"transformers: {why}, and {type(module).__name__} has no eager function to fall back to")
-    _warn(f"{why}; such layers run by the model's eager attention")
+    without_sizes = re.sub(r"\d+", "n", why)  # those of a call, which grow with each token
+    _warn(f"{why}; such layers run by the model's eager attention", (type(module), without_sizes))
     dense = mask.dense() if isinstance(mask, Mask) else mask
     if dense.dtype == torch.bool:
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
