@@ -14,15 +14,17 @@ from attngen.emit.layout import tuple_text
 from attngen.errors import AttngenError, suggest
 from attngen.ir.dtypes import ELEMENTS, QUANTISED_TORCH, TORCH, by_precision, latent_bytes, result_type
 from attngen.ir.expr import floordiv, symbol
-from attngen.ir.graph import Blocks, Derived, Input, Module
+from attngen.ir.graph import Blocks, Derived, Input, Module, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Host
 from attngen.ir.names import BLOCKS, FLAT, SCALES, block_lists
 from attngen.ir.ops import Arg, Map
+from attngen.parts import NATURAL
 from attngen.policy import STRIP
 from attngen.scores import derive_functions
 
 _NUMBERS = {"i32": "int", "f32": "float"}
+_SHARDS = ['"B"', '"Hq"']
 _SCHEMA = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
 
 
@@ -441,9 +443,32 @@ class Wrapper:
             args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
         args += [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else []
         args += [f"results={TORCH[self.results]}"] if self.results != "T" else []
+        dims = [
+            f'"{" ".join(("B", "Hq", *a.type.dims[2:]) if a.name.lower() in self.lists else a.type.dims)}"'
+            for a in self.operands
+            if a.role == "in"
+        ]
+        args += [f"dims={tuple_text(dims)}"] if dims else []
+        args += [f"shards={tuple_text(self.shards)}"] if self.shards != _SHARDS else []
         outputs = self.module.by_query
         rows = tuple_text([f'"{name}"' for name in outputs])
         return args + ([f"rows={rows}", f"flat={sum(name in FLAT for name in outputs)}"] if len(outputs) > 1 else [])
+
+    @property
+    def shards(self) -> list[str]:
+        """The source of the names of q's dimensions along which ranks may share a call: the mask and the scores do not count along these.
+
+        A tensor that is read at a position along such a dimension, and nowhere else, is sharded with q.
+        """
+        meaning = self.module.meaning
+        tensors = input_tensors(self.module.inputs, self.module.derived)
+        read = [zip(read.index, tensors[read.tensor].dims) for read in meaning.reads]
+        facts = [e for fact in meaning.known for e in (fact.literal, fact.needs, fact.enough)]
+        whole = [meaning.where, meaning.by_key, meaning.score, meaning.sink, *facts]
+        whole += [index for pairs in read for index, dim in pairs if index != NATURAL.get(dim)]
+        used = {str(s) for e in whole if e is not None for s in e.free_symbols}
+        counted = {"B": {"b", "B"}, "Hq": {"h", "hkv", "Hq", "Hkv"}, "Nq": {"q_idx", "Nq"}}
+        return [f'"{dim}"' for dim, names in counted.items() if not names & used and not (dim == "Nq" and self.module.blocks)]
 
     # ------------------------------------------------------------------ masks of blocks and of data
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 FILES = (
     "private",
+    "shards",
     "memory",
     "checks",
     "cache",

@@ -10,6 +10,7 @@ import torch
 from attngen.runtime.checks import MAX_ROWS, Rules, is_watched, kind
 from attngen.runtime.memory import MAX_ROW_STRIDE, Layout, on_its_device
 from attngen.runtime.private import guard_of, has_tangents, in_forward_ad
+from attngen.runtime.shards import is_dtensor
 
 OF_NUMPY = (torch.float16, torch.float32)  # which Triton's interpreter can multiply
 Tensors = tuple[torch.Tensor, ...]
@@ -29,7 +30,7 @@ def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_dense(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided and not is_dtensor(x)
 
 
 def _is_near(x: torch.Tensor, rows: int) -> bool:

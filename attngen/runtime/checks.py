@@ -10,6 +10,7 @@ import torch
 
 from attngen.runtime.memory import MAX_ROW_STRIDE
 from attngen.runtime.private import autocast_is_on, current_device, dispatch_modes, guard_of, is_tracing, transforms_are_active
+from attngen.runtime.shards import is_dtensor
 
 MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -19,6 +20,8 @@ _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 def kind(x: object) -> str:
     """What an argument is, in the words of an error."""
+    if is_dtensor(x):
+        return "DTensor"
     if isinstance(x, torch.Tensor):
         return "nested tensor" if x.is_nested else f"{x.layout} tensor"
     return type(x).__name__
@@ -239,6 +242,8 @@ def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, 
     numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
+    if is_dtensor(x) and not x.is_floating_point():  # what the mask reads is small, and functions derive from all of it
+        x = x.full_tensor()  # type: ignore[attr-defined]
     if x.dtype == torch.int64 and dtype == torch.int32:
         x = x.clamp(-_LARGEST, _LARGEST)
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()

@@ -10,6 +10,7 @@ import torch
 from attngen.runtime.checks import Shapes, is_plain
 from attngen.runtime.memory import addressable, no_rows, on_its_device, rows_layout
 from attngen.runtime.private import apply_of, below_autograd, has_tangents, in_forward_ad, transforms_are_active
+from attngen.runtime.shards import is_dtensor, on_shards
 
 Results = tuple[torch.Tensor, ...]
 _OF_NUMPY = (torch.float16, torch.float32)
@@ -24,6 +25,8 @@ class Signature(NamedTuple):
     unordered: the names of those whose gradients are added up atomically, in no fixed order.
     results: the dtype of outputs, if it is not that of q.
     rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
+    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a call: neither its
+    mask nor its scores count along these.
     """
 
     schema: str
@@ -35,6 +38,8 @@ class Signature(NamedTuple):
     results: torch.dtype | None = None
     rows: tuple[str, ...] = ("lse",)
     flat: int = 0
+    dims: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ("B", "Hq")
 
     @property
     def smooth(self) -> tuple[str, ...]:
@@ -187,7 +192,16 @@ class Operators:
         def fake(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
             return q.new_empty((*q.shape[:2], k.shape[2]), dtype=torch.float32)
 
-        return self.define("key_mass", schema, run, fake)
+        operator = self.define("key_mass", schema, run, fake)
+
+        def key_mass(q: torch.Tensor, *args: Any) -> Any:
+            if is_dtensor(q):
+                raise NotImplementedError(
+                    "attention: return_key_mass is not known of DTensors; expected a call of local tensors: to_local()"
+                )
+            return operator(q, *args)
+
+        return key_mass
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
         """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
@@ -198,9 +212,22 @@ class Operators:
 
     def _through_dispatcher(self, *args: Any) -> Results:
         """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the recorded call instead."""
+        if any(map(is_dtensor, args[:3])):
+            return self._on_shards(*args)
         dtype, args = args[0].dtype, self._multiplied(*args)
         out, *rows = self.recorded.apply(*args) if _is_transformed() else self.forward(*args)
         return out.to(self.signature.results or dtype), *rows
+
+    def _on_shards(self, *args: Any) -> Results:
+        """A call of DTensors: the operator on each rank's parts."""
+        tensors, numbers = args[: self.numbers_at], args[self.numbers_at :]
+        if any(x is not None and "? seed" in declared for x, declared in zip(tensors[3:], self.signature.schema.split(", "))):
+            raise NotImplementedError(
+                "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same weights; expected "
+                "dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
+            )
+        dims = [dims.split() for dims in self.signature.dims]
+        return tuple(on_shards(self._through_dispatcher, self.signature.shards, tensors, dims, numbers))
 
     # ------------------------------------------------------------------ what the dispatcher calls
 
