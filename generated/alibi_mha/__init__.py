@@ -219,6 +219,6 @@ def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 
 OPERANDS = "Tensor alibi_slopes, float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("Hq",))
 OPERATORS = runtime.Operators("alibi_mha_e4bba38e7743", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

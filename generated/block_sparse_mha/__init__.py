@@ -29,6 +29,7 @@ DROPOUT = False
 BLOCK = 128
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
 
 FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
 DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1,))
@@ -59,6 +60,7 @@ def attention(
     block_mask: torch.Tensor | BlockPlan,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -70,6 +72,8 @@ def attention(
             counts; or the result of `attention.plan` for it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -81,6 +85,9 @@ def attention(
     scale = SCALE if scale is None else RULES.check_scale(scale)
     blocks = block_mask if isinstance(block_mask, BlockPlan) else plan_blocks(block_mask)
     runtime.check_blocks(q, k, blocks, BLOCK)
+    if blocks is block_mask:
+        if (CHECKS if check is None else check) and runtime.can_wait(q):
+            runtime.check_data("attention", runtime.listed(blocks))
     out, lse = OPERATORS(shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
     return (out, lse) if return_lse else out
 
@@ -242,6 +249,8 @@ def _lists(block_mask):
 
 
 OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(
+    OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq"),
+)
 OPERATORS = runtime.Operators("block_sparse_mha_c7f06152ee7e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

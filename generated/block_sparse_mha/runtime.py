@@ -8,6 +8,7 @@ import importlib
 import math
 import numbers
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -170,6 +171,100 @@ def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[
     return launcher, before, packed, encode
 
 
+# -------------------- Calls whose tensors are DTensors: each rank computes its sequences, heads or queries, without communication in the forward.
+
+# What dimensions 0, 1 and 2 of q are called. The same names stand for the dimensions of the other tensors.
+_DIMS = ("B", "Hq", "Nq")
+_SAID = {"B": "sequences", "Hq": "heads", "Nq": "queries"}
+_KV = ("B", "Hkv", "Nk")
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor of torch.distributed."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(x, found.DTensor)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes alone."""
+    return torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape) if is_dtensor(x) else x
+
+
+def on_shards(
+    call: Callable[..., Sequence[torch.Tensor]],
+    shards: Sequence[str],
+    tensors: Sequence[torch.Tensor | None],
+    dims: Sequence[Sequence[str]],
+    numbers: Sequence[Any],
+) -> list[torch.Tensor]:
+    """The results of `call(*tensors, *numbers)` as DTensors that are placed as q is: each rank calls it with its parts.
+
+    shards: the dimensions of q that may be sharded. tensors: q, k, v and operands: DTensors, or of operands tensors that all ranks have
+    whole. dims: the names of the dimensions of each operand. Gradients of what several ranks read are summed over these.
+
+    Raises:
+        ValueError or TypeError: one sentence that says how the tensors are placed and what was expected.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    q, k, v, *_ = tensors
+    for name, x in zip("qkv", (q, k, v)):
+        if not is_dtensor(x) or x.device_mesh != q.device_mesh:  # type: ignore[union-attr]
+            given = f"{name} is on another mesh" if is_dtensor(x) else f"{name} is a {type(x).__name__}"
+            raise TypeError(f"attention: q, k or v is a DTensor, and {given}; expected DTensors of one mesh for all three")
+    mesh: Any = q.device_mesh  # type: ignore[union-attr]
+    one_head = k.shape[1] == 1  # type: ignore[union-attr]
+    split = [_split(placement, shards) for placement in q.placements]  # type: ignore[union-attr]
+    for dim in dict.fromkeys(filter(None, split)):
+        ranks = 1
+        for of_mesh, name in enumerate(split):
+            ranks *= mesh.size(of_mesh) if name == dim else 1
+        for name, x in (("q", q), ("k", k)):
+            whole = name == "k" and (dim == "Nq" or (dim == "Hq" and one_head))
+            count = x.shape[_DIMS.index(dim)]  # type: ignore[union-attr]
+            if count % ranks and not whole:
+                raise ValueError(
+                    f"attention: {name} has {count} {_SAID[dim]}, sharded over {ranks} ranks; expected a multiple of {ranks}, so that each "
+                    "rank has the keys of its queries"
+                )
+
+    def part(at: int, x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None:
+            return None
+        names = _DIMS if at == 0 else _KV if at < 3 else dims[at - 3]
+        placed: list[Any] = []
+        summed: list[Any] = []
+        for dim in split:
+            of_x = "Hkv" if dim == "Hq" and dim not in names and not one_head else dim
+            shard = of_x in names and (at < 3 or x.shape[names.index(of_x)] > 1)  # one for all ranks is whole on each
+            placed.append(Shard(names.index(of_x)) if shard else Replicate())
+            summed.append(Partial() if dim and not shard else placed[-1])
+        if not is_dtensor(x):
+            x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        if at < 3 and any(have != want and not have.is_replicate() for have, want in zip(x.placements, placed)):  # type: ignore[union-attr]
+            raise ValueError(
+                f"attention: {'qkv'[at]} has placements {list(x.placements)} and q {list(q.placements)}; "  # type: ignore[union-attr]
+                f"expected {placed} of it, or a DTensor that is replicated"
+            )
+        local: torch.Tensor = x.redistribute(mesh, placed).to_local(grad_placements=summed)  # type: ignore[union-attr]
+        return local
+
+    results = call(*(part(at, x) for at, x in enumerate(tensors)), *numbers)
+    return [DTensor.from_local(x, mesh, q.placements, run_check=False) for x in results]  # type: ignore[union-attr]
+
+
+def _split(placement: Any, shards: Sequence[str]) -> str:
+    """The dimension of q that a placement shards; empty where all ranks have the same. ValueError for other placements."""
+    if placement.is_replicate():
+        return ""
+    dim = placement.dim if placement.is_shard() else None
+    if dim is not None and dim % 4 < 3 and _DIMS[dim % 4] in shards:
+        return _DIMS[dim % 4]
+    possible = " or ".join(f"Shard({_DIMS.index(name)}) ({_SAID[name]})" for name in _DIMS if name in shards) or "no Shard"
+    why = "; the mask or the scores count positions, heads or sequences, from 0 on each rank" if dim is not None and dim % 4 < 3 else ""
+    raise ValueError(f"attention: q has the placement {placement}{why}; expected Replicate, {possible}")
+
+
 # -------------------- Memory: which tensors kernels can read in place, and how results are laid out.
 
 MAX_ROW_STRIDE = 2**23  # in elements. Offsets inside a tile have 32 bits, and a tile has at most 256 rows
@@ -326,6 +421,8 @@ _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 def kind(x: object) -> str:
     """What an argument is, in the words of an error."""
+    if is_dtensor(x):
+        return "DTensor"
     if isinstance(x, torch.Tensor):
         return "nested tensor" if x.is_nested else f"{x.layout} tensor"
     return type(x).__name__
@@ -546,6 +643,8 @@ def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, 
     numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
+    if is_dtensor(x) and not x.is_floating_point():  # what the mask reads is small, and functions derive from all of it
+        x = x.full_tensor()  # type: ignore[attr-defined]
     if x.dtype == torch.int64 and dtype == torch.int32:
         x = x.clamp(-_LARGEST, _LARGEST)
     x = (x if x.dtype == dtype else x.to(dtype)).contiguous()
@@ -580,7 +679,7 @@ def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_dense(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.layout is torch.strided and not is_dtensor(x)
 
 
 def _is_near(x: torch.Tensor, rows: int) -> bool:
@@ -1483,6 +1582,183 @@ def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any]
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
 
 
+# -------------------- Checks of what the data of a call promises: lengths, starts, ids, tables of pages, lists of blocks. They wait for the device once.
+
+CHECK = "ATTNGEN_CHECK"  # in the environment: 1 checks all calls, 0 none of them
+# (where a promise is broken: a tensor of conditions, what an error says of one such place) of each promise
+Promises = Sequence[tuple[torch.Tensor, Callable[..., str]]]
+_BY_PLAN = "what attention.plan makes"
+
+
+def checks_data(interpreted: bool) -> bool:
+    """Whether calls that do not say so check what their data promises: as ATTNGEN_CHECK says, and else in Triton's interpreter alone.
+
+    Raises ValueError, in one sentence, if the variable is neither 0 nor 1.
+    """
+    asked = os.environ.get(CHECK, "")
+    if asked not in ("", "0", "1"):
+        raise ValueError(f"attention: {CHECK} is `{asked}` in the environment; expected 1, 0, or nothing")
+    return asked == "1" if asked else interpreted
+
+
+def can_wait(x: torch.Tensor) -> bool:
+    """Whether the host may wait for the device of x: no CUDA graph is captured, and neither a tracer nor a transform sees the call."""
+    return not is_watched() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_data(call: str, *promises: Promises) -> None:
+    """Raise ValueError, in one sentence, for the first promise that is broken. If none is, the host has waited for the device once."""
+    found = [(broken, say) for several in promises for broken, say in several if broken.numel()]
+    if not found or not bool(torch.stack([broken.any() for broken, _ in found]).any()):
+        return
+    broken, say = next((broken, say) for broken, say in found if bool(broken.any()))
+    raise ValueError(f"{call}: {say(*broken.nonzero()[0].tolist())}")
+
+
+def promised(
+    name: str,
+    x: torch.Tensor,
+    meaning: str,
+    least: int | None = None,
+    most: int | torch.Tensor | None = None,
+    first: int | None = None,
+    rising: bool = False,
+    rows: torch.Tensor | None = None,
+) -> Promises:
+    """The promises of an input of integers, `x`.
+
+    least, most: of each number; `most` may be a tensor that broadcasts to x. first: what the first number of each row is. rising: numbers
+    never fall along a row. rows: int [B], how many numbers of each row of x [B, n] count; None: all.
+    """
+    found: list[tuple[torch.Tensor, Callable[..., str]]] = []
+    counts = torch.ones_like(x, dtype=torch.bool) if rows is None else torch.arange(x.shape[-1], device=x.device) < rows[:, None]
+
+    def said(*at: int) -> str:
+        return f"{name}[{', '.join(map(str, at))}] is {int(x[at])}"
+
+    if first is not None:
+        found.append(((x[..., :1] != first) & counts[..., :1], lambda *at: f"{said(*at)}; expected {first}: {meaning}"))
+    if rising:
+
+        def falls(*at: int) -> str:
+            *row, last = at
+            return f"{said(*row, last + 1)}, after {int(x[at])}; expected numbers that never fall: {meaning}"
+
+        found.append(((x[..., 1:] < x[..., :-1]) & counts[..., 1:], falls))
+    if least is not None or most is not None:
+
+        def bounds(*at: int) -> str:
+            largest = int(most.expand(x.shape)[at]) if isinstance(most, torch.Tensor) else most
+            both = least is not None and largest is not None
+            text = f"a number from {least} to {largest}" if both else f"at least {least}" if largest is None else f"at most {largest}"
+            return f"{said(*at)}; expected {text}: {meaning}"
+
+        outside = torch.zeros_like(counts)
+        outside = outside if least is None else outside | (x < least)
+        outside = outside if most is None else outside | (x > most)
+        found.append((outside & counts, bounds))
+    return found
+
+
+def promised_of_plan(plan: Any, *names: str) -> Promises:
+    """The promises of those tensors of a plan whose numbers never fall: some kernels wait for one another by them."""
+    return [promise for name in names for promise in promised(f"plan.{name}", getattr(plan, name), _BY_PLAN, rising=True)]
+
+
+def listed(blocks: Any) -> Promises:
+    """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as attention.plan makes them."""
+    first = getattr(blocks, "kv_full_rank", None)
+    if first is None:
+        seen = blocks.kv_rank.diff(dim=-1) > 0
+        expected = {"kv": list_blocks(seen), "q": list_blocks(turned(seen))}
+        names = ("rank", "list")
+    else:
+        full = first.diff(dim=-1) > 0
+        seen = full | (blocks.kv_rank.diff(dim=-1) > 0)
+        expected = {"kv": list_cut_blocks(seen, full), "q": list_cut_blocks(turned(seen), turned(full))}
+        names = ("full_rank", "rank", "list")
+    return [_as_made(blocks, f"{side}_{name}", made) for side in expected for name, made in zip(names, expected[side])]
+
+
+def _as_made(blocks: Any, name: str, made: torch.Tensor) -> tuple[torch.Tensor, Callable[..., str]]:
+    """The promise that a list of a plan has the numbers which follow from the others."""
+    x = getattr(blocks, name)
+
+    def say(*at: int) -> str:
+        return f"{name}{list(at)} of the plan is {int(x[at])}; expected {int(made[at])}, which follows from its other lists: {_BY_PLAN}"
+
+    return x != made, say
+
+
+def new_keys(new: Sequence[torch.Tensor]) -> int:
+    """The number of new keys of each sequence in a call over a cache."""
+    return new[0].shape[2] if new else 0
+
+
+def promised_of_cache(
+    caches: Sequence[torch.Tensor],
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor | None,
+    new: Sequence[torch.Tensor],
+    first: int | torch.Tensor = 0,
+    **scales: torch.Tensor,
+) -> Promises:
+    """The promises of a call over a cache.
+
+    Lengths are not negative, and the cache has room for all keys, the new ones too. The pages that hold a sequence's keys exist, and no
+    new key is stored in a row that another key has. Factors are positive and finite.
+
+    caches: [B or pages, Hkv, rows, columns]; cache_seqlens: [B]; page_table: [B, max_pages]; new: [B, Hkv, new, columns]; first: the first
+    key of each sequence that is read, [B] or 0: pages before it may have been given back; scales: [Hkv], or [pages, Hkv].
+    """
+    rows, more = caches[0].shape[2], new_keys(new)
+    room = rows if page_table is None else page_table.shape[1] * rows
+    given = f" and the call {more} new ones" if more else ""
+
+    def seqlens(b: int) -> str:
+        expected = f"a number from 0 to {room - more}: the cache has room for {room} keys of a sequence{given}"
+        return f"cache_seqlens[{b}] is {int(cache_seqlens[b])}; expected {expected}"
+
+    found: list[tuple[torch.Tensor, Callable[..., str]]] = [((cache_seqlens < 0) | (cache_seqlens > room - more), seqlens)]
+    used = None  # the pages that hold keys
+    if page_table is not None:
+        pages, keys = caches[0].shape[0], (cache_seqlens + more)[:, None]
+        stored_from = cache_seqlens[:, None] if new else keys
+        read_from = torch.minimum(stored_from, torch.as_tensor(first, device=keys.device).expand(len(keys))[:, None])
+        start = torch.arange(0, room, rows, device=keys.device)
+        held = (start < keys) & (start + rows > read_from)
+
+        def table(b: int, page: int) -> str:
+            expected = f"a number from 0 to {pages - 1}: the cache has {pages} pages, and sequence {b} keys in this one"
+            return f"page_table[{b}, {page}] is {int(page_table[b, page])}; expected {expected}"
+
+        found.append((held & ((page_table < 0) | (page_table >= pages)), table))
+        if pages:
+            page = page_table.clamp(0, pages - 1).long()
+            used = torch.zeros(pages, dtype=torch.int32, device=keys.device)
+            used = used.scatter_add_(0, page.flatten(), held.int().flatten()) > 0
+        if new and pages:
+            position = torch.arange(room, device=keys.device)
+            row = page.repeat_interleave(rows, 1) * rows + position % rows
+            counted = held.repeat_interleave(rows, 1) & (position < keys)
+            keys_of_row = torch.zeros(pages * rows, dtype=torch.int32, device=keys.device)
+            keys_of_row.scatter_add_(0, row.flatten(), counted.int().flatten())
+
+            def shared(b: int, key: int) -> str:
+                at, expected = f"[{b}, {key // rows}]", "a page of its own: each new key needs a row of the cache that no other key has"
+                return f"page_table{at} is {int(page_table[b, key // rows])}, where another sequence has keys, too; expected {expected}"
+
+            found.append((counted & (position >= stored_from) & (keys_of_row[row] > 1), shared))
+    for name, x in scales.items():
+
+        def factor(*at: int, name: str = name, x: torch.Tensor = x) -> str:
+            return f"{name}{list(at)} is {float(x[at])}; expected a positive, finite number"
+
+        of_used = True if used is None or x.dim() < 2 else used[:, None]
+        found.append((~((x > 0) & (x < torch.inf)) & of_used, factor))
+    return found
+
+
 # -------------------- Dropout at a call: checks of its arguments, and the mask that a seed gives.
 
 def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
@@ -1519,15 +1795,30 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
     """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
 
     def dropout_mask(
-        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str = "cuda"
+        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging."""
+        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging.
+
+        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU where Triton's
+        interpreter runs kernels.
+
+        Raises:
+            ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
+        """
+        interpreted = is_interpreted(keep_mask)
+        if device is None:
+            device = seed.device if isinstance(seed, torch.Tensor) else "cpu" if interpreted else "cuda"
+        if not (torch.cuda.is_available() if (kind_ := torch.device(device).type) == "cuda" else interpreted and kind_ == "cpu"):
+            raise ValueError(
+                f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or TRITON_INTERPRET=1 in the "
+                "environment before Triton is imported, to run on the CPU"
+            )
         keep = torch.ones(shape, dtype=torch.bool, device=device)
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():
             batch, heads, n_q, n_kv = shape
-            grid = (triton.cdiv(n_q, 32), triton.cdiv(n_kv, 32), batch * heads)
-            draw = functools.partial(keep_mask[grid], BLOCK_Q=32, BLOCK_KV=32)
+            tiles = triton.cdiv(n_q, 32) * triton.cdiv(n_kv, 32)
+            draw = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
             on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
         return keep
 
@@ -1607,6 +1898,8 @@ class Signature(NamedTuple):
     unordered: the names of those whose gradients are added up atomically, in no fixed order.
     results: the dtype of outputs, if it is not that of q.
     rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
+    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a call: neither its
+    mask nor its scores count along these.
     """
 
     schema: str
@@ -1618,6 +1911,8 @@ class Signature(NamedTuple):
     results: torch.dtype | None = None
     rows: tuple[str, ...] = ("lse",)
     flat: int = 0
+    dims: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ("B", "Hq")
 
     @property
     def smooth(self) -> tuple[str, ...]:
@@ -1770,7 +2065,16 @@ class Operators:
         def fake(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
             return q.new_empty((*q.shape[:2], k.shape[2]), dtype=torch.float32)
 
-        return self.define("key_mass", schema, run, fake)
+        operator = self.define("key_mass", schema, run, fake)
+
+        def key_mass(q: torch.Tensor, *args: Any) -> Any:
+            if is_dtensor(q):
+                raise NotImplementedError(
+                    "attention: return_key_mass is not known of DTensors; expected a call of local tensors: to_local()"
+                )
+            return operator(q, *args)
+
+        return key_mass
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
         """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
@@ -1781,9 +2085,22 @@ class Operators:
 
     def _through_dispatcher(self, *args: Any) -> Results:
         """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the recorded call instead."""
+        if any(map(is_dtensor, args[:3])):
+            return self._on_shards(*args)
         dtype, args = args[0].dtype, self._multiplied(*args)
         out, *rows = self.recorded.apply(*args) if _is_transformed() else self.forward(*args)
         return out.to(self.signature.results or dtype), *rows
+
+    def _on_shards(self, *args: Any) -> Results:
+        """A call of DTensors: the operator on each rank's parts."""
+        tensors, numbers = args[: self.numbers_at], args[self.numbers_at :]
+        if any(x is not None and "? seed" in declared for x, declared in zip(tensors[3:], self.signature.schema.split(", "))):
+            raise NotImplementedError(
+                "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same weights; expected "
+                "dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
+            )
+        dims = [dims.split() for dims in self.signature.dims]
+        return tuple(on_shards(self._through_dispatcher, self.signature.shards, tensors, dims, numbers))
 
     # ------------------------------------------------------------------ what the dispatcher calls
 

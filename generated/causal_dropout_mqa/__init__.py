@@ -281,6 +281,6 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, seed, dropout_threshold, keep_scale, sca
 
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("",))
 OPERATORS = runtime.Operators("causal_dropout_mqa_692cec84ab02", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

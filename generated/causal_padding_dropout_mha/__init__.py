@@ -326,6 +326,6 @@ OPERANDS = (
     "Tensor key_padding, Tensor key_padding_first, Tensor key_padding_run, Tensor key_padding_end, "
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
-SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B", ""))
 OPERATORS = runtime.Operators("causal_padding_dropout_mha_e00c5688c172", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

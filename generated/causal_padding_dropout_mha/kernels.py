@@ -236,9 +236,10 @@ def dropped(x, words, threshold, zero, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def keep_mask(SEED, KEEP, threshold, Hq, Nq, Nk, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    # Writes which scores dropout keeps, for `attention.dropout_mask`.
-    q_start, kv_start = tl.program_id(0) * BLOCK_Q, tl.program_id(1) * BLOCK_KV
-    head = tl.program_id(2)
+    # Writes which scores dropout keeps, for `attention.dropout_mask`. All programs are on one axis, as the others end at 65,535.
+    pid, q_tiles, kv_tiles = tl.program_id(0), tl.cdiv(Nq, BLOCK_Q), tl.cdiv(Nk, BLOCK_KV)
+    q_start, kv_start = pid // kv_tiles % q_tiles * BLOCK_Q, pid % kv_tiles * BLOCK_KV
+    head = pid // kv_tiles // q_tiles
     words = dropout_words(tl.load(SEED), head // Hq, head % Hq, q_start, kv_start, BLOCK_Q, BLOCK_KV, False)
     q_idx, kv_idx = q_start + tl.arange(0, BLOCK_Q), kv_start + tl.arange(0, BLOCK_KV)
     tl.store(

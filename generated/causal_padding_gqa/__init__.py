@@ -28,6 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
 
 FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
 DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
@@ -66,6 +67,7 @@ def attention(
     kv_lengths: torch.Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -76,6 +78,8 @@ def attention(
         kv_lengths: torch.int32 or torch.int64 [B], number of keys of each sequence that count, from the first.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -86,6 +90,7 @@ def attention(
     q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
+    Nk = k.shape[2]
     kv_lengths = runtime.take_input(
         q,
         "kv_lengths",
@@ -94,6 +99,17 @@ def attention(
         [B],
         "number of keys of each sequence that count, from the first",
     )
+    if (CHECKS if check is None else check) and runtime.can_wait(q):
+        runtime.check_data(
+            "attention",
+            runtime.promised(
+                "kv_lengths",
+                kv_lengths,
+                "number of keys of each sequence that count, from the first",
+                least=0,
+                most=Nk,
+            ),
+        )
     out, lse = OPERATORS(shapes, return_lse, q, k, v, kv_lengths, scale)
     return (out, lse) if return_lse else out
 
@@ -272,6 +288,6 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_lengths, scale):
 
 
 OPERANDS = "Tensor kv_lengths, float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_padding_gqa_0f7608d9c5a5", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B",))
+OPERATORS = runtime.Operators("causal_padding_gqa_88742535d2a6", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -30,6 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
 CACHE_RULES = runtime.CacheRules(RULES, 64)
 
 FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
@@ -50,6 +51,7 @@ def attention(
     plan: Plan | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, without a backward.
 
@@ -61,6 +63,8 @@ def attention(
         plan: the result of `attention.plan` for document_ids, given in place of it. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros and LSE -inf.
@@ -84,7 +88,7 @@ def attention(
             [B, Nk],
             "the document of each key, above -2**31; queries are the last Nq positions",
         )
-        plan = make_plan(document_ids, Nq)
+        plan = make_plan(document_ids, Nq, check=check)
     elif not isinstance(plan, Plan):
         raise TypeError(f"attention: plan is a {runtime.kind(plan)}; expected what attention.plan makes")
     else:
@@ -92,6 +96,11 @@ def attention(
             q, plan, document_first=(torch.int32, [B, Nq]), document_end=(torch.int32, [B, Nq]),
             document_q_first=(torch.int32, [B, Nk]), document_q_end=(torch.int32, [B, Nk]),
         )
+        if (CHECKS if check is None else check) and runtime.can_wait(q):
+            runtime.check_data(
+                "attention",
+                runtime.promised_of_plan(plan, "document_first", "document_end", "document_q_first", "document_q_end"),
+            )
     out, lse = OPERATORS(
         shapes, return_lse, q, k, v, plan.document_first, plan.document_end, plan.document_q_first, plan.document_q_end,
         scale,
@@ -108,8 +117,8 @@ class Plan(NamedTuple):
     document_q_end: torch.Tensor
 
 
-def make_plan(document_ids: torch.Tensor, n_q: int) -> Plan:
-    """Compute what the kernels read of document_ids, once for all calls that share it; without a sync."""
+def make_plan(document_ids: torch.Tensor, n_q: int, check: bool | None = None) -> Plan:
+    """Compute what the kernels read of document_ids, once for all calls that share it; without a sync. `check` is that of `attention`."""
     document_ids = runtime.take_input(
         document_ids,
         "document_ids",
@@ -119,6 +128,16 @@ def make_plan(document_ids: torch.Tensor, n_q: int) -> Plan:
         "the document of each key, above -2**31; queries are the last Nq positions",
     )
     RULES.check_device("document_ids", document_ids)
+    if (CHECKS if check is None else check) and runtime.can_wait(document_ids):
+        runtime.check_data(
+            "attention",
+            runtime.promised(
+                "document_ids",
+                document_ids,
+                "the document of each key, above -2**31; queries are the last Nq positions",
+                rising=True,
+            ),
+        )
     return Plan(*SORTED_DOCUMENTS(document_ids, n_q))
 
 
@@ -137,6 +156,7 @@ def with_kvcache(
     document_ids: torch.Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of queries over the keys and values that each sequence has in a cache; a forward alone. Nothing waits for the device.
 
@@ -148,13 +168,15 @@ def with_kvcache(
         k_cache: [pages, 64, Hkv, 128], same dtype and device; heads may lie before rows in memory.
         v_cache: [pages, 64, Hkv, 128], as k_cache.
         cache_seqlens: torch.int32 [B], the keys of each sequence before the call.
-        k: [B, Hkv, new, 128], new keys; those for which there is no room are left out.
+        k: [B, Hkv, new, 128], new keys; those for which the cache has no room are dropped, or refused where calls check.
         v: [B, Hkv, new, 128], new values.
         page_table: torch.int32 [B, max_pages], the numbers of the pages of each sequence. No entry past a sequence's last key is read.
         document_ids: torch.int32 or torch.int64 [B, S], the document of each key, above -2**31; queries are the last Nq positions; what is
             past a sequence's last key does not matter.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros and LSE -inf.
@@ -180,6 +202,19 @@ def with_kvcache(
         [B, Nc],
         "the document of each key, above -2**31; queries are the last Nq positions",
     )
+    if (CHECKS if check is None else check) and runtime.can_wait(q):
+        keys = cache_seqlens + runtime.new_keys(new)
+        runtime.check_data(
+            "attention.with_kvcache",
+            runtime.promised_of_cache(caches, cache_seqlens, page_table, new, first=(keys - q.shape[2]).clamp(min=0)),
+            runtime.promised(
+                "document_ids",
+                document_ids,
+                "the document of each key, above -2**31; queries are the last Nq positions",
+                rising=True,
+                rows=keys,
+            ),
+        )
     of_cache = (cache_seqlens, page_table)
     operands = (document_ids, scale,)
     out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)
@@ -328,8 +363,8 @@ OPERANDS = (
     "Tensor document_first, Tensor document_end, Tensor document_q_first, Tensor document_q_end, float "
     "scale"
 )
-SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_document_gqa_ddf26f28b063", SIGNATURE, _forward, None, None, INTERPRETED)
+SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nq", "B Nq", "B Nk", "B Nk"))
+OPERATORS = runtime.Operators("decode_document_gqa_e24c89cd8c83", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -28,6 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
 CACHE_RULES = runtime.CacheRules(RULES, 64)
 
 FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
@@ -80,6 +81,7 @@ def with_kvcache(
     page_table: torch.Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of queries over the keys and values that each sequence has in a cache; a forward alone. Nothing waits for the device.
 
@@ -91,11 +93,13 @@ def with_kvcache(
         k_cache: [pages, 64, Hkv, 128], same dtype and device; heads may lie before rows in memory.
         v_cache: [pages, 64, Hkv, 128], as k_cache.
         cache_seqlens: torch.int32 [B], the keys of each sequence before the call.
-        k: [B, Hkv, new, 128], new keys; those for which there is no room are left out.
+        k: [B, Hkv, new, 128], new keys; those for which the cache has no room are dropped, or refused where calls check.
         v: [B, Hkv, new, 128], new values.
         page_table: torch.int32 [B, max_pages], the numbers of the pages of each sequence. No entry past a sequence's last key is read.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros and LSE -inf.
@@ -109,6 +113,8 @@ def with_kvcache(
         return (out, lse) if return_lse else out
     q, caches, new = CACHE_RULES.admit(q, (k_cache, v_cache), cache_seqlens, page_table, (k, v))
     scale = SCALE if scale is None else RULES.check_scale(scale)
+    if (CHECKS if check is None else check) and runtime.can_wait(q):
+        runtime.check_data("attention.with_kvcache", runtime.promised_of_cache(caches, cache_seqlens, page_table, new))
     of_cache = (cache_seqlens, page_table)
     operands = (scale,)
     out, lse = runtime.over_cache(q, caches, new, of_cache, operands, _append, _decode, INTERPRETED)

@@ -271,6 +271,9 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, bias, seed, dropout_threshold, keep_scal
 
 
 OPERANDS = "Tensor bias, Tensor? seed, int dropout_threshold, float keep_scale, float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
+SIGNATURE = runtime.Signature(
+    OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("B Hq Nq Nk", ""),
+    shards=("B", "Hq", "Nq"),
+)
 OPERATORS = runtime.Operators("dense_bias_dropout_mha_7d23ce26f349", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

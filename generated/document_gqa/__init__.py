@@ -30,6 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
 
 FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
 DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
@@ -69,6 +70,7 @@ def attention(
     plan: Plan | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -80,6 +82,8 @@ def attention(
         plan: the result of `attention.plan` for document_ids, given in place of it. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -112,6 +116,21 @@ def attention(
             document_q_first=(torch.int32, [B, Nk]), document_q_end=(torch.int32, [B, Nk]),
             document_q_full_first=(torch.int32, [B, Nk]), document_q_full_end=(torch.int32, [B, Nk]),
         )
+        if (CHECKS if check is None else check) and runtime.can_wait(q):
+            runtime.check_data(
+                "attention",
+                runtime.promised_of_plan(
+                    plan,
+                    "document_first",
+                    "document_end",
+                    "document_full_first",
+                    "document_full_end",
+                    "document_q_first",
+                    "document_q_end",
+                    "document_q_full_first",
+                    "document_q_full_end",
+                ),
+            )
     out, lse = OPERATORS(
         shapes, return_lse, q, k, v, plan.document_q, plan.document_kv, plan.document_first, plan.document_end,
         plan.document_full_first, plan.document_full_end, plan.document_q_first, plan.document_q_end,
@@ -393,7 +412,10 @@ OPERANDS = (
     "document_full_first, Tensor document_full_end, Tensor document_q_first, Tensor document_q_end, "
     "Tensor document_q_full_first, Tensor document_q_full_end, float scale"
 )
-SIGNATURE = runtime.Signature(OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(
+    OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V),
+    dims=("B Nq", "B Nk", "B Nq", "B Nq", "B Nq", "B Nq", "B Nk", "B Nk", "B Nk", "B Nk"),
+)
 OPERATORS = runtime.Operators("document_gqa_a9745099108d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(

@@ -207,6 +207,6 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 
 OPERANDS = "float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), shards=("B", "Hq", "Nq"))
 OPERATORS = runtime.Operators("full_mha_cbaecdd155ed", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

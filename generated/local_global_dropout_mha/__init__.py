@@ -29,6 +29,7 @@ DROPOUT = True
 BLOCK = 64
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
 
 FWD = runtime.Kernel(
     kernels,
@@ -75,6 +76,7 @@ def attention(
     seed: int | torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -89,6 +91,8 @@ def attention(
             generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 64], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -102,6 +106,9 @@ def attention(
         block_mask = block_pattern(q.shape[2], k.shape[2], q.device)
     blocks = block_mask if isinstance(block_mask, BlockPlan) else plan_blocks(block_mask)
     runtime.check_blocks(q, k, blocks, BLOCK)
+    if blocks is block_mask:
+        if (CHECKS if check is None else check) and runtime.can_wait(q):
+            runtime.check_data("attention", runtime.listed(blocks))
     seed, dropout_threshold, keep_scale = runtime.check_dropout(q, dropout_p, seed)
     out, lse = OPERATORS(
         shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, seed,
@@ -262,6 +269,8 @@ OPERANDS = (
     "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, Tensor? seed, int dropout_threshold, "
     "float keep_scale, float scale"
 )
-SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(
+    OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq", ""),
+)
 OPERATORS = runtime.Operators("local_global_dropout_mha_eedd9d913109", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -30,6 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
 
 FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
 DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
@@ -69,6 +70,7 @@ def attention(
     plan: Plan | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    check: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -81,6 +83,8 @@ def attention(
         plan: the result of `attention.plan` for cu_seqlens_q and cu_seqlens_kv, given in place of them. Calls with the same can share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
+        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
+            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -109,7 +113,7 @@ def attention(
             [None],
             "where each document starts, and the end of the last, among the keys",
         )
-        plan = make_plan(cu_seqlens_q, cu_seqlens_kv, Nq, Nk)
+        plan = make_plan(cu_seqlens_q, cu_seqlens_kv, Nq, Nk, check=check)
     elif not isinstance(plan, Plan):
         raise TypeError(f"attention: plan is a {runtime.kind(plan)}; expected what attention.plan makes")
     else:
@@ -117,6 +121,11 @@ def attention(
             q, plan, document_first=(torch.int32, [Nq]), document_end=(torch.int32, [Nq]),
             document_q_first=(torch.int32, [Nk]), document_q_end=(torch.int32, [Nk]),
         )
+        if (CHECKS if check is None else check) and runtime.can_wait(q):
+            runtime.check_data(
+                "attention",
+                runtime.promised_of_plan(plan, "document_first", "document_end", "document_q_first", "document_q_end"),
+            )
     out, lse = OPERATORS(
         shapes, return_lse, q, k, v, plan.document_first, plan.document_end, plan.document_q_first, plan.document_q_end,
         scale,
@@ -133,8 +142,32 @@ class Plan(NamedTuple):
     document_q_end: torch.Tensor
 
 
-def make_plan(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int) -> Plan:
-    """Compute what the kernels read of cu_seqlens_q and cu_seqlens_kv, once for all calls that share it; without a sync."""
+def make_plan(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, check: bool | None = None,
+) -> Plan:
+    """Compute what the kernels read of cu_seqlens_q and cu_seqlens_kv, once for all calls that share it; without a sync. `check` is that of
+    `attention`.
+    """
+    if (CHECKS if check is None else check) and runtime.can_wait(cu_seqlens_q):
+        runtime.check_data(
+            "attention",
+            runtime.promised(
+                "cu_seqlens_q",
+                cu_seqlens_q,
+                "where each document starts, and the end of the last, among the queries",
+                first=0,
+                most=n_q,
+                rising=True,
+            ),
+            runtime.promised(
+                "cu_seqlens_kv",
+                cu_seqlens_kv,
+                "where each document starts, and the end of the last, among the keys",
+                first=0,
+                most=n_kv,
+                rising=True,
+            ),
+        )
     return Plan(*packed_spans(cu_seqlens_q, cu_seqlens_kv, n_q, n_kv, 1))
 
 
@@ -339,6 +372,6 @@ OPERANDS = (
     "Tensor document_first, Tensor document_end, Tensor document_q_first, Tensor document_q_end, float "
     "scale"
 )
-SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("packed_document_gqa_83279e7c593b", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("Nq", "Nq", "Nk", "Nk"))
+OPERATORS = runtime.Operators("packed_document_gqa_bf3b4b5ade82", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -283,6 +283,8 @@ OPERANDS = (
     "Tensor key_padding, Tensor key_padding_first, Tensor key_padding_run, Tensor key_padding_end, float "
     "scale"
 )
-SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V))
+SIGNATURE = runtime.Signature(
+    OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B"), shards=("B", "Hq", "Nq"),
+)
 OPERATORS = runtime.Operators("padding_mha_ffe826f1e8fe", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

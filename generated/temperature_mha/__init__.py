@@ -243,6 +243,6 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, temperature, scale, ttemperature):
 
 
 OPERANDS = "Tensor temperature, float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True)
+SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq",))
 OPERATORS = runtime.Operators("temperature_mha_09e0bd3fc473", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
