@@ -237,7 +237,7 @@ def test_masks_with_integers_say_what_these_promise() -> None:
     """A mask of the library that reads a tensor of integers either says what its numbers promise, or takes any."""
     silent = set()
     for mask in registry().values():
-        for fields in ({}, {"lengths": True}, {"packed": True}, {"sorted": True}):
+        for fields in ({}, {"lengths": True}, {"packed": True}, {"sorted": True}, {"per": "batch"}):
             with suppress(ValidationError):  # it has no such field, or needs others
                 silent |= {i.name for i in mask(**fields).inputs() if i.dtype == "i32" and i.shape and not i.promises}
     assert silent == {"document_ids"}  # in any order

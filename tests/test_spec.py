@@ -592,3 +592,42 @@ def test_a_name_is_an_identifier_or_refused(name: str) -> None:
     except SpecError:
         return
     assert re.fullmatch("[a-z][a-z0-9_]{0,63}", spec.name)
+
+
+WINDOW, SINKS = "{sliding_window: {left: 255, right: 0}}", "{sink_tokens: {count: 4}}"
+
+
+@pytest.mark.parametrize(
+    ("mask", "shown"),
+    [
+        (f"{{any_of: [{WINDOW}, {SINKS}]}}", ["`sink_tokens(count=4)`"]),
+        (f"{{any_of: [causal, {SINKS}, {{expr: 'kv_idx == 9'}}]}}", ["`sink_tokens(count=4)`", "`kv_idx == 9`"]),
+        (f"{{any_of: [{{block_causal: {{size: 16}}}}, {SINKS}]}}", ["`sink_tokens(count=4)`"]),
+        (f"{{all_of: [key_padding, {{any_of: [{WINDOW}, {SINKS}]}}]}}", ["`sink_tokens(count=4)`"]),
+        (f"{{any_of: [{{all_of: [document, causal]}}, {SINKS}]}}", ["`sink_tokens(count=4)`"]),
+        ("{any_of: [{sliding_window: {left: 9, right: 9}}, {any_of: [causal, key_padding]}]}", ["`causal or key_padding`"]),
+        (f"{{all_of: [causal, {{any_of: [{WINDOW}, {SINKS}]}}]}}", []),
+        (f"{{any_of: [{WINDOW}, {{all_of: [causal, {SINKS}]}}]}}", []),
+        (f"{{any_of: [{WINDOW}, {{expr: 'kv_idx < 4 and kv_idx <= q_pos'}}]}}", []),
+        (f"{{any_of: [{{block_causal: {{size: 16}}}}, {WINDOW}]}}", []),
+        (f"{{any_of: [{{sliding_window: {{left: 255}}}}, {SINKS}]}}", []),
+        (f"{{any_of: [document, {SINKS}]}}", []),
+        ("prefix_lm", []),
+        ("causal", []),
+    ],
+)
+def test_a_union_of_causal_and_other_parts_gets_a_note(mask: str, shown: list[str]) -> None:
+    """A window beside the first keys shows these to earlier queries, too, unless the union is causal as a whole."""
+    notes = [note for _, note in parse_spec(BASE + f"mask: {mask}").notes()]
+    assert len(notes) == bool(shown)
+    for note in notes:
+        assert note.startswith("is a union in which some parts hide keys behind the query") and "{all_of: [causal, {any_of: " in note
+        assert all(text in note for text in shown)
+
+
+def test_what_recommends_the_first_keys_gives_the_causal_form() -> None:
+    """The docstring, which `attngen list` and the reference print, and pages that show the mask."""
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("**/*.md"), ROOT / "attngen" / "masks" / "sink_tokens.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not re.search(r"any_of.*sink_tokens", line) or "causal" in line, (path, line)
+    assert "causal" in (registry()["sink_tokens"].__doc__ or "").splitlines()[0]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
-from attngen.ir.expr import Bool
+from attngen.ir.expr import Bool, floordiv
 from attngen.ir.graph import Blocks, Derived, Input, Read
 from attngen.ir.ops import Fact
 from attngen.lang.expression import Expression, parse_mask
@@ -173,6 +173,39 @@ class Not(Compound):
 
     def data(self) -> Any:
         return {self.name: self.masks[0].data()}
+
+
+def union_note(mask: Mask) -> str | None:
+    """A sentence, to follow the key's name, if a union shows keys behind the query, and some of its parts do not; None otherwise.
+
+    A mask of the library that is such a union by itself, as `prefix_lm`, is meant so.
+    """
+    if _is_causal(mask.expression()):
+        return None
+    if isinstance(mask, AnyOf):
+        causal = [_is_causal(m.expression()) for m in mask.masks]
+        if any(causal) and not all(causal):
+            parts = ", ".join(f"`{m.describe()}`" for m, hides in zip(mask.masks, causal) if not hides)
+            return (
+                f"is a union in which some parts hide keys behind the query, and {parts} shows them; if that is not meant, write "
+                "{all_of: [causal, {any_of: [...]}]}"
+            )
+    if isinstance(mask, (AllOf, AnyOf)):
+        return next((note for m in mask.masks if (note := union_note(m))), None)
+    return None
+
+
+def _is_causal(where: Any) -> bool:
+    """Whether a condition bounds keys by the query's position."""
+    if isinstance(where, sympy.And):
+        return any(map(_is_causal, where.args))
+    if isinstance(where, sympy.Or):
+        return all(map(_is_causal, where.args))
+    if not isinstance(where, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
+        return False
+    margin = sympy.expand((where.gts - where.lts).replace(floordiv, lambda x, n: x / n))  # which bounds as the quotient does
+    of_query, of_key = margin.coeff(Q), margin.coeff(KV)
+    return bool(of_query.is_number and of_key.is_number and of_query > 0 > of_key)
 
 
 @cache

@@ -37,7 +37,7 @@ class PrefixLM(Mask):
         if self.length is not None:
             return ()
         help = "number of keys, from the first, that all queries see"
-        return (Input("prefix_length", "i32", ("B",) if self.per else (), help, () if self.per else ("least=0",)),)
+        return (Input("prefix_length", "i32", ("B",) if self.per else (), help, ("least=0",)),)
 
     def expression(self) -> Bool:
         prefix = symbol("prefix_length") if self.length is None else sympy.Integer(self.length)

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class SinkTokens(Mask):
-    """The first `count` keys (StreamingLLM, Xiao et al. 2023): with a window as `any_of`, what streaming attention sees."""
+    """The first `count` keys, behind the query too. Streaming attention: {all_of: [causal, {any_of: [window, sink_tokens]}]}.
+
+    That is StreamingLLM (Xiao et al. 2023); without `causal`, the first queries see later keys.
+    """
 
     name: ClassVar[str] = "sink_tokens"
     count: int = Field(ge=1, le=MAX_OFFSET, description="keys, from the first")

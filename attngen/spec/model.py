@@ -20,7 +20,7 @@ from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.ir.names import OF_OUTPUTS, OUTPUTS
 from attngen.lang.limits import WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE
-from attngen.masks import Mask, registry
+from attngen.masks import Mask, registry, union_note
 from attngen.parts import unique
 from attngen.policy import UNIT
 from attngen.scores import Score
@@ -508,7 +508,9 @@ class Spec(BaseModel):
 
     def notes(self) -> tuple[tuple[document.Path, str], ...]:
         """What may not be what the author means: the path of the key, and the sentence that follows its name."""
-        return unique((path, note) for path, part in self._parts() for note in part.notes())
+        of_parts = [(path, note) for path, part in self._parts() for note in part.notes()]
+        of_union = union_note(self.mask)
+        return unique(iter(of_parts + ([(("mask",), of_union)] if of_union else [])))
 
     def canonical(self) -> dict[str, Any]:
         """The spec as plain data with every default filled in; `score`, `backward`, `outputs`, the backend and the order of loops only
