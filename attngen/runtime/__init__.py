@@ -26,6 +26,7 @@ FILES = (
     "outputs",
     "operators",
     "served",
+    "unknown",
     "module",
 )  # each imports earlier ones
 

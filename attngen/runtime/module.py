@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from attngen.runtime.unknown import refuse_arguments
+
 
 class AttentionModule(torch.nn.Module):
     """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of `attention`."""
@@ -15,13 +17,17 @@ class AttentionModule(torch.nn.Module):
     spec: ClassVar[str]
     drops: ClassVar[bool]  # whether the spec has dropout, which applies in training
 
-    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0) -> None:
+    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0, **unknown: object) -> None:
         super().__init__()
+        if unknown:
+            refuse_arguments("Attention", type(self).__init__, unknown)
         if dropout_p and not self.drops:
             raise TypeError(f"attention: dropout_p is {dropout_p}; expected none, as the spec has no dropout")
         self.scale, self.dropout_p = scale, dropout_p
 
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if held := next((name for name in ("scale", "dropout_p") if name in inputs), ""):
+            raise TypeError(f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)")
         dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(*args, **inputs, **dropping, scale=self.scale)
         return found

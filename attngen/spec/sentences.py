@@ -20,6 +20,22 @@ class Mistakes(ValueError):
         self.found = found
 
 
+_COUNTS = "sizes come from the tensors of a call; `heads: {sharing: gqa}` says how heads share keys"
+# What a spec says in other words, or not at all.
+_ELSEWHERE = {
+    **dict.fromkeys(("num_heads", "num_kv_heads", "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads"), _COUNTS),
+    **dict.fromkeys(("batch", "batch_size", "seq_len", "seqlen", "max_seq_len", "max_position_embeddings"), _COUNTS),
+    **dict.fromkeys(("causal", "is_causal"), "write `mask: causal`"),
+    **dict.fromkeys(("window", "window_size", "sliding_window"), "write `mask: {sliding_window: {left: 1023, right: 0}}`"),
+    **dict.fromkeys(("softcap", "alibi", "sink", "bias", "scores"), "score modifiers are a list: `score: [{softcap: 30.0}, alibi]`"),
+    **dict.fromkeys(
+        ("dropout_p", "scale", "softmax_scale", "seed"), "it is an argument of the call; `dropout: true` gives calls a dropout_p"
+    ),
+    **dict.fromkeys(("block_q", "block_kv", "stages", "warps", "backend", "order"), "write it under `schedule`"),
+    **dict.fromkeys(("page_size", "paged"), "write `cache: {paged: {page_size: 64}}`"),
+}
+
+
 def mistakes(error: ValidationError, schema: dict[str, Any], data: Any) -> Iterator[tuple[document.Path, str]]:
     """pydantic's errors on `data` in the words of a spec: the path of each, and the sentence that follows its name."""
     for e in error.errors():
@@ -33,7 +49,8 @@ def mistakes(error: ValidationError, schema: dict[str, Any], data: Any) -> Itera
             yield path, f"is missing; expected {_expected(schema, path)}"
         elif kind == "extra_forbidden":
             known = {key for node in _nodes(schema, path[:-1]) for key in node.get("properties", {})}
-            yield path, f"is no known key; {suggest(str(path[-1]), known)}"
+            word = str(path[-1])
+            yield path, f"is no known key; {_ELSEWHERE.get(word) or suggest(word, known)}"
         else:
             path, value = _given(data, path)
             words = [str(w) for node in _nodes(schema, path) for w in node.get("enum", ())]

@@ -69,4 +69,4 @@ def _planner(attention: Any, problem: Problem) -> Callable[[], object] | None:
         return partial(attention.plan, problem.given["block_mask"]) if "block_mask" in problem.given else None
     one = problem.draw(0)
     have = {**problem.given, "q": one.q, "k": one.k, "n_q": problem.cell.n_q, "n_kv": problem.cell.n_kv}
-    return partial(attention.plan, **{name: have[name] for name in wanted})
+    return partial(attention.plan, **{name: have[name] for name in wanted if name in have})
