@@ -26,9 +26,10 @@ from attngen.passes.drop_undivided import without
 from attngen.passes.pipeline import lower, stages
 from attngen.spec import Spec, load_spec
 from attngen.verify import verify
+from docs.site.committed import spec_files
 
 ROOT = Path(__file__).parent.parent
-SPECS = sorted(p.stem for p in (ROOT / "specs").glob("*.yaml"))
+SPECS = [path.stem for path in spec_files()]
 # Specs whose masks and modifiers tests/test_masks.py cuts through at small sizes, every gradient with them. On a GPU they take all tests;
 # in the interpreter one size; the tests of wrappers run there for the others.
 SMALLER = (

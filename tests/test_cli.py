@@ -213,6 +213,14 @@ def test_check_passes_until_something_changes(project: Path, attngen: Cli) -> No
     shutil.copytree(project / "generated" / "good", project / "generated" / "orphan")
     attngen("build", "--all", "--check", code=1)
     assert "generated/orphan has no spec" in attngen.output
+    shutil.rmtree(project / "generated" / "orphan")
+    (project / "generated" / "stray.py").touch()
+    (project / "generated" / "empty").mkdir()
+    (project / "generated" / "good" / "mine.py").touch()
+    attngen("build", "--all", "--check", code=1)
+    assert all(
+        f"generated/{line}" in attngen.output for line in ("stray.py has no spec", "empty has no spec", "good/mine.py is not written")
+    )
 
 
 def test_no_specs(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,10 @@ from attngen.lang.names import CALLS, POSITIONS
 from attngen.masks import Mask, registry
 from attngen.scores import score_registry
 from attngen.spec import Spec
+from docs.site.committed import spec_files
 from docs.site.pages import OUTSIDE, cell, code, figures_css, relinked, variants_page
 from docs.site.reference import example, reference_pages
-from docs.site.specs import make_pages, spec_files
+from docs.site.specs import make_pages
 from tests.helpers import ROOT, SPECS, spec
 
 REFERENCE = reference_pages()
@@ -150,3 +151,14 @@ def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "docs.site.notebook"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_a_spec_that_somebody_tries_is_not_one_of_the_project(tmp_path: Path) -> None:
+    """`attngen new` writes to specs/: neither the tests nor the site take it before it is committed. Without git, all specs are taken."""
+    (tmp_path / "specs").mkdir()
+    for name in ("ours", "tried"):
+        (tmp_path / "specs" / f"{name}.yaml").touch()
+    assert [path.stem for path in spec_files(tmp_path)] == ["ours", "tried"]
+    for command in (["init", "-q"], ["add", "specs/ours.yaml"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    assert [path.stem for path in spec_files(tmp_path)] == ["ours"]

@@ -61,8 +61,8 @@ def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: b
 
     names = {module.name for module, _ in modules}
     diffs = [diff_module(files, out_dir / module.name) for module, files in modules]
-    stale = sorted(p.name for p in out_dir.iterdir() if (p / "schedule.ir").is_file()) if every and out_dir.is_dir() else []
-    diffs += [f"{out_dir / name} has no spec" for name in stale if name not in names]
+    have = sorted(p.name for p in out_dir.iterdir() if p.name != "__pycache__") if every and out_dir.is_dir() else []
+    diffs += [f"{out_dir / name} has no spec" for name in have if name not in names]
     if any(diffs):
         print("\n".join(d for d in diffs if d))
         raise AttngenError(f"{out_dir} is not what the specs give; run `attngen build` without --check")

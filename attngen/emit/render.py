@@ -41,7 +41,9 @@ def render(module: Module, compiled: Path | None = None) -> dict[str, str]:
     dividers = [DIVIDERS[name] for name in sorted({kernel.backend for kernel in module.divided})]
     divided = {d.file: within(env.get_template(d.template).render(d.context(module))) for d in dividers}
     return {
-        "__init__.py": within(env.get_template("triton/module.py.jinja").render(_module_context(module, printed.kernels))),
+        "__init__.py": within(
+            env.get_template("triton/module.py.jinja").render(_module_context(module, printed.kernels, ["kernels.py", *divided]))
+        ),
         "kernels.py": within(env.get_template(printed.template).render(printed.context)),
         **divided,
         "runtime.py": bundle(),
@@ -85,7 +87,7 @@ def _environment(compiled: Path | None) -> jinja2.Environment:
     return env
 
 
-def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[str, Any]:
+def _module_context(module: Module, views: Mapping[str, PrintedKernel], files: list[str]) -> dict[str, Any]:
     wrapper = Wrapper(module)
     derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
     titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *module.by_query])}).", **derived}
@@ -94,6 +96,7 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel]) -> dict[
     given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in taken]
     return {
         "module": module,
+        "files": files,
         "w": wrapper,
         "operator": f"{module.name}_{hashlib.sha256(print_module(module).encode()).hexdigest()[:12]}",
         "handles": [handle(kernel, views[kernel.name]) for kernel in module.kernels],

@@ -27,6 +27,7 @@ FILES = (
     "operators",
     "served",
     "unknown",
+    "complete",
     "module",
 )  # each imports earlier ones
 

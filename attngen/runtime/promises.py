@@ -1,4 +1,4 @@
-"""Checks of what the data of a call promises: lengths, starts, ids, tables of pages, lists of blocks. They wait for the device once."""
+"""Checks of what the data of a call promises: lengths, starts, ids, tables of pages, lists of blocks."""
 
 from __future__ import annotations
 

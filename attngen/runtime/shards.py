@@ -1,4 +1,4 @@
-"""Calls whose tensors are DTensors: each rank computes its sequences, heads or queries, without communication in the forward."""
+"""Calls of DTensors: each rank computes its sequences, heads or queries; the forward communicates nothing."""
 
 from __future__ import annotations
 

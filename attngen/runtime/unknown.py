@@ -1,4 +1,4 @@
-"""Arguments that a call does not have: one sentence, with the key of a spec that does what other libraries' arguments of the name do."""
+"""Arguments that a call does not have: one sentence, with the key of a spec that does the same."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HINTS = {
 
 
 def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raise TypeError, in one sentence, for the first argument that a function does not have. It takes `check`: there is nothing to check."""
+    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as nothing is to check."""
     for name in unknown:
         if name == "check":
             continue

@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 
 from attngen.emit.page import environment
+from docs.site.committed import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK_PAGE = "quickstart.md"
 # Files outside docs/ that are pages of the site.
 OUTSIDE = {

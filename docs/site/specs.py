@@ -18,7 +18,8 @@ from attngen.emit.tilemap import tile_maps
 from attngen.ir.heads import SHARINGS
 from attngen.passes.pipeline import stages
 from attngen.spec import Spec
-from docs.site.pages import ROOT, rendered
+from docs.site.committed import ROOT, spec_files
+from docs.site.pages import rendered
 
 SHOWN = ("__init__.py", "kernels.py", "hopper.py")  # of a module's files
 Q_HEADS, GROUPS = 16, 4  # of the calls that pages have numbers for, as in `attngen explain`
@@ -30,11 +31,6 @@ class SpecPages(NamedTuple):
     name: str
     markdown: str
     explained: str
-
-
-def spec_files() -> list[Path]:
-    """The files of all specs."""
-    return sorted((ROOT / "specs").glob("*.yaml"))
 
 
 def spec_pages() -> Iterator[SpecPages]:

@@ -1,0 +1,22 @@
+"""The specs of the project, which the site and the tests are about."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def spec_files(root: Path = ROOT) -> list[Path]:
+    """The files of the project's own specs: those that git knows, so that one which `attngen new` wrote is not among them.
+
+    Where the folder is no checkout, all of them.
+    """
+    found = sorted((root / "specs").glob("*.yaml"))
+    git = ["git", "ls-files", "--", "specs"]
+    try:
+        known = subprocess.run(git, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return found
+    return [path for path in found if f"specs/{path.name}" in known] or found
