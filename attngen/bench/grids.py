@@ -150,7 +150,7 @@ def read_grid(path: Path) -> Grid:
     try:
         data, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
-        raise AttngenError(f"{path}: byte {error.start} is not UTF-8 text; expected a grid in YAML") from error
+        raise AttngenError(f"{path}: byte {error.start} is not UTF-8 text; expected a grid in YAML") from None
     reader = _Reader(path, lines)
     if not isinstance(data, dict) or not isinstance(data.get("cells"), list) or not data["cells"]:
         raise AttngenError(f"{path}: expected a list under `cells:`, each with `specs` and `n`")

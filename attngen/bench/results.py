@@ -133,8 +133,8 @@ def read_results(path: Path) -> Results:
             lines.append(Line(cell, line["peer"], figures, line.get("why", ""), line.get("note", "")))
         machine = {key: data[key] for key in data if key not in ("attngen", "specs", "lines")}
         float(machine["matmul_tflops"]), float(machine["copy_tb_s"]), machine["gpu"], machine["torch"], machine["triton"]  # noqa: B018
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AttngenError(f"{path}: not the results of `attngen bench`; expected its results.json") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise AttngenError(f"{path}: not the results of `attngen bench`; expected its results.json") from None
     return Results(machine, lines)
 
 

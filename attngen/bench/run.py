@@ -217,7 +217,7 @@ def machine(setup: Setup, folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = child.until("machine", START_S)["machine"]
     except Lost as lost:
-        raise AttngenError(f"the GPU cannot be measured: {lost.why}") from lost
+        raise AttngenError(f"the GPU cannot be measured: {lost.why}") from None
     finally:
         child.stop()
     return {**found, **{key: round(found[key], 3) for key in ("matmul_tflops", "copy_tb_s")}}
@@ -233,7 +233,7 @@ def build(specs: Sequence[Spec], folder: Path) -> dict[str, Path]:
         try:
             write_module(render(lower(spec)), folder / spec.name)
         except BuildError as error:
-            raise SpecError(f"the spec {spec.name}: {error}") from error
+            raise SpecError(f"the spec {spec.name}: {error}") from None
     return {spec.name: folder / spec.name for spec in specs}
 
 

@@ -164,11 +164,11 @@ def _read(ir: Path, verbose: bool = False) -> Module:
 
     try:
         text = ir.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise AttngenError(f"{ir}: cannot be read as text; expected a schedule.ir") from error
+    except (OSError, UnicodeDecodeError):
+        raise AttngenError(f"{ir}: cannot be read as text; expected a schedule.ir") from None
     try:
         return verify(parse_module(text, str(ir)))
     except VerifyError as error:
         if verbose:
             print(error.ir_text, file=sys.stderr)
-        raise AttngenError(f"{ir}: {error}") from error
+        raise AttngenError(f"{ir}: {error}") from None

@@ -58,8 +58,8 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="name of the ne
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(starter(name))
-    except FileExistsError as error:
-        raise AttngenError(f"{path} exists already; choose another name") from error
+    except FileExistsError:
+        raise AttngenError(f"{path} exists already; choose another name") from None
     print(f"{path}\nnext: attngen build {path}")
 
 

@@ -37,7 +37,7 @@ def write_module(files: dict[str, str], folder: Path) -> bool:
                 (fresh / name).write_text(text, encoding="utf-8", newline="\n")
             _swap(fresh, folder, old)
     except OSError as error:
-        raise AttngenError(f"cannot write {folder}: {error.strerror}") from error
+        raise AttngenError(f"cannot write {folder}: {error.strerror}") from None
     return True
 
 
@@ -55,7 +55,7 @@ def write_file(path: Path, text: str) -> None:
             fresh.write_text(text, encoding="utf-8", newline="\n")
             os.replace(fresh, target)
     except OSError as error:
-        raise AttngenError(f"{path}: cannot be written ({error.strerror})") from error
+        raise AttngenError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 @contextmanager

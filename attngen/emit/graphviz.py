@@ -57,4 +57,4 @@ def write_graph(module: Module, path: Path) -> None:
     try:
         subprocess.run(["dot", "-Tsvg", "-o", str(path)], input=dot, text=True, check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
-        raise AttngenError(f"--graph {path}: dot failed: {error.stderr.strip()}") from error
+        raise AttngenError(f"--graph {path}: dot failed: {error.stderr.strip()}") from None

@@ -144,7 +144,7 @@ class _Tracer:
             raise TraceError(f"{what} `{_title(mod)}`{at}: {error}") from None
         except Exception as error:
             at = f", line {operators.line}" if operators.line else ""
-            raise TraceError(f"{what} `{_title(mod)}`{at} cannot be traced: {_first_line(error)}") from error
+            raise TraceError(f"{what} `{_title(mod)}`{at} cannot be traced: {_first_line(error)}") from None
 
     def _result(self, made: Any, names: dict[int, str], mod: Mod, what: str, score: bool) -> Value:
         wanted = "a number" if score else "a condition"

@@ -428,14 +428,14 @@ def parse(text: str, where: str = "expression") -> Any:
     shown = text if len(text) <= 100 else f"{text[:97]}..."
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise IRError(f"{where}: `{shown}` is not an expression") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise IRError(f"{where}: `{shown}` is not an expression") from None
     try:
         value = _Builder(shown, where).visit(tree.body)
     except (TypeError, ValueError):
         value = sympy.nan
-    except RecursionError as error:
-        raise IRError(f"{where}: `{shown}` is nested too deeply") from error
+    except RecursionError:
+        raise IRError(f"{where}: `{shown}` is nested too deeply") from None
     if value.has(sympy.nan, sympy.zoo):
         raise IRError(f"{where}: `{shown}` has no value: it divides by zero, subtracts infinities, or mixes numbers and conditions")
     return value
@@ -509,7 +509,7 @@ class _Builder(ast.NodeVisitor):
         try:
             return FUNCTIONS[name](*(self.visit(a) for a in node.args))
         except TypeError as error:
-            raise IRError(f"{self.where}: `{self.text}`: {error}") from error
+            raise IRError(f"{self.where}: `{self.text}`: {error}") from None
 
 
 def flattened(e: Expr) -> Expr:

@@ -283,7 +283,7 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
         return ops[kind](**values)
     except TypeError as error:
         missing = re.findall(r"'(\w+)'", str(error))
-        raise IRError(f"{where}: {kind} lacks {', '.join(missing) or 'a field'}") from error
+        raise IRError(f"{where}: {kind} lacks {', '.join(missing) or 'a field'}") from None
 
 
 _N = "([0-9]{1,9})"

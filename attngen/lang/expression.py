@@ -57,10 +57,10 @@ def _parse(text: str, params: Mapping[str, Param], let: Mapping[str, str], score
                 raise LangError(error.column, error.reason, name) from None
         tree, built = builder.read(text)
         expr, reads = builder.finish(built.expr)
-    except (RecursionError, MemoryError) as error:
-        raise LangError(None, "is nested too deeply") from error
+    except (RecursionError, MemoryError):
+        raise LangError(None, "is nested too deeply") from None
     except IRError as error:
-        raise LangError(None, f"is not what kernels can compute: {error}") from error
+        raise LangError(None, f"is not what kernels can compute: {error}") from None
     if idle := next((name for name in let if name not in builder.used), None):
         raise LangError(None, f"does not use the part `{idle}`; expected each named one to be used")
     if (built.kind == "bool") == score:

@@ -39,8 +39,8 @@ def read_tree(text: Any) -> tuple[ast.Expression, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(flat.strip(), mode="eval")
-    except (RecursionError, MemoryError) as error:
-        raise LangError(None, "is nested too deeply") from error
+    except (RecursionError, MemoryError):
+        raise LangError(None, "is nested too deeply") from None
     except (SyntaxError, ValueError) as error:
         raise _syntax(flat, lead, error) from None
     level, count, depth = [tree.body], 0, 0

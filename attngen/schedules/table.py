@@ -125,7 +125,7 @@ def read_table(path: Path) -> Table:
         lines = data.pop("entries")
         table = Table(**data, entries=dict(map(_entry, lines)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AttngenError(f"{path}: cannot be read as a table of `attngen tune`; expected one that it wrote ({error})") from error
+        raise AttngenError(f"{path}: cannot be read as a table of `attngen tune`; expected one that it wrote ({error})") from None
     if table.device not in DEVICES:
         raise AttngenError(f"{path}: `{table.device}` is not a device; {suggest(table.device, DEVICES)}")
     return table

@@ -27,14 +27,14 @@ def load_spec(path: str | Path) -> Spec:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         if path.is_symlink():
-            raise SpecError(f"{path}: is a link to {path.readlink()}, which does not exist; expected a YAML spec") from error
+            raise SpecError(f"{path}: is a link to {path.readlink()}, which does not exist; expected a YAML spec") from None
         near = nearest(path.stem, (p.stem for p in path.parent.glob("*.yaml") if p.exists()))
         hint = f"did you mean {path.with_name(near + '.yaml')}?" if near else "`attngen new NAME` writes a spec to start from"
-        raise SpecError(f"{path}: there is no such file; {hint}") from error
+        raise SpecError(f"{path}: there is no such file; {hint}") from None
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a YAML spec") from error
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a YAML spec") from None
     return decode_spec(data, str(path))
 
 
@@ -45,7 +45,7 @@ def decode_spec(data: bytes, source: str) -> Spec:
     try:
         return parse_spec(data.decode("utf-8"), source)
     except UnicodeDecodeError as error:
-        raise SpecError(f"{source}: byte {error.start} is not UTF-8 text; expected a YAML spec") from error
+        raise SpecError(f"{source}: byte {error.start} is not UTF-8 text; expected a YAML spec") from None
 
 
 def parse_spec(text: str, source: str = "spec") -> Spec:
@@ -82,7 +82,7 @@ def naming(path: Path | None) -> Iterator[None]:
     try:
         yield
     except BuildError as error:
-        raise SpecError(f"{place(path, error.path)}: {error}") from error
+        raise SpecError(f"{place(path, error.path)}: {error}") from None
     except VerifyError as error:
         raise SpecError(f"{path or 'spec'}: {error}; this is a mistake of attngen, not of the spec") from error
 

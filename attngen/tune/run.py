@@ -90,8 +90,8 @@ def read_results(path: Path | None, device: str, plans: Sequence[Plan]) -> Resul
             data = json.loads(line)
             read, by = outcome(data), {name: data[name] for name in ("gpu", "torch", "triton")}
             theirs, source = data["device"], data["source"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise AttngenError(f"{path}, line {number}: not a result of `attngen tune`; expected a file that --results wrote") from error
+        except (ValueError, KeyError, TypeError):
+            raise AttngenError(f"{path}, line {number}: not a result of `attngen tune`; expected a file that --results wrote") from None
         if theirs != device:
             raise AttngenError(f"{path}, line {number}: measured on {theirs}; expected results of {device}, or another file")
         if sources.get((read.cell.spec, read.cell.kernel)) == source:
@@ -135,7 +135,7 @@ class Machine:
         except Lost as error:
             raise AttngenError(
                 f"the process that measures {error}; expected a CUDA device, and a torch and a triton that run on it"
-            ) from error
+            ) from None
         return by
 
     def ask(self, request: tuple[Cell, Sequence[Row], int], limit_s: float) -> Any:

@@ -31,8 +31,8 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise AttngenError("attngen.integrations.transformers: needs transformers 5 or later; pip install 'transformers>=5'") from error
+    except ImportError:
+        raise AttngenError("attngen.integrations.transformers: needs transformers 5 or later; pip install 'transformers>=5'") from None
     from attngen.integrations.transformers.attend import attend, prefer
     from attngen.integrations.transformers.mask import mask_of
 

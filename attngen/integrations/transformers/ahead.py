@@ -70,9 +70,9 @@ def _read(path: Path) -> Any:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise AttngenError(f"{path}: cannot be read ({error.__class__.__name__})") from error
+        raise AttngenError(f"{path}: cannot be read ({error.__class__.__name__})") from None
     except ValueError as error:
-        raise AttngenError(f"{path}: is not JSON ({error}); expected a config.json of transformers") from error
+        raise AttngenError(f"{path}: is not JSON ({error}); expected a config.json of transformers") from None
     if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):
         raise AttngenError(f"{path}: has no `model_type`; expected a config.json of transformers")
     if kind not in CONFIG_MAPPING:
@@ -81,7 +81,7 @@ def _read(path: Path) -> Any:
     try:
         return AutoConfig.for_model(**data)
     except Exception as error:  # of many kinds: each model checks its own
-        raise AttngenError(f"{path}: is no configuration of a {kind} ({' '.join(str(error).split())})") from error
+        raise AttngenError(f"{path}: is no configuration of a {kind} ({' '.join(str(error).split())})") from None
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -111,12 +111,12 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
             with recording() as (layers, left):
                 model(**_inputs(config, dtype, model.main_input_name))
     except AttngenError as error:
-        raise AttngenError(f"{path}: a {config.model_type} does not run with attngen ({error})") from error
+        raise AttngenError(f"{path}: a {config.model_type} does not run with attngen ({error})") from None
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):  # of a table of transformers' own attentions
-            raise AttngenError(f"{path}: no layer of a {config.model_type} takes its attention from transformers' interface") from error
+            raise AttngenError(f"{path}: no layer of a {config.model_type} takes its attention from transformers' interface") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise AttngenError(f"{path}: a {config.model_type} cannot run without weights ({reason}), and runs with them") from error
+        raise AttngenError(f"{path}: a {config.model_type} cannot run without weights ({reason}), and runs with them") from None
     if left and not layers:
         raise AttngenError(f"{path}: no layer of the {config.model_type} runs with attngen: {left[0]}")
     for why in dict.fromkeys(left):
