@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from attngen import store
 from attngen.collector import paused
 from attngen.errors import AttngenError, SpecError, last_line
-from attngen.imported import import_folder
+from attngen.imported import import_source, read_source
+from attngen.sources import hashed
 
 if TYPE_CHECKING:
     from attngen.spec import Spec
@@ -66,7 +67,7 @@ def _built(asked: bytes, read: Callable[[], Spec], path: Path | None) -> ModuleT
     with _LOCK:
         if asked not in _LOADED:
             key = store.key_of(asked)
-            _LOADED[asked] = _import(store.find(key) or _compile(key, read(), path))
+            _LOADED[asked] = _import(*(store.find(key) or _compile(key, read(), path)))
         return _LOADED[asked]
 
 
@@ -93,8 +94,12 @@ def load(path: str | os.PathLike[str]) -> ModuleType:
         raise AttngenError(f"{folder} {what}; expected the folder of a generated module, as in `generated/causal_mqa`{hint}")
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise AttngenError(f"{folder} is not a generated module (it has no {missing[0]}); `attngen build SPEC` writes one")
+    try:
+        code = read_source(folder)
+    except OSError as error:
+        raise AttngenError(f"{folder}: cannot be read ({error.strerror}); expected what `attngen build` writes") from error
     with _LOCK:
-        return _import(folder.resolve())
+        return _import(folder.resolve(), code)
 
 
 def _request(spec: Any) -> tuple[bytes, Callable[[], Spec], Path | None]:
@@ -143,20 +148,20 @@ def _spec_at(path: Path) -> Spec:
     return load_spec(path)
 
 
-def _compile(key: str, spec: Spec, path: Path | None) -> Path:
-    """The folder of a spec's module in the cache, where another form of the spec or another process may have put it; else compiled now."""
+def _compile(key: str, spec: Spec, path: Path | None) -> store.Kept:
+    """A spec's module in the cache, where another form of the spec or another process may have put it; else compiled now."""
     own = store.key_of(b"spec" + spec.hash().encode())
-    folder = store.find(own)
-    if folder is None:
+    found = store.find(own)
+    if found is None:
         with store.building(spec.hash()):
-            folder = store.find(own)  # of a process that held the lock before
-            if folder is None:
-                folder = store.keep(spec.name, _render(spec, path))
-                store.note(own, folder)
+            found = store.find(own)  # of a process that held the lock before
+            if found is None:
+                found = store.keep(spec.name, _render(spec, path))
+                store.note(own, found.folder)
     if key != own:
         with suppress(AttngenError):  # a cache that can only be read has no more to say
-            store.note(key, folder)
-    return folder
+            store.note(key, found.folder)
+    return found
 
 
 def _render(spec: Spec, path: Path | None) -> dict[str, str]:
@@ -169,18 +174,23 @@ def _render(spec: Spec, path: Path | None) -> dict[str, str]:
         for where, text in spec.notes():
             warnings.warn(f"{place(path, where)}: `{where[0]}` {text}", stacklevel=5)
         with naming(path):
-            return render(lower(spec), store.templates())
+            return render(lower(spec))
 
 
-def _import(folder: Path) -> ModuleType:
-    """Import a generated folder under its name and a digest of its code; AttngenError, in one sentence, if that fails."""
+def _import(folder: Path, code: dict[str, bytes]) -> ModuleType:
+    """Import a generated module under its name and a digest of its code; AttngenError, in one sentence, if that fails.
+
+    Args:
+        folder: where it is said to be.
+        code: the bytes of its Python files, by name. They are what runs: nothing is read from the folder.
+    """
     from attngen import built
 
     try:
-        digest = store.code_digest(folder)
+        digest = hashed(code)
         stem = re.sub(r"\W", "_", folder.name.removesuffix(f"_{digest}"))
         name = f"{built.__name__}.{stem}_{digest}"
         known = sys.modules.get(name)
-        return known if known is not None and Path(str(known.__file__)).is_file() else import_folder(folder, name)
+        return known if known is not None and Path(str(known.__file__)).is_file() else import_source(name, folder, code)
     except Exception as error:
         raise AttngenError(f"{folder}: cannot be imported ({last_line(error)}); expected what `attngen build` writes") from error

@@ -1,18 +1,79 @@
-"""Importing a generated module from its folder, under a name that the caller chooses."""
+"""Importing generated modules from source in memory, under names that callers choose: the bytes that were checked are those that run.
+
+Python's own way would read the files a second time, and take bytecode from `__pycache__` without looking at their text.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import ExecutionLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
 
-def import_folder(folder: Path, name: str) -> ModuleType:
-    """Import a generated module from its folder, wherever that is, under an absolute name, anew. Nothing of it stays if that fails."""
+class _Source(ExecutionLoader):
+    """Loads a package whose Python files are in memory, by name."""
+
+    def __init__(self, package: str, folder: Path, files: Mapping[str, bytes]) -> None:
+        self.package, self.folder = package, folder
+        self.files = {name: importlib.util.decode_source(data) for name, data in files.items()}
+
+    def file_of(self, fullname: str) -> str:
+        """The name of a module's file: that of the package itself, or of a module in it."""
+        return "__init__.py" if fullname == self.package else f"{fullname.removeprefix(self.package + '.')}.py"
+
+    def is_package(self, fullname: str) -> bool:
+        return fullname == self.package
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.folder / self.file_of(fullname))
+
+    def get_source(self, fullname: str) -> str:
+        return self.files[self.file_of(fullname)]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run a module. Triton, which compiles the text of functions, and tracebacks find the same text, not what the file has by then."""
+        path, text = self.get_filename(module.__name__), self.get_source(module.__name__)
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # None: it is not compared with the file
+        super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of packages that `import_source` has imported. Nothing else finds them: the paths of these packages are empty."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        loader = getattr(parent, "__loader__", None)
+        if isinstance(loader, _Source) and loader.file_of(fullname) in loader.files:
+            return importlib.util.spec_from_loader(fullname, loader)
+        return None
+
+
+sys.meta_path.append(_Finder())
+
+
+def read_source(folder: Path) -> dict[str, bytes]:
+    """The Python files of a generated module, by name. OSError if they cannot be read."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.py")) if path.is_file()}
+
+
+def spec_of(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleSpec:
+    """What Python's import takes to import a package from the text of its files; `folder` is where they are said to be."""
+    spec = importlib.util.spec_from_loader(name, _Source(name, folder, files))
+    assert spec is not None
+    spec.submodule_search_locations = []
+    return spec
+
+
+def import_source(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleType:
+    """Import a generated module from the text of its files, under an absolute name, anew. Nothing of it stays if that fails."""
     _forget(name)
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
-    assert spec is not None and spec.loader is not None
+    spec = spec_of(name, folder, files)
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -21,6 +82,11 @@ def import_folder(folder: Path, name: str) -> ModuleType:
         _forget(name)
         raise
     return module
+
+
+def import_folder(folder: Path, name: str) -> ModuleType:
+    """Import a generated module from its folder, wherever that is, as `import_source` does."""
+    return import_source(name, folder, read_source(folder))
 
 
 def _forget(name: str) -> None:

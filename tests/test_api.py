@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import inspect
+import marshal
+import os
 import pickle
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -20,9 +25,7 @@ import torch
 import attngen
 from attngen import api, sources, store
 from attngen.emit.files import write_module
-from attngen.emit.render import _environment, render
 from attngen.errors import AttngenError, SpecError
-from attngen.passes.pipeline import lower
 from attngen.spec import load_spec, make_spec
 from tests.helpers import ROOT
 
@@ -51,6 +54,25 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(api, "_render", counted)
     return found
+
+
+@pytest.fixture
+def rendered(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The same, where compiling takes no time but for the first time."""
+    render = api._render
+
+    def known(spec: Any, path: Path | None) -> dict[str, str]:
+        if spec.hash() not in _RENDERED:
+            _RENDERED[spec.hash()] = render(spec, path)
+        else:
+            compiled.append(spec.name)
+        return _RENDERED[spec.hash()]
+
+    monkeypatch.setattr(api, "_render", known)
+    return compiled
+
+
+_RENDERED: dict[str, dict[str, str]] = {}
 
 
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,21 +309,302 @@ def test_what_is_damaged_is_built_again(
     assert compiled == ["mine"] * 2 and kernels.read_bytes() == before and len(store.modules()) == 1
 
 
-def test_compiled_templates_are_kept_and_what_they_give_is_the_same(cache: Path) -> None:
-    """Whatever is found where they are kept, and where nothing can be kept."""
-    module = lower(make_spec(SPEC))
-    right, kept = render(module), store.templates()
-    assert kept == cache / ".templates" and render(module, kept) == right
-    files = list(kept.iterdir())
-    for file in files:
-        file.write_bytes(b"damaged")
-    _environment.cache_clear()
-    assert files and render(module, kept) == right
-    assert all(file.read_bytes() != b"damaged" for file in files)
-    shutil.rmtree(kept)
-    kept.write_text("no folder")
-    _environment.cache_clear()
-    assert render(module, store.templates()) == right
+def places(cache: Path) -> dict[str, Path]:
+    """What a cache of one module has, but for what nothing reads: of each kind one."""
+    (folder,) = store.modules()
+    (lock,) = (cache / ".locks").glob("*.lock")
+    receipt = cache / ".receipts" / store.key_of(api._request(SPEC)[0])
+    kept = [folder, *folder.glob("*.py"), receipt.parent, receipt, lock.parent, lock, cache / "CACHEDIR.TAG"]
+    return {"lock" if path == lock else "receipt" if path == receipt else path.relative_to(cache).as_posix(): path for path in kept}
+
+
+def put(kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage what is at a place."""
+    elsewhere = tmp_path / "elsewhere"
+    inode, os_open, os_access = path.lstat().st_ino, os.open, os.access
+    held = None if path.is_dir() else path.open()  # or another file may get its number
+    data = b"" if path.is_dir() else path.read_bytes()
+    if kind == "unreadable":  # root may read what no one may
+
+        def is_it(at: Any) -> bool:
+            return held is not None and os.path.lexists(str(at)) and os.lstat(str(at)).st_ino == inode
+
+        def refused(at: Any, *args: Any, **more: Any) -> int:
+            if is_it(at):
+                raise PermissionError(13, "Permission denied", str(at))
+            return os_open(at, *args, **more)
+
+        monkeypatch.setattr(os, "open", refused)
+        monkeypatch.setattr(os, "access", lambda at, *args, **more: not is_it(at) and os_access(at, *args, **more))
+        path.chmod(0)
+        return
+    if path.is_dir():
+        elsewhere.is_dir() or shutil.copytree(path, elsewhere)
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    match kind:
+        case "cut":
+            path.write_bytes(data[: len(data) // 2])
+        case "altered":
+            path.write_bytes(data[:-9] + b"#" + data[-8:] or b"#")
+        case "garbage":
+            path.write_bytes(b"\xff\x00\n" * 99)
+        case "folder":
+            (path / "below").mkdir(parents=True)
+            (path / "below").chmod(0)
+            path.chmod(0)
+        case "link":
+            elsewhere.exists() or elsewhere.write_bytes(data)
+            path.symlink_to(elsewhere)
+        case "dangling":
+            path.symlink_to(tmp_path / "none")
+        case "loop":
+            path.symlink_to(path)
+        case "pipe":
+            os.mkfifo(path)
+        case "huge":
+            with path.open("wb") as file:
+                file.truncate(2**34)
+
+
+KINDS = ["cut", "altered", "garbage", "gone", "folder", "link", "dangling", "loop", "pipe", "huge", "unreadable"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_damage_heals(kind: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each place, whatever is there, the next build is right, and the one after it finds what that has left. Nothing outside changes."""
+    attngen.build(SPEC)
+    for place in places(cache):
+        path = places(cache)[place]
+        with monkeypatch.context() as patch:
+            put(kind, path, tmp_path, patch)
+            before = {at: at.read_bytes() for at in tmp_path.glob("elsewhere*") if at.is_file()}
+            anew(monkeypatch)
+            module = attngen.build(SPEC)
+            assert module.FORWARD, place
+            count = len(rendered)
+            anew(monkeypatch)
+            assert attngen.build(SPEC).FORWARD and len(rendered) == count, place
+            for folder in store.modules():  # so that locks and receipts are needed, too
+                shutil.rmtree(folder)
+            anew(monkeypatch)
+            assert attngen.build(SPEC).FORWARD and len(rendered) == count + 1, place
+            assert not path.is_symlink() and stat.S_IMODE(cache.stat().st_mode) == 0o700, place
+        assert all(at.read_bytes() == data for at, data in before.items()), place
+        for at in tmp_path.glob("elsewhere*"):
+            shutil.rmtree(at) if at.is_dir() else at.unlink()
+        assert len(store.modules()) == 1 and not list(cache.glob(".mine_*")), place
+    store.clear()
+    assert not cache.exists()
+
+
+def run_if_taken(path: Path, flag: Path, unchecked: bool) -> None:
+    """Write bytecode of other code for a Python file, as Python itself would take it."""
+    code = marshal.dumps(compile(f"open({str(flag)!r}, 'w').close()", str(path), "exec"))
+    if unchecked:  # Python does not look at the source
+        header = (1).to_bytes(4, "little") + bytes(8)
+    else:
+        header = bytes(4) + b"".join((int(n) & 0xFFFFFFFF).to_bytes(4, "little") for n in (path.stat().st_mtime, path.stat().st_size))
+    target = Path(importlib.util.cache_from_source(str(path)))
+    target.parent.mkdir(exist_ok=True)
+    target.write_bytes(importlib.util.MAGIC_NUMBER + header + code)
+
+
+@pytest.mark.parametrize("unchecked", [False, True])
+def test_bytecode_is_never_taken(
+    unchecked: bool, tmp_path: Path, device: str, rendered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside modules of the cache and of other folders: what runs was made from the source that was checked."""
+    folder = Path(str(attngen.build(SPEC).__file__)).parent
+    module = attngen.build(SPEC)
+    (tmp_path / "pickle").write_bytes(pickle.dumps(module.Attention()))
+    copy = shutil.copytree(folder, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*folder.glob("*.py"), *copy.glob("*.py")):
+        run_if_taken(path, tmp_path / "ran", unchecked)
+    anew(monkeypatch)
+    assert is_right(attngen.build(SPEC), device)
+    anew(monkeypatch)
+    assert is_right(attngen.load(copy), device)
+    script(UNPICKLE, tmp_path / "pickle")
+    assert rendered == ["mine"] and not (tmp_path / "ran").exists()
+
+
+def test_what_was_checked_is_what_runs(device: str, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files are read once: another text that is there by then is compiled neither by Python nor by Triton."""
+    attngen.build(SPEC)
+    (folder,) = store.modules()
+    anew(monkeypatch)
+    find = store.kept
+
+    def swapped(name: str) -> store.Kept | None:
+        found = find(name)
+        for path in folder.glob("*.py"):
+            path.write_text("raise SystemExit")
+        return found
+
+    monkeypatch.setattr(store, "kept", swapped)
+    module = attngen.build(SPEC)
+    assert is_right(module, device) and "def " in inspect.getsource(module.runtime) and rendered == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "form", ["{folder}", "../../outside/{name}", "outside/../../outside/{name}", "./{name}", "{name}\n", ".", "..", "", "x"]
+)
+def test_receipts_lead_to_nothing_outside_the_cache(
+    form: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attngen.build(SPEC)
+    code = {"__init__.py": f"open({str(tmp_path / 'ran')!r}, 'w').close()".encode()}
+    folder = tmp_path / "outside" / f"mine_{sources.hashed(code)}"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_bytes(code["__init__.py"])
+    for receipt in (cache / ".receipts").iterdir():
+        receipt.write_text(form.format(folder=folder, name=folder.name))
+    anew(monkeypatch)
+    assert attngen.build(SPEC).FORWARD and rendered == ["mine"] * 2 and not (tmp_path / "ran").exists()
+
+
+def test_an_empty_module_is_none(cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not there has the digest of no files."""
+    attngen.build(SPEC)
+    for receipt in (cache / ".receipts").iterdir():
+        receipt.write_text(f"mine_{sources.hashed({})}")
+    anew(monkeypatch)
+    assert attngen.build(SPEC).FORWARD and rendered == ["mine"] * 2
+
+
+# ---------------------------------------------------------------------------------------------- whom a cache trusts
+
+
+def test_a_cache_is_its_users_alone(cache: Path, rendered: list[str]) -> None:
+    before = os.umask(0)
+    try:
+        attngen.build(SPEC)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
+def test_a_cache_that_others_can_write_is_refused(mode: int, cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = attngen.build(SPEC)
+    pickled = pickle.dumps(module.Attention())
+    cache.chmod(mode)
+    anew(monkeypatch)
+    sentence = rf"^{cache}: others than its owner can write in it \(mode {mode:04o}\), and what is in it runs as code of yours; [^\n]*$"
+    for call in (lambda: attngen.build(SPEC), lambda: attngen.build({**SPEC, "mask": "none"}), lambda: pickle.loads(pickled)):
+        with pytest.raises(AttngenError, match=sentence):
+            call()
+    monkeypatch.setenv(store.TRUST, "1")
+    assert attngen.build(SPEC).FORWARD and pickle.loads(pickled).spec and rendered == ["mine"]
+    monkeypatch.delenv(store.TRUST)
+    cache.chmod(0o755)  # others may read it
+    anew(monkeypatch)
+    assert attngen.build(SPEC).FORWARD and rendered == ["mine"]
+
+
+def strange(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file or folder belong to another user."""
+    inode, os_stat, os_fstat = path.stat().st_ino, os.stat, os.fstat
+
+    def seen(found: os.stat_result) -> os.stat_result:
+        return os.stat_result((*found[:4], 4243, *found[5:])) if found.st_ino == inode else found
+
+    monkeypatch.setattr(os, "stat", lambda *args, **more: seen(os_stat(*args, **more)))
+    monkeypatch.setattr(os, "fstat", lambda at: seen(os_fstat(at)))
+
+
+def test_a_cache_of_another_user_is_refused(cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    attngen.build(SPEC)
+    anew(monkeypatch)
+    strange(cache, monkeypatch)
+    with pytest.raises(
+        AttngenError, match=rf"^{cache}: it belongs to another user \(4243\) \(mode 0700\), .* {store.TRUST}=1 if you trust"
+    ):
+        attngen.build(SPEC)
+    monkeypatch.setenv(store.TRUST, "1")
+    assert attngen.build(SPEC).FORWARD and rendered == ["mine"]
+
+
+def test_a_file_of_another_user_is_no_part_of_the_cache(cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    attngen.build(SPEC)
+    anew(monkeypatch)
+    strange(store.modules()[0] / "kernels.py", monkeypatch)
+    assert attngen.build(SPEC).FORWARD and rendered == ["mine"] * 2
+
+
+@pytest.mark.parametrize("value", ["~nouser/x", "a\nb", "x" * 5000, "a/" * 4000, "loop", "\x1b[31m"])
+def test_what_cannot_be_a_folder_is_one_sentence(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setenv(store.VARIABLE, value)
+    for call in (lambda: attngen.build(SPEC), store.modules, store.clear):
+        with pytest.raises(
+            AttngenError, match=rf"^{store.VARIABLE} is '[^\n]*', which cannot be a folder \(.*\); expected a path, such as /tmp"
+        ) as caught:
+            call()
+        assert len(str(caught.value)) < 300
+
+
+def test_a_relative_folder_and_none(tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(store.VARIABLE, "here/it is")
+    assert Path(str(attngen.build(SPEC).__file__)).parents[1] == tmp_path / "here" / "it is" / "modules"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv(store.VARIABLE, "")
+    assert store.root() == tmp_path / "xdg" / "attngen" / "modules"
+
+
+AT_ONCE = """
+import pickle, random, shutil, sys, threading
+import attngen
+from attngen import api, store
+files = pickle.load(open(sys.argv[1], "rb"))
+api._render = lambda spec, path: files
+failed = []
+
+def work(seed):
+    chance = random.Random(seed)
+    for _ in range(25):
+        try:
+            match chance.randrange(5):
+                case 0:
+                    store.clear()
+                case 1:
+                    for folder in store.modules():
+                        shutil.rmtree(folder, ignore_errors=True)
+                case 2:
+                    for folder in store.modules():
+                        (folder / "kernels.py").unlink(missing_ok=True)
+            with api._LOCK:
+                api._LOADED.clear()
+                for name in [name for name in sys.modules if name.startswith("attngen.built.")]:
+                    del sys.modules[name]
+                assert attngen.build({spec!r}).attention
+        except BaseException as error:
+            failed.append(repr(error))
+
+threads = [threading.Thread(target=work, args=(10 * int(sys.argv[2]) + at,)) for at in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(failed)
+"""
+
+
+def test_building_healing_and_clearing_at_once(tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes and in threads: each gets its module, whatever the others do to the cache."""
+    (tmp_path / "files").write_bytes(pickle.dumps(api._render(make_spec(SPEC), None)))
+    command = [sys.executable, "-c", AT_ONCE.replace("{spec!r}", repr(SPEC)), str(tmp_path / "files")]
+    started = [
+        subprocess.Popen([*command, str(at)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for at in range(3)
+    ]
+    ended = [process.communicate() for process in started]
+    assert [output for output, _ in ended] == ["[]\n"] * 3, ended
+    rendered.clear()
+    assert attngen.build(SPEC).FORWARD
+    anew(monkeypatch)
+    assert attngen.build(SPEC).FORWARD and len(rendered) <= 1
 
 
 def test_collections_pause_while_a_module_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

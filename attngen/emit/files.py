@@ -30,7 +30,7 @@ def write_module(files: dict[str, str], folder: Path) -> bool:
         if folder.parent.exists() and not folder.parent.is_dir():
             raise AttngenError(f"{folder.parent} is not a folder; give another --out")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _scratch(folder) as temporary:
+        with scratch(folder) as temporary:
             fresh, old = temporary / "fresh", temporary / "old"
             fresh.mkdir()
             for name, text in files.items():
@@ -50,7 +50,7 @@ def write_file(path: Path, text: str) -> None:
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        with _scratch(target) as temporary:
+        with scratch(target) as temporary:
             fresh = temporary / target.name
             fresh.write_text(text, encoding="utf-8", newline="\n")
             os.replace(fresh, target)
@@ -59,7 +59,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _scratch(target: Path) -> Iterator[Path]:
+def scratch(target: Path) -> Iterator[Path]:
     """A temporary hidden folder beside `target`; its name contains the target's name, the machine and the process id."""
     with tempfile.TemporaryDirectory(prefix=f"{_scratch_prefix(target)}{os.getpid()}-", dir=target.parent) as folder:
         yield Path(folder)
@@ -73,9 +73,14 @@ def _remove_leftovers(target: Path) -> None:
     """Remove hidden folders for `target` that killed processes of this machine left behind."""
     prefix = _scratch_prefix(target)
     for folder in target.parent.glob(".*"):
-        pid = folder.name.removeprefix(prefix).partition("-")[0]
-        if folder.name.startswith(prefix) and pid.isdecimal() and not _runs(int(pid)):
+        if folder.name.startswith(prefix) and folder.name.removeprefix(prefix).partition("-")[0].isdecimal() and not in_use(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a path is such a hidden folder, of a process of this machine that runs."""
+    found = re.fullmatch(rf"\..+-{re.escape(platform.node())}-([0-9]+)-\w+", path.name)
+    return found is not None and _runs(int(found[1]))
 
 
 def _runs(pid: int) -> bool:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import sympy
-from jinja2.bccache import Bucket
 
 from attngen.analysis.report import report
 from attngen.backends import DIVIDERS, backend_of
@@ -30,14 +27,11 @@ from attngen.sources import templates_dir
 from attngen.verify.inputs import verify_interface
 
 
-def render(module: Module, compiled: Path | None = None) -> dict[str, str]:
-    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`, `report.json`.
-
-    compiled: a folder in which compiled templates are kept for other processes.
-    """
+def render(module: Module) -> dict[str, str]:
+    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`, `report.json`."""
     verify_interface(module)
     printed = backend_of(module).printed(module)
-    env = _environment(compiled)
+    env = _environment()
     dividers = [DIVIDERS[name] for name in sorted({kernel.backend for kernel in module.divided})]
     divided = {d.file: within(env.get_template(d.template).render(d.context(module))) for d in dividers}
     return {
@@ -52,20 +46,8 @@ def render(module: Module, compiled: Path | None = None) -> dict[str, str]:
     }
 
 
-class _Compiled(jinja2.FileSystemBytecodeCache):
-    """Compiled templates in a folder, each held against its text; where that cannot be read or written, none are kept."""
-
-    def load_bytecode(self, bucket: Bucket) -> None:
-        with suppress(OSError):
-            super().load_bytecode(bucket)
-
-    def dump_bytecode(self, bucket: Bucket) -> None:
-        with suppress(OSError):
-            super().dump_bytecode(bucket)
-
-
 @cache
-def _environment(compiled: Path | None) -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     """The Jinja environment, made once, so that each template is compiled once."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
@@ -74,7 +56,6 @@ def _environment(compiled: Path | None) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
-        bytecode_cache=_Compiled(str(compiled)) if compiled else None,
     )
     env.globals["call"] = layout.call
     env.globals["assign"] = layout.assign

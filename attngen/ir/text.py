@@ -5,6 +5,7 @@ One line per op: `%name = kind positional... key(value)... : type`. Fields at th
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -337,6 +338,20 @@ class _Lines:
     role: Role | None = None
 
 
+# What a line of the IR has. Its texts, such as `about` and `mask`, are printed into comments, docstrings and strings of generated modules,
+# which end at no character of these; its names are what Python takes them for.
+_PLAIN = re.compile(r"[\t !#-\[\]-~]")
+
+
+def _parse_name(text: str, where: str) -> str:
+    """The name of a module, which is that of a folder and of a package, too."""
+    name = parse_word(text, where)
+    if not re.fullmatch("[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name):
+        expected = "a small letter, and then small letters, digits and `_`, 64 at most, and no keyword of Python"
+        raise IRError(f"{where}: `module @{name[:80]}`; expected {expected}")
+    return name
+
+
 class _Sections:
     """What the lines of a text say, section by section."""
 
@@ -380,9 +395,11 @@ def _sections(text: str, source: str) -> _Sections:
         where, line = f"{source}, line {number}", raw.strip()
         if not line or line.startswith("//"):
             continue
+        if strange := next((c for c in line if not _PLAIN.fullmatch(c)), ""):
+            raise IRError(f"{where}: it has the character {ascii(strange)}; expected printable ASCII without double quotes and backslashes")
         word, _, rest = line.partition(" ")
         if word == "module":
-            s.header["name"] = parse_word(rest, where)
+            s.header["name"] = _parse_name(rest, where)
         elif word == "kernel":
             s.kernels.append((_parse_kernel(rest, where), []))
             section = "kernel"
