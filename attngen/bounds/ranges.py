@@ -16,11 +16,11 @@ from itertools import permutations
 
 import sympy
 
-from attngen.bounds.intervals import Scene, Term, extremes, mentions, terms, with_rows
+from attngen.bounds.intervals import Scene, Term, extremes, last_row, mentions, terms, with_rows
 from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.names import INTEGERS
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Gather, Mask
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Dot, Gather, Mask
 from attngen.ir.prove import entails, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
@@ -67,6 +67,48 @@ def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
     """Visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers, from the masks in it."""
     where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
     return classify(where, scene_of(kernel, body))
+
+
+def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
+    """The first row and the end of the rows along the loop that visible pairs of the program's tile may have, as far as data says it.
+
+    None if rows outside of it are those of pairs in other programs, or are known from sizes alone.
+    """
+    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
+    scene = scene_of(kernel, body)
+    extent = symbol(AXIS_EXTENT[scene.loop])
+    firsts, ends = [], []
+    for term in terms(where, scene):
+        lows: list[Expr] = []
+        highs: list[Expr] = []
+        for side, rest in (*term.solved, *_known(term, scene)[0].solved):
+            seen = extremes(rest, replace(scene, whole=False))
+            if side and seen and _is_of_data(kernel, seen[0]) and _excludes(side, seen[0], scene):
+                (highs if side > 0 else lows).append(1 - seen[0] if side > 0 else seen[0])
+        firsts.append(sympy.Max(*lows) if lows else sympy.Integer(0))
+        ends.append(sympy.Min(extent, *highs))
+    first = sympy.Integer(0) if 0 in firsts else flattened(sympy.Min(*firsts))
+    end = extent if extent in ends else flattened(sympy.Max(*ends))
+    return (first, end) if firsts and (first, end) != (0, extent) else None
+
+
+def _is_of_data(kernel: Kernel, e: Expr) -> bool:
+    """Whether an expression names numbers that a kernel reads, and none that it lacks: sizes alone are known from shapes."""
+    named = {str(s) for s in e.free_symbols} - {f"{axis}_start" for axis in AXIS_EXTENT} - {*AXIS_DIM.values()}
+    ops = [kernel.op(name) for name in named if name in kernel.graph]
+    return len(ops) == len(named - INTEGERS.keys() | named & kernel.graph.nodes.keys()) and any(
+        not isinstance(op, Arg) or op.name not in INTEGERS for op in ops
+    )
+
+
+def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
+    """Whether the bound may leave out a row for the last own tile, if it is an upper one, or for the first one, if it is a lower one: rows
+    that it leaves out for others alone are in pairs of these."""
+    own, extent = symbol(f"{scene.own}_start"), symbol(AXIS_EXTENT[scene.own])
+    if side > 0:
+        last = rest.xreplace({last_row(scene.own): extent - 1, own: extent - 1})
+        return not prove_le(symbol(AXIS_EXTENT[scene.loop]), sympy.expand(1 - last))
+    return not prove_le(rest.xreplace({own: sympy.Integer(0)}), sympy.Integer(0))
 
 
 def shows_nothing(where: Bool) -> bool:

@@ -133,6 +133,7 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(("least", "columns"), (str, _parse_count)),
     "ranges": _RANGES,
     "heads": _RANGES,
+    "needed": _RANGES,
     "tiles": (lambda v: "; ".join(map(to_text, v)), lambda t, w: tuple(parse(x, w) for x in split(t, ";"))),
     "known": (_print_facts, _parse_facts),
     "check": (lambda v: ", ".join(a if w == "always" else f"{a} if {w}" for a, w in v), _parse_checks),

@@ -384,7 +384,7 @@ class Launch:
         head, axis, column = op.src.index
         rows, pages = values[f"{axis}_idx"], values[op.pages]
         tensor = values[op.src.tensor]
-        inside = rows < values[AXIS_EXTENT[str(axis)]]
+        inside = (rows < values[AXIS_EXTENT[str(axis)]]) & self.needed(op, values, cls)
         if not any(a == str(axis) and applies(when, cls) for a, when in op.check):
             self.must_be_inside(op, op.src, 2, int(rows.min()), int(rows.max()) + 1, values[AXIS_EXTENT[str(axis)]])
         if inside.any():
@@ -404,7 +404,19 @@ class Launch:
             return self.tile(read, op.type, values)
         tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
         tile[part] = spread(read, self._axes(op.src, op.type.dims), op.type.dims)
+        rows = self.needed(op, values, cls)
+        if rows is not True:
+            others = ~spread(rows, (AXIS_DIM[self.kernel.loop_axis],), op.type.dims)
+            tile[np.broadcast_to(others, tile.shape)] = compiled(op.other)(values)
         return tile
+
+    def needed(self, op: Load, values: Values, cls: str) -> Any:
+        """Which rows of a checked tile are in the range that the load is limited to; True for all of them."""
+        axis = self.kernel.loop_axis
+        if not op.needed or not applies(dict(op.check)[axis], cls):
+            return True
+        ((first, end),) = (tuple(int(self.expression(e, values)) for e in pair) for pair in op.needed)
+        return (values[f"{axis}_idx"] >= first) & (values[f"{axis}_idx"] < end)
 
     def _store(self, op: Store, values: Values, cls: str) -> None:
         if op.alone and values[f"{op.alone}_start"]:

@@ -198,6 +198,8 @@ class Load(Op):
     With `pages`, the tensor's first dimension counts pages of so many rows as its third one has; row i of the tile's axis lies in the page
     whose number `pages` has for it, as row i modulo that many. The access has no index for pages.
     With `columns_of`, they are the program's own columns of a loaded tile; where a program has all columns, that tile itself.
+    needed: one range of rows along the loop's axis, set by limit-loads. Rows outside it are in no visible pair of the program's tile; where
+    the axis is checked they are `other` too. A descriptor of a tensor that is no cache reads them as they are.
     """
 
     src: Access = field(metadata=OPERAND)
@@ -207,6 +209,7 @@ class Load(Op):
     via: str = ""
     pages: str | None = field(default=None, metadata=OPERAND)
     columns_of: str | None = field(default=None, metadata=OPERAND)
+    needed: tuple[tuple[Expr, Expr], ...] = ()
 
 
 @dataclass(frozen=True)

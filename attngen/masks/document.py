@@ -40,8 +40,8 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
             end = torch.minimum(end, meets + 1)
         elif causal:
             first = torch.maximum(first, meets)
-        rest = n_kv if side > 0 else n_q  # positions in no document see nothing: they come before or after all others
-        spans += [torch.where(inside, x, torch.where(before, 0, rest)).int() for x in (first, torch.maximum(first, end))]
+        none = torch.where(before, other[0], other[-1])  # positions in no document see nothing, and no row outside of all documents
+        spans += [torch.where(inside, x, none).int() for x in (first, torch.maximum(first, end))]
     return tuple(spans)
 
 

@@ -19,6 +19,7 @@ from attngen.passes.deal_keys import DealKeys
 from attngen.passes.drop_undivided import DropUndivided
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.passes.inline_scores import InlineScores
+from attngen.passes.limit_loads import LimitLoads
 from attngen.passes.list_tiles import ListTiles
 from attngen.passes.overlap_launches import OverlapLaunches
 from attngen.passes.pipeline_loads import PipelineLoads
@@ -62,6 +63,7 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
         Dce(),
         *(p for divider in DIVIDERS.values() for p in divider.passes(partial(choose, divider, s, tables))),
         DropUndivided(),
+        LimitLoads(),
         *backend.legalize,
     )
 
@@ -102,7 +104,7 @@ def divide(module: Module, kernel: str, row: Row) -> Module:
     def choose_it(division: Division, _: Module) -> tuple[Row, ...] | str:
         return (row,) if division.kernel == kernel else "nobody asked"
 
-    steps = (*DIVIDERS[row.backend].passes(choose_it), DropUndivided(), *backend_of(module).legalize)
+    steps = (*DIVIDERS[row.backend].passes(choose_it), DropUndivided(), LimitLoads(), *backend_of(module).legalize)
     *_, (_, made) = _run(module, steps)
     return made
 

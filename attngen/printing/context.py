@@ -456,13 +456,18 @@ class KernelContext:
         inner = " + ".join(tiles)
         return " + ".join([*scalars, f"({inner})" if len(tiles) > 1 else inner] if tiles else scalars)
 
-    def _check(self, checks: Any, access: Access, cls: str, tile: tuple[str, ...] = ()) -> str:
+    def _check(self, checks: Any, access: Access, cls: str, tile: tuple[str, ...] = (), needed: Any = ()) -> str:
+        """The condition under which elements are inside and, along the loop's axis, in the range of rows that are `needed`."""
         dims = _as_tile(access, tile)
         conditions = []
         for axis, when in checks:
             if _applies(when, cls):
                 index = self._row_of_tensor(axis, tile) if axis in ROW_AXES else axis
-                text = f"{index} < {AXIS_EXTENT[axis]}"
+                text = (
+                    _in_range(index, *map(self.scalar, *needed))
+                    if needed and axis == self.kernel.loop_axis
+                    else f"{index} < {AXIS_EXTENT[axis]}"
+                )
                 if len(dims) > 1:
                     text = f"({text})[{', '.join(':' if d == AXIS_DIM[axis] else 'None' for d in dims)}]"
                 conditions.append(text)
@@ -496,7 +501,7 @@ class KernelContext:
         return {"learned": False, "distances": (), "ptr": ptr, "value": self.var(op.value), "check": check}
 
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
-        check = self._check(op.check, op.src, cls, op.type.dims)
+        check = self._check(op.check, op.src, cls, op.type.dims, op.needed)
         other = "False" if op.type.dtype == "b1" else "0" if op.type.quantised else self._constant(op.other)
         pointer = self._rows_in_cache(op.src, op.pages, "kv_idx") if op.pages else self._pointer(op.src, op.type.dims)
         text = {"var": self.var(op.name), "ptr": pointer, "check": check, "other": other, **self._own_columns(op)}
@@ -524,7 +529,7 @@ class KernelContext:
             places = [f"{self.var(op.pages)}_of_tile", *places]
             start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
         read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
-        check = self._check([(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims)
+        check = self._check([(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims, op.needed)
         zero = "0" if op.type.quantised else "0.0"
         return f"tl.where({check}, {read}, {zero})" if check and self.kernel.clears(op) else read
 
@@ -639,8 +644,14 @@ class KernelContext:
         if casting:
             dtype = "dtype" if op.type.dtype == "T" else f"tl.{ELEMENTS[op.type.dtype].torch}"
             text = f"{text}.to({dtype})" if re.fullmatch(r"\w+", text) else f"({text}).to({dtype})"
-        clears = cls == "partial" and self.kernel.clears(op) and any(isinstance(load, Load) and load.via for load in self.kernel.ops())
-        return {"var": self.var(op.name), "expr": text, "cleared": "(kv_idx < Nk)[:, None]" if clears else ""}
+        described = [load for load in self.kernel.ops() if isinstance(load, Load) and load.via]
+        needed = next((load.needed for load in described if load.needed), ((sympy.Integer(0), symbol("Nk")),))
+        clears = cls == "partial" and self.kernel.clears(op) and described
+        return {
+            "var": self.var(op.name),
+            "expr": text,
+            "cleared": f"({_in_range('kv_idx', *map(self.scalar, *needed))})[:, None]" if clears else "",
+        }
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
         condition = self._text(op.where, dict(op.uses), op.type.dims)
@@ -686,6 +697,11 @@ class KernelContext:
     def _yield(self, op: Yield, cls: str) -> dict[str, Any]:
         pairs = [(self.var(f), self.var(ref)) for f, ref in op.values]
         return {"pairs": [(f, v) for f, v in pairs if f != v]}
+
+
+def _in_range(index: str, first: str, end: str) -> str:
+    """The condition under which rows, which are not negative, are in a range."""
+    return f"{index} < {end}" if first == "0" else f"({index} >= {first}) & ({index} < {end})"
 
 
 def transposed(op: Keep | Dropout) -> bool:

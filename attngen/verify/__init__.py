@@ -28,7 +28,7 @@ from attngen.verify.protocol import protocol
 from attngen.verify.quantised import quantised
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.structure import deals, header, in_place, latents, live, loops, order, ordered, references, rewrites, shares, signature
-from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists
+from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists, needed
 from attngen.verify.turns import merges, turns
 from attngen.verify.types import types
 
@@ -56,6 +56,7 @@ _SCHEDULED: dict[str, Rule] = {
     "full-is-proven": full_is_proven,
     "cuts": cuts,
     "ends-hidden": ends_hidden,
+    "needed": needed,
     "turns": turns,
     "waits": waits,
     "placed": placed,

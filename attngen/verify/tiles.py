@@ -9,7 +9,7 @@ import sympy
 
 from attngen.bounds.cuts import PLACES, cut_by, data_of, is_whole_without
 from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
-from attngen.bounds.ranges import is_of_packed, rows_of, tile_ranges
+from attngen.bounds.ranges import is_of_packed, needed_rows, rows_of, tile_ranges
 from attngen.ir.expr import conjuncts, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
@@ -143,6 +143,22 @@ def ends_hidden(module: Module, kernel: Kernel) -> Iterator[str]:
         parts = [p for op in kernel.block(body).ops if isinstance(op, Mask) for p in conjuncts(op.where)]
         if sympy.false not in parts and not any(p == inside or implies(p, inside, "q", "kv") for p in parts):
             yield f"no mask in @{body} hides the keys from Nk on; expected a condition from which `kv_idx < Nk` follows"
+
+
+def needed(module: Module, kernel: Kernel) -> Iterator[str]:
+    """A load that is limited to a range of rows has all rows that are in visible pairs of the program's tile, and none past the end."""
+    bodies = {loop.body for loop in kernel.loops if loop.cls != "all" and loop.var == kernel.loop_axis}
+    extent = symbol(AXIS_EXTENT[kernel.loop_axis])
+    for body, op in ((b.name, op) for b in kernel.blocks for op in b.ops if isinstance(op, Load) and op.needed):
+        if len(op.needed) > 1 or body not in bodies or kernel.loop_axis not in dict(op.check):
+            yield f"%{op.name} is limited to rows; expected one range, in a loop over tiles, of a load that checks {kernel.loop_axis}"
+            continue
+        ((first, end),) = op.needed
+        least_row, last_end = needed_rows(kernel, body) or (sympy.Integer(0), extent)
+        if not _le(kernel, kernel.resolve(first), least_row) or not _le(kernel, last_end, kernel.resolve(end)):
+            yield f"%{op.name} reads rows {to_text(first)} .. {to_text(end)}, which are not proven to be all of visible pairs"
+        if not _le(kernel, kernel.resolve(end), extent):
+            yield f"%{op.name} reads rows up to `{to_text(end)}`, which is not proven to be at most {extent}"
 
 
 def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:

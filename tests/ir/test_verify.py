@@ -395,6 +395,23 @@ BROKEN = {  # rule: edits of a spec's target IR, each with what the reason says
         ("full_mha", "where(kv_idx < Nk)", "where(kv_idx < Nk + 5)", "no mask in @step hides the keys from Nk on; expected a condition"),
         ("padding_mha", "key_padding and kv_idx < Nk", "key_padding", "no mask in @step hides the keys from Nk on"),
     ],
+    "needed": [
+        (
+            "padding_mha",
+            "%kv_needed_end = map expr(min(Nk, key_padding_end)) uses(key_padding_end=%key_padding_end)",
+            "%kv_needed_end = map expr(min(Nk, key_padding_run)) uses(key_padding_run=%key_padding_run)",
+            "%k reads rows key_padding_first .. kv_needed_end, which are not proven to be all of visible pairs",
+        ),
+        (
+            "padding_mha",
+            "%kv_needed_end = map expr(min(Nk, key_padding_end))",
+            "%kv_needed_end = map expr(key_padding_end)",
+            "`kv_needed_end`, which is not proven to be at most Nk",
+        ),
+        ("padding_mha", "needed(key_padding_first ..", "needed(key_padding_first + 1 ..", "%k reads rows key_padding_first + 1 .. kv_"),
+        ("padding_mha", ".. kv_needed_end)", ".. kv_needed_end, 0 .. 1)", "%k is limited to rows; expected one range, in a loop"),
+        ("padding_mha", "%q = load %Q_head[q, d_qk] check(q)", "%q = load %Q_head[q, d_qk] check(q) needed(0 .. Nk)", "%q is limited"),
+    ],
     "turns": [
         (
             "full_mha",
