@@ -16,7 +16,7 @@ from attngen.backends.base import PrintedKernel
 from attngen.emit.layout import LONGEST, fitted, tuple_text
 from attngen.emit.torch_text import to_torch
 from attngen.ir.dtypes import TORCH
-from attngen.ir.expr import parse, select, symbol, to_text
+from attngen.ir.expr import exp2, log2, parse, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
 from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, stride_names
@@ -322,8 +322,12 @@ class HostContext:
                 del index[0]
             spread = f"[{', '.join(index)}]" if "None" in index and dims else ""
             return f"{variable(uses[str(e)])}{spread}"
-        if isinstance(e, sympy.exp):
-            return f"torch.exp({self._elementwise(e.args[0], uses, type_)})"
+        for function in (sympy.exp, exp2, log2):
+            if isinstance(e, function):
+                return f"torch.{function.__name__}({self._elementwise(e.args[0], uses, type_)})"
+        if isinstance(e, (sympy.Max, sympy.Min)) and e.args[0].is_number:  # of a tensor and a number
+            bound, rest = "min" if isinstance(e, sympy.Max) else "max", self._elementwise(e.args[1], uses, type_)
+            return f"{rest if rest.isidentifier() else f'({rest})'}.clamp({bound}={to_text(e.args[0])})"
         if e.is_Mul and e.args[0] == -1:
             return f"-{self._elementwise(-e, uses, type_)}"
         if e.is_Add or e.is_Mul:

@@ -71,7 +71,7 @@ def _environment() -> jinja2.Environment:
 def _module_context(module: Module, views: Mapping[str, PrintedKernel], files: list[str]) -> dict[str, Any]:
     wrapper = Wrapper(module)
     derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
-    titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *module.by_query])}).", **derived}
+    titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *wrapper.rows])}).", **derived}
     hosts = [(host.name, titles[host.name], HostContext(module, host, views).view()) for host in module.hosts]
     taken = [i for i in (wrapper.data_inputs if wrapper.data else []) if not i.is_size]
     given = [f"{i.name}: {wrapper.given_type(i).removesuffix(' = None')}" for i in taken]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +69,16 @@ class Wrapper:
     def of_results(self) -> str:
         """The dtype of the output, where it is not that of q."""
         return f" of {TORCH[self.results]}" if self.results != "T" else ""
+
+    @property
+    def rows(self) -> list[str]:
+        """The numbers of each query that the forward gives beside the output, by their variables."""
+        return [name.lower() for name in self.module.row_tensors]
+
+    @property
+    def sums(self) -> list[str]:
+        """Those of which weights are made again."""
+        return [name.lower() for name in self.module.sums]
 
     @property
     def asked(self) -> list[tuple[str, str]]:
@@ -414,16 +425,17 @@ class Wrapper:
     @property
     def key_mass_schema(self) -> str:
         """The declaration of the operator that sums weights over queries."""
-        return f"(Tensor q, Tensor k, Tensor lse, {_declared(self._of_key_mass)}) -> Tensor"
+        sums = ", ".join(f"Tensor {name}" for name in self.sums)
+        return f"(Tensor q, Tensor k, {sums}, {_declared(self._of_key_mass)}) -> Tensor"
 
     @property
     def passed_for_key_mass(self) -> list[str]:
-        """The value that a call gives for each of its arguments after the LSE."""
-        return self._passed(self._of_key_mass)
+        """The value that a call gives for each of its arguments after q and k."""
+        return [*self.sums, *self._passed(self._of_key_mass)]
 
     @property
     def _of_key_mass(self) -> list[Arg]:
-        return [a for a in self.module.host("key_mass").args if a.name not in ("Q", "K", "LSE")]
+        return [a for a in self.module.host("key_mass").args if a.name not in ("Q", "K", *self.module.sums)]
 
     def _passed(self, operands: list[Arg]) -> list[str]:
         found = []
@@ -450,9 +462,10 @@ class Wrapper:
         ]
         args += [f"dims={tuple_text(dims)}"] if dims else []
         args += [f"shards={tuple_text(self.shards)}"] if self.shards != _SHARDS else []
-        outputs = self.module.by_query
-        rows = tuple_text([f'"{name}"' for name in outputs])
-        return args + ([f"rows={rows}", f"flat={sum(name in FLAT for name in outputs)}"] if len(outputs) > 1 else [])
+        module, smooth = self.module, sum(name not in FLAT for name in self.module.by_query)
+        if len(module.row_tensors) > 1:
+            args += [f"rows={_names(module.row_tensors)}", f"flat={len(module.row_tensors) - smooth}"]
+        return args + ([f"kept={_names(module.kept)}"] if module.kept != module.row_tensors[:smooth] else [])
 
     @property
     def shards(self) -> list[str]:
@@ -597,3 +610,8 @@ def _source(function: str) -> str:
     if function not in known:
         raise AttngenError(f"`derive` names the function `{function}`, which no mask or modifier declares; {suggest(function, known)}")
     return inspect.getsource(known[function])
+
+
+def _names(tensors: Iterable[str]) -> str:
+    """The source of a tuple of the variables of these tensors."""
+    return tuple_text([f'"{name.lower()}"' for name in tensors])

@@ -307,6 +307,14 @@ class log2(sympy.Function):  # noqa: N801
     is_extended_real = True
 
 
+LARGEST = sympy.Float((2 - 2**-23) * 2.0**127)  # number that fp32 has
+
+
+def finite(e: Expr) -> Expr:
+    """A real number, and in place of an infinity the largest number of that sign. What is no number stays."""
+    return select(e > LARGEST, LARGEST, select(e < -LARGEST, -LARGEST, e))
+
+
 TO_INTEGER = (floor, nearest, trunc)  # functions of real numbers that give integers
 BITS = (bitand, bitor, bitxor)
 REAL = (exp2, log2, sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos)  # functions that are of no integer

@@ -16,7 +16,7 @@ from attngen.errors import VerifyError
 from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.expr import Bool, Expr, floordiv, select, symbol
 from attngen.ir.host import Host
-from attngen.ir.names import DIRECTIONS, OF_KEYS, block_lists
+from attngen.ir.names import DIRECTIONS, FLAT, LSE, OF_KEYS, OUTPUTS, SUMS, block_lists
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
@@ -777,6 +777,23 @@ class Module:
     def by_query(self) -> tuple[str, ...]:
         """Those of its outputs that the forward gives, which are numbers of each query."""
         return tuple(name for name in self.outputs if name not in OF_KEYS)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The tensors of which weights are made again, beside scores: LSE, or SUMS where kernels write these."""
+        written = {arg.name for kernel in self.kernels for arg in kernel.args if arg.role == "out"}
+        return SUMS if written.issuperset(SUMS) else LSE
+
+    @property
+    def row_tensors(self) -> tuple[str, ...]:
+        """The tensors with a number of each query that the forward gives beside the output. Those without a gradient come last."""
+        smooth, flat = ([OUTPUTS[name] for name in self.by_query if (name in FLAT) == wanted] for wanted in (False, True))
+        return (*smooth, *(name for name in self.sums if name not in smooth), *flat)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Those of the rows that the backward and forward mode read."""
+        return (*self.sums, *(OUTPUTS[name] for name in self.by_query if name not in FLAT and OUTPUTS[name] not in LSE))
 
     @property
     def directions(self) -> tuple[str, ...]:

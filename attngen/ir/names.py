@@ -131,6 +131,8 @@ SHAPES = {
     "O": ("B", "Hq", "Nq", "D_V"),
     "LSE": ("B", "Hq", "Nq"),
     "LSE2": ("B", "Hq", "Nq"),
+    "M_ALL": ("B", "Hq", "Nq"),
+    "INV_L_ALL": ("B", "Hq", "Nq"),
     "DELTA": ("B", "Hq", "Nq"),
     "dLSE": ("B", "Hq", "Nlse"),
     "COUNT": ("B", "Hq", "Tq", "Ts"),
@@ -171,8 +173,11 @@ VARIABLES |= {"tO": "tangent_out", "tLSE": "tangent_lse", "tENTROPY": "tangent_e
 # FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
 OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
 FLAT, OF_KEYS = ("max_score",), ("key_mass",)
+# What weights are made of again, beside scores: the LSE; where one fp32 number is too coarse for it, as of fp32 arguments, the maximum to base
+# 2 and one over the sum of weights at that, which are +inf and 0 for a query that sees no key.
+LSE, SUMS = ("LSE",), ("M_ALL", "INV_L_ALL")
 STATISTICS = (
-    *("LSE", "LSE2", "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS"),
+    *("LSE", "LSE2", *SUMS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS"),
     *("ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE", "KEY_MASS"),
     *("tLSE", "tENTROPY"),
 )
@@ -212,6 +217,7 @@ WRAPPER |= {
     "n_q",
     "n_kv",
 }
+WRAPPER |= {"m_all", "inv_l_all", "m_all_rows", "inv_l_all_rows"}
 WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"tq", "tk", "tv", "tangent_out", "tangent_lse"}
 WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}

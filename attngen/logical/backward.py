@@ -11,14 +11,14 @@ from typing import Any
 import sympy
 
 from attngen.errors import BuildError
-from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol, to_text
+from attngen.ir.expr import cdiv, exp2, floordiv, log2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Learned, Read
 from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import MEMBER, Access, Gather, Store, Type, Yield
 from attngen.ir.shares import part
 from attngen.logical.common import KernelBuilder, in_bounds, kv_head, named_by, scores
-from attngen.logical.semantics import S, derivative, listed_blocks, modified, of_sums, singular, varies, without_common
-from attngen.logical.signature import Signature
+from attngen.logical.semantics import S, derivative, exact_sums, listed_blocks, modified, of_sums, singular, varies, without_common
+from attngen.logical.signature import Signature, with_sums
 from attngen.parts import KV, NATURAL, Q
 from attngen.policy import WIDEST_FUSED
 from attngen.spec import Spec
@@ -91,7 +91,8 @@ def _of_entropy(spec: Spec, signature: Signature) -> Signature:
 
 def build_delta(spec: Spec) -> Kernel:
     """Delta and LSE2 of each query. Launched if `dq` is not, or does not exist: q needs no gradient, or keys are the outer loop."""
-    b = KernelBuilder(spec, _of_entropy(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA))
+    signature = with_sums(_of_entropy(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA), exact_sums(spec))
+    b = KernelBuilder(spec, signature._replace(reads=tuple(name for name in signature.reads if name != "M_ALL")))
     b.tensors()
     for name in ("Hq", "Nq", *_lengths(spec), *(("keep_scale",) if spec.dropout else ())):
         b.scalar(name)
@@ -113,7 +114,7 @@ def _outputs(b: KernelBuilder) -> None:
     """
     rows = ("b", "h", "q")
     b.load("o", "O", (*rows, "d_v"))
-    b.load("lse", "LSE", rows, other=-sympy.oo)
+    load_sums(b, rows)
     for length in _lengths(b.spec):
         name = length[1:]
         if name == "entropy":
@@ -126,21 +127,24 @@ def _statistics(b: KernelBuilder) -> None:
     """Per query, `lse2` and `delta`, stored for the kernels that come after.
 
     delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4), less the gradient of the query's LSE, times the share kept. An empty
-    row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0, and its LSE has no gradient.
+    row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0, and its LSE has no gradient. Where
+    weights are made of SUMS, these say the same, and there is no LSE2.
 
     The entropy H = -sum of P ln P has dH / dS = -P (ln P + H) (from dP / dS = P (1 - P)). With g, its gradient, delta takes g H more, and
     `dentropy2` is the factor of log2 P that is left: g ln 2.
     """
-    o_do, lse, dlse, entropy, dentropy = map(symbol, ("o_do", "lse", "dlse", "entropy", "dentropy"))
+    o_do, dlse, entropy, dentropy = map(symbol, ("o_do", "dlse", "entropy", "dentropy"))
     kept = symbol("keep_scale") if b.spec.dropout else 1
     b.map("product", symbol("o") * symbol("do"), o="o", do="do")
     b.reduce_sum("o_do", "product", "D_V")
-    seen = lse > -sympy.oo
+    exact = exact_sums(b.spec)
+    seen = symbol("inv_l_all") > 0 if exact else symbol("lse") > -sympy.oo
     of_rows = dlse - entropy * dentropy if "entropy" in b.types else dlse
     b.compute("delta", (o_do - select(seen, of_rows, sympy.Integer(0))) / kept, "entry")
     compute_lse2(b, "entry")
     b.store("DELTA", ("b", "h", "q"), "delta")
-    b.store("LSE2", ("b", "h", "q"), "lse2")
+    if not exact:
+        b.store("LSE2", ("b", "h", "q"), "lse2")
     if "entropy" in b.types:
         b.compute("dentropy2", select(seen, dentropy * symbol("LN2") / kept, sympy.Integer(0)), "entry")
         b.store("DENTROPY2", ("b", "h", "q"), "dentropy2")
@@ -244,14 +248,30 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
+def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry") -> None:
+    """Load what the kernel reads of queries to make weights again. Those past the end are as ones that see no key."""
+    past = {"LSE": -sympy.oo, "LSE2": sympy.oo, "M_ALL": sympy.oo, "INV_L_ALL": sympy.Integer(0)}
+    for tensor, other in past.items():
+        if tensor in b.signature.reads:
+            b.load(tensor.lower(), tensor, rows, block, other=other)
+
+
 def compute_lse2(b: KernelBuilder, block: str) -> None:
-    """LSE2 of queries, from their LSE: +inf for one that sees no key, so that every weight recomputed from it is 2^-inf = 0."""
-    lse = symbol("lse")
-    b.compute("lse2", select(lse > -sympy.oo, lse * symbol("LOG2E"), sympy.oo), block)
+    """LSE2 of queries, from their LSE: +inf for one that sees no key, so that every weight recomputed from it is 2^-inf = 0.
+
+    Where the LSE is a sink alone, it may be so low that to base 2 it is -inf.
+    """
+    if "LSE" not in b.signature.reads:
+        return
+    lse, lse2 = symbol("lse"), symbol("lse") * symbol("LOG2E")
+    b.compute("lse2", select((lse2 if _has_sink(b.spec) else lse) > -sympy.oo, lse2, sympy.oo), block)
 
 
 def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
-    """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed."""
+    """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed.
+
+    A large LSE has an error of its rounding, which is a factor of p. So p is 2^(score - maximum) / sum, as in the forward, for `exact_sums`.
+    """
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
     sums_keys = b.own_axis == "q" or b.signature.rewrites or b.signature.adds
@@ -259,9 +279,12 @@ def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     if b.own_axis == "kv" and singular(b.spec, b.score):  # hide queries past the end, too
         where = sympy.And(where, in_bounds("q"))
     masked = b.mask("masked", "score", where, "step")
-    b.compute("p", exp2(symbol(masked) - symbol("lse2")))
+    exact = exact_sums(b.spec)
+    made = exp2(symbol(masked) - symbol("m_all")) * symbol("inv_l_all") if exact else exp2(symbol(masked) - symbol("lse2"))
+    b.compute("p", made)
     if {"dentropy2", "tentropy"} & b.types.keys():
-        b.compute("log2_p", select(symbol("p") > 0, symbol(masked) - symbol("lse2"), sympy.Integer(0)))
+        logarithm = log2(symbol("p")) if exact else symbol(masked) - symbol("lse2")
+        b.compute("log2_p", select(symbol("p") > 0, logarithm, sympy.Integer(0)))
     return rest
 
 
@@ -371,7 +394,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     """
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
-    signature = _of_entropy(spec, signature)
+    signature = with_sums(_of_entropy(spec, signature), exact_sums(spec))
     common, factor = sympy.Integer(1), derivative(modified(spec), S)
     gradients = tuple(x for x in learned(spec) if x.by == "score") if fused else ()
     reads, slopes = _slopes(spec, gradients)
@@ -403,7 +426,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     dk, dv = ("dk_step", "dv_step") if nested else ("dk", "dv")
     b.load("q", "Q", ("b", head, "q", "d_qk"), "step")
     b.load("do", "dO", ("b", head, "q", "d_v"), "step")
-    b.load("lse2", "LSE2", ("b", head, "q"), "step", other=sympy.oo)
+    load_sums(b, ("b", head, "q"), "step")
     b.load("delta", "DELTA", ("b", head, "q"), "step")
     if "entropy" in spec.outputs:
         b.load("dentropy2", "DENTROPY2", ("b", head, "q"), "step")
@@ -501,7 +524,9 @@ def build_dq_end(spec: Spec) -> Kernel:
     ordered = fused and not _has_sink(spec)
     common = without_common(spec, derivative(modified(spec), S))[0] if fused else sympy.Integer(1)
     gradients = {x: _of_dq(spec, x) for x in _summed(spec)} if fused else {}
-    reads = ("DQ_ACC", *(["LSE2"] if ordered else []), *(["Q"] if gradients else []))
+    exact = exact_sums(spec)
+    seen = ("INV_L_ALL" if exact else "LSE2") if ordered else ""
+    reads = ("DQ_ACC", *([seen] if seen else []), *(["Q"] if gradients else []))
     b = KernelBuilder(spec, DQ_END._replace(reads=reads), [common, *gradients.values()])
     b.tensors(gradients)
     b.scalar("scale")
@@ -512,8 +537,9 @@ def build_dq_end(spec: Spec) -> Kernel:
     dq = b.load("dq", "DQ_ACC", rows)
     b.reads()
     if ordered:
-        b.load("lse2", "LSE2", rows[:3])
-        dq = b.map("dq_seen", select(symbol("lse2") < sympy.oo, symbol("dq"), sympy.Integer(0)), dq="dq", lse2="lse2")
+        number = b.load(seen.lower(), seen, rows[:3])
+        there = symbol(number) > 0 if exact else symbol(number) < sympy.oo
+        dq = b.map("dq_seen", select(there, symbol("dq"), sympy.Integer(0)), dq="dq", **{number: number})
     _scaled(b, "dq_out", dq, "scale", "keep_scale", *_left_to_the_end(b, common))
     b.store("dQ", rows, "dq_out")
     if gradients:
@@ -556,7 +582,7 @@ def build_dq(spec: Spec) -> Kernel:
     gradients = tuple(x for x in learned(spec) if x.by != "row")
     factor, (reads, slopes) = derivative(modified(spec), S), _slopes(spec, gradients)
     places = [e for x in gradients if x.by in ("element", "entry") for e in reads[x.parts].index]
-    b = KernelBuilder(spec, _of_entropy(spec, DQ), [factor, *slopes, *places])
+    b = KernelBuilder(spec, with_sums(_of_entropy(spec, DQ), exact_sums(spec)), [factor, *slopes, *places])
     b.tensors(gradients)
     b.scalar("scale")
     b.sizes()

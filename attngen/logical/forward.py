@@ -8,15 +8,15 @@ import sympy
 
 from attngen.ir.deal import item
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol
+from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol
 from attngen.ir.graph import Deal, Kernel
 from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
 from attngen.logical.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.logical.quantised import join_values, load_latents, multiply_keys, multiply_values, split_queries
-from attngen.logical.semantics import S, unbounded
-from attngen.logical.signature import Signature
+from attngen.logical.semantics import S, exact_sums, unbounded
+from attngen.logical.signature import Signature, with_sums
 from attngen.spec import Spec
 
 FWD = Signature("fwd", "q", ("Q", "K", "V"), ("O", "LSE"), about="Forward: online softmax over key tiles, one program per query tile.")
@@ -60,6 +60,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
         signature = of_latent(signature)
     if "LSE" in signature.writes:
         signature = signature._replace(writes=("O", *(OUTPUTS[name] for name in spec.outputs if name not in OF_KEYS)))
+        signature = with_sums(signature, exact_sums(spec) and signature.cache is None)
     sink = sink_of(spec)
     b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
     b.deal = deal
@@ -208,15 +209,31 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
         b.map("o", acc * inv_l / factor, dtype="T", acc=end["acc"], inv_l="inv_l")
     b.store("O", ("b", own, "q", "d_v"), "o")
     if sink is not None:
-        b.map("lse", (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), m_all="m_all", l_all="l_all")
+        lse = sympy.Max((symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), sink)  # which to base 2 may be too large
+        b.map("lse", select(m > -sympy.oo, lse, sink), m=end["m"], m_all="m_all", l_all="l_all", **dict(b.uses((sink,))))
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
     b.store("LSE", ("b", own, "q"), "lse")
     if "entropy" in b.spec.outputs:
         _store_entropy(b, own, end, sink is not None)
+    store_sums(b, ("b", own, "q"), *(("m_all", "l_all") if sink is not None else (end["m"], end["l"])))
     if "max_score" in b.spec.outputs:
         b.map("max_score", m * symbol("LN2"), m=end["m"])
         b.store("MAX_SCORE", ("b", own, "q"), "max_score")
+
+
+def store_sums(b: KernelBuilder, rows: tuple[Any, ...], m: str, l: str, maximum: Expr = symbol("m")) -> None:  # noqa: E741
+    """What weights are made of again, if the kernel writes it: each query's maximum to base 2, and one over its sum of weights.
+
+    m, l: the values with the maximum and the sum; maximum: the first, to base 2.
+    """
+    if "M_ALL" not in b.signature.writes:
+        return
+    total = symbol("l")
+    b.map("m_out", select(total > 0, maximum, sympy.oo), m=m, l=l, **({"qk_scale": "qk_scale"} if maximum.has(symbol("qk_scale")) else {}))
+    b.store("M_ALL", rows, "m_out")
+    b.map("inv_l_out", select(total > 0, 1 / total, 0), l=l)
+    b.store("INV_L_ALL", rows, "inv_l_out")
 
 
 def build_forward_by_key(spec: Spec) -> Kernel:
@@ -263,7 +280,7 @@ def build_forward_by_key(spec: Spec) -> Kernel:
 
 def build_forward_end(spec: Spec) -> Kernel:
     """After `fwd` has seen all keys, finish each row: O = acc / sum, and its LSE."""
-    b = KernelBuilder(spec, FWD_END)
+    b = KernelBuilder(spec, with_sums(FWD_END, exact_sums(spec)))
     b.tensors()
     for name in ("scale", "Hq", "Nq"):
         b.scalar(name)
@@ -279,16 +296,20 @@ def build_forward_end(spec: Spec) -> Kernel:
     maximum = m * qk_scale if b.score == S else m
     b.compute("lse", select(l > 0, (maximum + log2(l)) * symbol("LN2"), -sympy.oo), "entry")
     b.store("LSE", rows, "lse")
+    store_sums(b, rows, "m", "l", maximum)
     return b.kernel()
 
 
 def _join_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
     """Add one more logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then.
 
+    To base 2 the logit is finite, though it be -inf, so that no infinity is subtracted from another in a row that sees no key.
+
     end: the values that the row's maximum `m` and its sum `l` have in the end.
     """
     m, l, m_all, sink2 = map(symbol, ("m", "l", "m_all", "sink2"))  # noqa: E741
-    b.compute("sink2", sink * symbol("LOG2E"), "entry")
+    b.compute("sink2_base", sink * symbol("LOG2E"), "entry")
+    b.compute("sink2", finite(symbol("sink2_base")), "entry")
     b.map("m_all", sympy.Max(m, sink2), m=end["m"], sink2="sink2")
     b.map("shrunk", exp2(m - m_all), m=end["m"], m_all="m_all")
     b.map("l_all", l * symbol("shrunk") + exp2(sink2 - m_all), l=end["l"], shrunk="shrunk", sink2="sink2", m_all="m_all")

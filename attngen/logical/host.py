@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import sympy
 
 from attngen.bounds.launches import rows_are_aligned
-from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
+from attngen.ir.expr import LARGEST, Bool, Expr, divisor, exp2, floordiv, log2, select, symbol
 from attngen.ir.graph import Blocks, Input, Kernel, Learned, Module
 from attngen.ir.host import Alloc, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
-from attngen.ir.names import DROPOUT_SCALARS, FLAT, OUTPUTS, PAIRS, SHAPES, block_lists, tensor_dtype
+from attngen.ir.names import DROPOUT_SCALARS, FLAT, LSE, OUTPUTS, PAIRS, SHAPES, block_lists, tensor_dtype
 from attngen.ir.ops import Arg, Base, Block, Gather, Load, Map, Mask, Op, Type, Uses, Yield
 from attngen.ir.shares import sharing
 from attngen.logical.signature import parts_of
@@ -150,12 +150,11 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
     for name in ("Q", "K", "V"):
         b.tensor(name)
     operands(b, module, "forward")
-    rows = [OUTPUTS[name] for name in module.by_query]
     b.alloc("O", like="Q")
-    for name in rows:
+    for name in module.row_tensors:
         b.alloc(name)
     b.branch("Launched", "launches", of=("O",))
-    b.give(O="O", **{name: name for name in rows})
+    b.give(O="O", **{name: name for name in module.row_tensors})
     block = "launches"
     for way in ways:
         b.branch(way.name, way.then, block, where=way.where, orelse=way.orelse)
@@ -196,7 +195,7 @@ def _jvp(module: Module) -> Host:
 def _key_mass(module: Module) -> Host:
     """The weight that all queries give each key."""
     b = HostBuilder("key_mass")
-    for name in ("Q", "K", "LSE"):
+    for name in ("Q", "K", *module.sums):
         b.tensor(name)
     operands(b, module, "key_mass")
     b.alloc("KEY_MASS")
@@ -210,7 +209,7 @@ def _backward(module: Module) -> Host:
     """The gradients of q, k, v and learned inputs. A gradient that is not needed has no elements."""
     b = HostBuilder("backward")
     smooth = [OUTPUTS[name] for name in module.by_query if name not in FLAT]
-    for name in ("dO", *(f"d{output}" for output in smooth), "Q", "K", "V", "O", *smooth):
+    for name in ("dO", *(f"d{output}" for output in smooth), "Q", "K", "V", "O", *module.kept):
         b.tensor(name)
     operands(b, module, "backward")
     flags = ["need_q", "need_kv", *(["need_inputs"] if module.learned else [])]
@@ -226,7 +225,8 @@ def _backward(module: Module) -> Host:
         fill = None if arg.name in covered else sympy.Integer(0)  # elements that no program writes are zero
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
-    b.alloc("LSE2")
+    if module.sums == LSE:
+        b.alloc("LSE2")
     if "entropy" in module.outputs:
         b.alloc("DENTROPY2")
     shared = any(sharing(kernel.grid) for kernel in module.kernels)
@@ -389,12 +389,8 @@ def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
     if x.by == "element":
         return x.parts
     if x.by == "row":  # minus the sink's probability, times delta: its value is zero
-        uses = {i.name: tensor, "lse": "LSE", "delta": "DELTA", **kept}
-        ln_p, less = symbol(i.name) - symbol("lse"), symbol("delta")
-        if "entropy" in module.outputs:
-            uses |= {"dentropy2": "DENTROPY2"}
-            less += symbol("dentropy2") * ln_p * sympy.Float(1 / math.log(2))
-        e = -sympy.exp(ln_p) * sympy.Mul(less, *map(symbol, kept))
+        e, uses = _of_sink(symbol(i.name), module, kept)
+        uses |= {i.name: tensor, "delta": "DELTA", **kept}
         b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
         return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
     if x.by == "distance":
@@ -406,6 +402,26 @@ def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
     return _sum_of_places(b, i, x, name)
 
 
+def _of_sink(sink: Expr, module: Module, kept: Iterable[str]) -> tuple[Expr, dict[str, str]]:
+    """The gradient of a sink by row, and what it reads beside the sink and DELTA. A row that sees no key may have an infinite LSE."""
+    log2e = sympy.Float(1 / math.log(2))
+    if module.sums == LSE:
+        uses = {"lse": "LSE"}
+        ln_p = sink - sympy.Max(symbol("lse"), -LARGEST)
+        p, log2_p = sympy.exp(ln_p), ln_p * log2e
+    else:
+        uses = {name.lower(): name for name in module.sums}
+        log2_p = sympy.Max(sympy.Min(sink * log2e, LARGEST), -LARGEST) - symbol("m_all")
+        p = exp2(log2_p) * symbol("inv_l_all")
+        log2_p += log2(symbol("inv_l_all"))
+    less = symbol("delta")
+    if "entropy" in module.outputs:
+        uses |= {"dentropy2": "DENTROPY2"}
+        less += symbol("dentropy2") * sympy.Max(log2_p, _NO_WEIGHT)
+    return -p * sympy.Mul(less, *map(symbol, kept)), uses
+
+
+_NO_WEIGHT = -1024  # 2 to the power of this, and of less, is 0 in fp32
 _DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
 
 

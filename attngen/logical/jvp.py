@@ -6,14 +6,14 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.expr import cdiv, exp2, select, symbol
+from attngen.ir.expr import LARGEST, cdiv, exp2, finite, log2, select, symbol
 from attngen.ir.graph import Kernel, Read
 from attngen.ir.ops import Yield
-from attngen.logical.backward import compute_lse2, probabilities, where_seen
+from attngen.logical.backward import compute_lse2, load_sums, probabilities, where_seen
 from attngen.logical.common import KernelBuilder, kv_head
 from attngen.logical.forward import sink_of
-from attngen.logical.semantics import S, derivative, modified
-from attngen.logical.signature import Signature
+from attngen.logical.semantics import S, derivative, exact_sums, modified
+from attngen.logical.signature import Signature, with_sums
 from attngen.spec import Spec
 
 JVP = Signature(
@@ -52,7 +52,8 @@ def build_jvp(spec: Spec) -> Kernel:
     score, sink, reads = modified(spec), sink_of(spec), learned_reads(spec)
     steep, *slopes = (derivative(score, by) for by in (S, *(symbol(read.name) for read in reads)))
     with_entropy = "entropy" in spec.outputs
-    b = KernelBuilder(spec, OF_ENTROPY if with_entropy else JVP, [steep, *slopes, *([] if sink is None else [sink])])
+    exact = exact_sums(spec)
+    b = KernelBuilder(spec, with_sums(OF_ENTROPY if with_entropy else JVP, exact), [steep, *slopes, *([] if sink is None else [sink])])
     b.read_tangents(reads)
     b.tensors()
     b.scalar("scale")
@@ -61,7 +62,7 @@ def build_jvp(spec: Spec) -> Kernel:
 
     rows = ("b", "h", "q")
     b.scale()
-    b.load("lse", "LSE", rows, other=-sympy.oo)
+    load_sums(b, rows)
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("tq", "tQ", (*rows, "d_qk"))
     compute_lse2(b, "entry")
@@ -108,11 +109,10 @@ def _store(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str], sink: A
     """The tangents, of the sums that the loop ends with, to which a sink adds its part."""
     if sink is not None:
         tsink = sympy.Add(*(derivative(sink, symbol(r.name)) * symbol(f"t{r.name}") for r in reads))
-        b.compute("log2_sink", sink * symbol("LOG2E") - symbol("lse2"), "entry")
-        end = {**end, "tlse": _with_sink(b, "tlse", end, exp2(symbol("log2_sink")) * tsink)}
+        log2_sink, of_sink = _sinks_weight(b, sink)
+        end = {**end, "tlse": _with_sink(b, "tlse", end, of_sink * tsink)}
         if "tentropy" in end:
-            log2_sink = symbol("log2_sink")
-            term = select(log2_sink > -sympy.oo, exp2(log2_sink) * log2_sink * tsink, sympy.Integer(0))
+            term = select(of_sink > 0, of_sink * log2_sink * tsink, sympy.Integer(0))
             end["tentropy"] = _with_sink(b, "tentropy", end, term)
     b.load("o", "O", (*rows, "d_v"))
     uses = {"acc": end["acc"], "tlse": end["tlse"], "o": "o"} | ({"keep_scale": "keep_scale"} if b.spec.dropout else {})
@@ -125,6 +125,17 @@ def _store(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str], sink: A
         e = -symbol("LN2") * symbol("tentropy") - symbol("tlse") * symbol("entropy")
         b.map("tentropy_out", e, tentropy=end["tentropy"], tlse=end["tlse"], entropy="entropy")
         b.store("tENTROPY", rows, "tentropy_out")
+
+
+def _sinks_weight(b: KernelBuilder, sink: Any) -> tuple[Any, Any]:
+    """The weight of a sink, its logarithm to base 2 first. No infinity is subtracted from another in a row that sees no key."""
+    log2_sink = symbol("log2_sink")
+    if exact_sums(b.spec):
+        b.compute("sink2", finite(sink * symbol("LOG2E")), "entry")
+        b.compute("log2_sink", symbol("sink2") - symbol("m_all"), "entry")
+        return log2_sink + log2(symbol("inv_l_all")), exp2(log2_sink) * symbol("inv_l_all")
+    b.compute("log2_sink", (sink - sympy.Max(symbol("lse"), -LARGEST)) * symbol("LOG2E"), "entry")
+    return log2_sink, exp2(log2_sink)
 
 
 def _with_sink(b: KernelBuilder, field: str, end: dict[str, str], part: Any) -> str:

@@ -7,9 +7,10 @@ import sympy
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Yield
-from attngen.logical.backward import compute_lse2, probabilities
+from attngen.logical.backward import compute_lse2, load_sums, probabilities
 from attngen.logical.common import KernelBuilder, kv_head
-from attngen.logical.signature import Signature
+from attngen.logical.semantics import exact_sums
+from attngen.logical.signature import Signature, with_sums
 from attngen.spec import Spec
 
 SIGNATURE = Signature(
@@ -28,7 +29,7 @@ def build_key_mass(spec: Spec) -> Kernel:
     As in @dkdv, whose tiles of queries it visits, weights are computed anew, P = 2^(score - lse2), with lse2 = +inf for rows that see no
     key and for those past the end. Each query head has sums of its own, in the order of the queries.
     """
-    b = KernelBuilder(spec, SIGNATURE)
+    b = KernelBuilder(spec, with_sums(SIGNATURE, exact_sums(spec)))
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -40,7 +41,7 @@ def build_key_mass(spec: Spec) -> Kernel:
 
     b.carried("step", **starts)
     b.load("q", "Q", ("b", "h", "q", "d_qk"), "step")
-    b.load("lse", "LSE", ("b", "h", "q"), "step", other=-sympy.oo)
+    load_sums(b, ("b", "h", "q"), "step")
     compute_lse2(b, "step")
     probabilities(b, "k", "q")
     b.reduce_sum("p_sum", "p", "BLOCK_Q", "step")

@@ -11,7 +11,6 @@ from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, View
-from attngen.ir.names import OUTPUTS
 from attngen.ir.ops import Type
 from attngen.logical.forward import build_forward
 from attngen.logical.host import HostBuilder, Way, known_type
@@ -44,9 +43,9 @@ def kernels(spec: Spec) -> tuple[Kernel, ...]:
     return (build_forward(spec, SIGNATURE),)
 
 
-def view_rows(b: HostBuilder, block: str, outputs: tuple[str, ...] = ("lse",)) -> dict[str, str]:
+def view_rows(b: HostBuilder, block: str, numbers: tuple[str, ...] = ("LSE",)) -> dict[str, str]:
     """Views of q and the results whose rows are the queries of all heads of a group, by the names of what they are views of."""
-    names = {name: f"{name}_rows" for name in ("Q", "O", *(OUTPUTS[output] for output in outputs))}
+    names = {name: f"{name}_rows" for name in ("Q", "O", *numbers)}
     for name, rows in names.items():
         batch, _, _, *columns = known_type(name).dims
         type_ = Type(known_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
@@ -56,7 +55,7 @@ def view_rows(b: HostBuilder, block: str, outputs: tuple[str, ...] = ("lse",)) -
 
 def launch(b: HostBuilder, block: str, module: Module) -> None:
     """Launch `packed` on views whose rows are the queries of all heads of a group."""
-    names = view_rows(b, block, module.by_query)
+    names = view_rows(b, block, module.row_tensors)
     b.launch("packed", block, tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.add(Copy("copy_0", "O_rows", "O"), block)
 

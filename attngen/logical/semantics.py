@@ -8,6 +8,7 @@ import sympy
 
 from attngen.bounds.intervals import Scene, mentions, terms
 from attngen.bounds.sampled import worth_listing
+from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, sqrt, symbol
 from attngen.ir.graph import Blocks, Meaning, Read, input_tensors
 from attngen.parts import KV, NATURAL, Q
@@ -95,6 +96,11 @@ def unbounded(spec: Spec) -> bool:
     kinds = {i.name: i.dtype for i in spec.inputs()}
     read = {symbol(r.name) for r in spec.reads() if kinds.get(r.tensor) in ("f32", "T")}
     return singular(spec, score) or bool(read & _per_score(spec) & score.free_symbols)
+
+
+def exact_sums(spec: Spec) -> bool:
+    """Whether weights that are made again need more than the LSE, which is one fp32 number: a product of fp32 is no coarser than that."""
+    return by_precision(spec.dtype) and (spec.trains or "key_mass" in spec.outputs)
 
 
 def of_product(e: Expr) -> Expr:

@@ -9,7 +9,20 @@ from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, Cache, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import BLOCK_LISTS, CACHED, GRADIENTS, PAIRS, SCALES, SHAPES, SHARES, block_lists, tensor_dtype
+from attngen.ir.names import (
+    BLOCK_LISTS,
+    CACHED,
+    FLAT,
+    GRADIENTS,
+    OUTPUTS,
+    PAIRS,
+    SCALES,
+    SHAPES,
+    SHARES,
+    SUMS,
+    block_lists,
+    tensor_dtype,
+)
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
 
@@ -62,6 +75,21 @@ class Signature(NamedTuple):
     def masks(self) -> bool:
         """Whether it evaluates the mask. Others have rows alone."""
         return self.scores or "COUNT" in self.writes
+
+
+def with_sums(signature: Signature, exact: bool) -> Signature:
+    """The signature of a kernel that makes weights again, or what these are made of: in SUMS if that is to be `exact`, else in the LSE."""
+    if not exact:
+        return signature
+    reads = tuple(part for name in signature.reads for part in (SUMS if name in ("LSE", "LSE2") else (name,)))
+    writes = [name for name in signature.writes if name != "LSE2"]
+    if "LSE" in writes:
+        at = next((i for i, name in enumerate(writes) if name in map(OUTPUTS.get, FLAT)), len(writes))
+        writes[at:at] = SUMS
+    about = signature.about
+    for said, here in ((", and the LSE in base 2 (+inf for empty rows)", ""), ("delta and LSE2", "delta"), ("delta, LSE2 and", "delta and")):
+        about = about.replace(said, here)
+    return signature._replace(reads=reads, writes=tuple(writes), about=about)
 
 
 def tensor_type(name: str, signature: Signature) -> Type:

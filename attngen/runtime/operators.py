@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class Signature(NamedTuple):
     unordered: the names of those whose gradients are added up atomically, in no fixed order.
     results: the dtype of outputs, if it is not that of q.
     rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
+    kept: those of the rows that the backward and forward mode read; empty where these are those that have a gradient.
     dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a call: neither its
     mask nor its scores count along these.
     """
@@ -38,12 +40,13 @@ class Signature(NamedTuple):
     results: torch.dtype | None = None
     rows: tuple[str, ...] = ("lse",)
     flat: int = 0
+    kept: tuple[str, ...] = ()
     dims: tuple[str, ...] = ()
     shards: tuple[str, ...] = ("B", "Hq")
 
     @property
     def smooth(self) -> tuple[str, ...]:
-        """Those of the rows that have a gradient. The backward reads them, and their gradients."""
+        """Those of the rows that have a gradient."""
         return self.rows[: len(self.rows) - self.flat]
 
 
@@ -100,8 +103,8 @@ class Operators:
     """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run its host programs.
 
     The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q, k, v, out,
-    *rows, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, of the rows that have gradients, and of these too
-    `jvp(q, k, v, out, *rows, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They get
+    *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the rows that have one, and of these
+    too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They get
     tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
     module has registered NAME, a `_` is added to it.
     """
@@ -128,13 +131,15 @@ class Operators:
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
-        rows, smooth = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, signature.smooth))
+        read = signature.kept or signature.smooth
+        rows, kept = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, read))
         upstream = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
-        found = f"Tensor q, Tensor k, Tensor v, Tensor out, {smooth}"
+        found = f"Tensor q, Tensor k, Tensor v, Tensor out, {kept}"
         saved = f"{found}, {operands}"
         along = "".join(f", Tensor t_{i}" for i in range(len(learned)))
         tangents = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
-        self.smooth = len(signature.smooth)
+        self.smooth, self.kept = len(signature.smooth), len(read)
+        self.keep = itemgetter(0, *(1 + signature.rows.index(name) for name in read))  # of results: the output and the rows that are kept
         self.forward = self.define(
             "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})", self._forward, self.fake_forward
         )
@@ -251,7 +256,7 @@ class Operators:
 
     def _jvp(self, q: torch.Tensor, *args: Any) -> Results:
         """`args`: k, v, the output, the rows; tangents of q, k and v; the operands; tangents of learned inputs."""
-        rows, numbers = 3 + self.smooth, len(self.signature.learned)
+        rows, numbers = 3 + self.kept, len(self.signature.learned)
         k, v, out = map(addressable, args[:3])
         tangents = map(addressable, args[rows : rows + 3])
         operands, learned = args[rows + 3 : len(args) - numbers], map(_by_elements, args[len(args) - numbers :])
@@ -267,7 +272,7 @@ class Operators:
 
     def _fake_backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
         (q, k, v), learned = args[self.smooth : self.smooth + 3], self.signature.learned
-        operands = args[2 * self.smooth + 4 :]  # after the output and the rows
+        operands = args[self.smooth + 4 + self.kept :]  # after the output and the rows
         need_inputs = bool(learned) and operands[-1]
         need_q, need_kv = operands[-3:-1] if learned else operands[-2:]
         width_qk, width_v = self.signature.widths
@@ -302,8 +307,8 @@ class Operators:
             self.library.impl(self.jvp, _where_recorded(self.jvp, self.recorded_jvp.apply), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
-        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that have gradients."""
-        saved = (*results[: 1 + self.smooth], *args[: self.numbers_at])
+        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that they read."""
+        saved = (*self.keep(results), *args[: self.numbers_at])
         ctx.save_for_backward(*saved)
         if in_forward_ad(*saved):
             ctx.save_for_forward(*saved)
@@ -318,7 +323,7 @@ class Operators:
         """
         if self.jvp is None:
             _without_forward_mode()
-        saved, at = ctx.saved_tensors, 1 + self.smooth
+        saved, at = ctx.saved_tensors, 1 + self.kept
         q, k, v, *tensors = saved[at:]
         for i, tangent in enumerate(tangents[3 : self.numbers_at]):
             if tangent is not None and i not in self.signature.learned:
@@ -341,7 +346,7 @@ class Operators:
         if grad_out is None and all(x is None for x in grad_rows):
             return None, None, None, *rest
         saved = ctx.saved_tensors
-        (out, *rows), (q, k, v, *tensors) = saved[: 1 + self.smooth], saved[1 + self.smooth :]
+        (out, *rows), (q, k, v, *tensors) = saved[: 1 + self.kept], saved[1 + self.kept :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         learned = self.signature.learned
@@ -386,17 +391,17 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows: bool) -> type[torch.autograd.Function]:
     """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
-    kept, numbers_at, flat = 1 + operators.smooth, operators.numbers_at, operators.signature.flat
+    keep, numbers_at, flat, smooth = operators.keep, operators.numbers_at, operators.signature.flat, 1 + operators.smooth
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             results = run(*args)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*results[:kept] + args[:numbers_at])  # as `save` does
+            ctx.save_for_backward(*keep(results) + args[:numbers_at])  # as `save` does
             ctx.numbers = args[numbers_at:-1]
             if flat:
-                ctx.mark_non_differentiable(*results[kept:])
+                ctx.mark_non_differentiable(*results[smooth:])
             return results if with_rows else results[0]  # fewer outputs for autograd to track
 
         @staticmethod

@@ -43,7 +43,7 @@ def structure(module: Module, host: Host) -> Iterator[str]:
     learned = tuple(f"d_{i.name}" for i in module.inputs if i.grad) if host.name == "backward" else ()
     derived = tuple(name.upper() for d in module.derived if d.program == host.name for name in d.names)
     smooth = (OUTPUTS.get(name, name) for name in module.by_query if name not in FLAT)
-    results = {"forward": ("O", *(OUTPUTS.get(name, name) for name in module.by_query)), "backward": GRADIENTS, "key_mass": ("KEY_MASS",)}
+    results = {"forward": ("O", *module.row_tensors), "backward": GRADIENTS, "key_mass": ("KEY_MASS",)}
     results |= {"jvp": ("tO", *(f"t{name}" for name in smooth))}
     expected = (*results.get(host.name, derived), *learned)
     if expected and tuple(host.results) != expected:

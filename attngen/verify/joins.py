@@ -8,7 +8,7 @@ import sympy
 
 from attngen.ir.deal import item, joined_items
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.expr import Expr, cdiv, exp2, log2, select, symbol, to_text
+from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import normal, same
@@ -97,12 +97,13 @@ def _whole(header: Header, values: Values, last: Loop, stored: dict[str, Store])
         yield from _divided(values, last, stored["O"].value, select(l > 0, 1 / l, 0))
         yield from is_(values, stored["LSE"].value, select(l > 0, LN2 * (m + log2(l)), NONE))
         return
-    sink = LOG2E * header.here(header.meaning.sink)
+    natural = header.here(header.meaning.sink)
+    sink = finite(LOG2E * natural)
     greatest = sympy.Max(m, sink)
     shrunk = exp2(m - greatest)
     weights = l * shrunk + exp2(sink - greatest)
     yield from _divided(values, last, stored["O"].value, shrunk / weights)
-    yield from is_(values, stored["LSE"].value, LN2 * (greatest + log2(weights)))
+    yield from is_(values, stored["LSE"].value, select(m > NONE, sympy.Max(LN2 * (greatest + log2(weights)), natural), natural))
 
 
 def _items(kernel: Kernel, op: Load | Store) -> Expr:

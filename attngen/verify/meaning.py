@@ -13,10 +13,10 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import implies
-from attngen.ir.expr import Bool, Expr, conjuncts, exp2, floordiv, mod, select, span, symbol, to_text
+from attngen.ir.expr import Bool, Expr, conjuncts, exp2, finite, floordiv, log2, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import SCALES
+from attngen.ir.names import SCALES, SUMS
 from attngen.ir.ops import (
     AXIS_EXTENT,
     HALVES,
@@ -41,7 +41,7 @@ from attngen.ir.ops import (
 from attngen.verify.algebra import normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
-ROW_SUMS = ("LSE", "LSE2")  # tensors with the logarithm of each row's sum of weights, natural and to base 2
+ROW_SUMS = ("LSE", "LSE2", "M_ALL")  # tensors with the logarithm of each row's sum of weights, natural and to base 2; or with its maximum
 NATURAL = {"B": symbol("b"), "Hq": symbol("h"), "Hkv": symbol("hkv"), "Nq": symbol("q_idx"), "Nk": symbol("kv_idx")}
 
 
@@ -268,20 +268,45 @@ def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[E
     """The ops that turn scores into weights: (op, its exponent of 2, terms that may be subtracted from the score).
 
     The online softmax subtracts its running maximum itself. A kernel that recomputes weights subtracts the log2 of the row's sum: an
-    element of LSE2, or the expression in LSE from which LSE2 is made.
+    element of LSE2, or the expression in LSE from which LSE2 is made. Or it subtracts an element of M_ALL, and multiplies by that of
+    INV_L_ALL at the same place.
     """
     for op in kernel.ops():
         if isinstance(op, SoftmaxStep):
             shift = values.of(op.shift) if op.shift else sympy.Integer(0)
             yield op, (values.of(op.scale) if op.scale else sympy.Integer(1)) * values.of(op.s) + shift, [sympy.Integer(0)]
-        elif isinstance(op, Map) and isinstance(op.expr, exp2):
-            exponent = values.of(op.name).args[0]
+        elif isinstance(op, Map) and (power := power_of(op)) is not None:
+            exponent = values.expression(power, op).args[0]
             sums = {x: values.elements[x] for x in sorted(exponent.free_symbols, key=str) if x in values.elements}
-            rows = [
-                x if tensor == "LSE2" else select(x > -sympy.oo, LOG2E * x, sympy.oo) for x, tensor in sums.items() if tensor in ROW_SUMS
-            ]
+            rows = [e for x, tensor in sums.items() if tensor in ROW_SUMS for e in _subtracted(x, tensor)]
             if rows:
                 yield op, exponent, rows
+
+
+def power_of(op: Map) -> Expr | None:
+    """The power of 2 that a map is, or is times a number of each row; None for other maps."""
+    e = op.expr
+    if e.is_Mul and len(e.args) == 2:
+        e = next((x for x in e.args if isinstance(x, exp2)), e)
+    return e if isinstance(e, exp2) else None
+
+
+def _subtracted(x: Expr, tensor: str) -> list[Expr]:
+    """What an element says of the row's sum of weights: from LSE, +inf where that is -inf, or is so to base 2."""
+    if tensor != "LSE":
+        return [x]
+    return [select(e > -sympy.oo, LOG2E * x, sympy.oo) for e in (x, LOG2E * x)]
+
+
+def _normalised(op: Map, values: Values) -> bool:
+    """Whether a map that makes weights again multiplies them by one over the row's sum of them, if it subtracts the row's maximum."""
+    factor = op.expr / power_of(op) if power_of(op) is not None else op.expr
+    elements = {x: values.elements[x] for x in values.of(op.name).free_symbols if x in values.elements}
+    places = {str(x).partition("[")[2] for x, tensor in elements.items() if tensor in SUMS}
+    factors = [x for x, tensor in elements.items() if tensor == "INV_L_ALL"]
+    if "M_ALL" not in elements.values():
+        return factor == 1
+    return len(factors) == len(places) == 1 and values.expression(factor, op) == factors[0]
 
 
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -294,7 +319,7 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
     weights = {op.name for op, _, _ in made_by}
     scored = any(values.of(op.name) == PRODUCT for op in kernel.dots)
     if scored and not weights and any(arg.name in ROW_SUMS for arg in kernel.args):
-        yield "makes no weights of its scores: expected a softmax_step, or exp2 of scores less an element of LSE2"
+        yield "makes no weights of its scores: expected a softmax_step, or exp2 of scores less an element of LSE2 or M_ALL"
     for op in kernel.ops():
         strangers = {n for n in kernel.graph.successors(op.name) if not isinstance(kernel.op(n), Mask)} - weights
         strangers = {n for n in strangers if not is_logarithm(kernel, values, kernel.op(n))}
@@ -309,6 +334,8 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
         made = exponent.xreplace({s: values.conditions(ref)[1] for s, ref in masked.items()})
         right = LOG2E * header.here(module.meaning.score)
         rising = len(masked) < 2 and number > 0 and rest in (sympy.Integer(1), SCALE, LOG2E, LOG2E * SCALE)
+        if isinstance(op, Map) and not _normalised(op, values):
+            yield f"%{op.name} is `{to_text(values.of(op.name))}`; expected weights times INV_L_ALL of their row if they are of M_ALL, else alone"
         if not (rising and any(same(normal(made), normal(right - x)) for x in subtracted)):
             expected = to_text(right - subtracted[0])
             yield f"%{op.name} weighs scores by exp2({to_text(made)}); expected exp2({expected}), by the header's score"
@@ -327,6 +354,8 @@ def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
         expected = scale * (values.of(weight.s) - values.of(f"{weight.name}.m"))
     elif isinstance(weight, Map) and isinstance(weight.expr, exp2):
         expected = values.of(weight.name).args[0]
+    elif isinstance(weight, Map) and power_of(weight) is not None:
+        return positive == (positive.args[0] > 0) and otherwise == 0 and logarithm == log2(positive.args[0])
     else:
         return False
     return positive == (positive.args[0] > 0) and otherwise == 0 and same(normal(values.expression(logarithm, op)), normal(expected))
@@ -345,7 +374,7 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
         yield f"{len(joined)} logits join a row's softmax; expected {'one, as the header has a sink' if sink is not None else 'none'}"
     for op in joined if sink is not None else ():
         maxima = [values.of(ref) for _, ref in op.uses if isinstance(kernel.op(ref), Loop)]
-        right = (sympy.Max(scale * m, LOG2E * header.here(sink)) for m in maxima)
+        right = (sympy.Max(scale * m, finite(LOG2E * header.here(sink))) for m in maxima)
         if not any(same(normal(values.of(op.name)), normal(x)) for x in right):
             yield f"%{op.name} is `{to_text(values.of(op.name))}`; expected the row's maximum and the header's sink, `{to_text(sink)}`"
 

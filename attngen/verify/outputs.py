@@ -6,20 +6,21 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.expr import Expr, exp2, log2, select, symbol
+from attngen.ir.expr import Expr, exp2, finite, log2, select, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.names import OUTPUTS
+from attngen.ir.names import SUMS
 from attngen.ir.ops import AXIS_DIM, Init, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import normal, same
 from attngen.verify.joins import LN2, ONE, is_
 from attngen.verify.meaning import LOG2E, Header, Values, softmaxes
 
-KEPT = {"entropy": ("m", "l", "e"), "max_score": ("m",)}  # what a loop over keys carries of each row for it
+KEPT = {"entropy": ("m", "l", "e"), "max_score": ("m",), **dict.fromkeys(SUMS, ("m", "l"))}  # what a loop over keys carries of each row for it
 
 
 def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     """A forward stores all outputs of the module, made of what its loop over keys carries.
 
+    It stores SUMS, if kernels make weights again of these: the maximum and one over the sum of weights, with the sink.
     The largest score of a query is the maximum that the softmax keeps, without a sink. The entropy, with its sink, is made of `l`, the sum
     of weights, and `e`, that of weights times their logarithms to base 2: log2(l) - e / l, in nats. What all queries give a key is the sum
     of their weights.
@@ -30,12 +31,13 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     if not steps or "LSE" not in stored:
         return
-    if missing := [OUTPUTS[name] for name in module.by_query if OUTPUTS[name] not in stored]:
+    cached = any(arg.name == "CACHE_SEQLENS" for arg in kernel.args)  # nobody makes weights again of what such a call gives
+    if missing := [name for name in module.row_tensors if name not in stored and not (cached and name in SUMS)]:
         yield f"it stores no {' and no '.join(missing)}; expected it to, as the header says `outputs`"
         return
     values, last = Values(kernel), kernel.loops[-1]
     given = _yielded(kernel, last)
-    needed = [field for name in module.outputs for field in KEPT.get(name, ())]
+    needed = [field for name in (*module.outputs, *stored) for field in KEPT.get(name, ())]
     if lacking := [field for field in needed if field not in given]:
         yield f"%{last.name} carries no {' and no '.join(lacking)}; expected {', '.join(dict.fromkeys(needed))} of each row"
         return
@@ -46,6 +48,10 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     ends = {field: values.of(f"{last.name}.{field}") for field in needed}
     if "max_score" in module.outputs:
         yield from is_(values, stored["MAX_SCORE"], LN2 * scale * ends["m"])
+    if "M_ALL" in stored:
+        greatest, total = _sums(Header(module, kernel), scale * ends["m"], ends["l"])
+        yield from is_(values, stored["M_ALL"], select(total > 0, greatest, sympy.oo))
+        yield from is_(values, stored["INV_L_ALL"], select(total > 0, 1 / total, 0))
     if "entropy" in module.outputs:
         yield from is_(values, given["e"], _next(kernel, values, last, steps[0], scale))
         yield from is_(values, stored["ENTROPY"], _entropy(Header(module, kernel), scale * ends["m"], ends["l"], ends["e"]))
@@ -79,10 +85,19 @@ def _next(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep, scale: 
     return alpha * (values.of("e") - grown * values.of("l")) + tile
 
 
+def _sums(header: Header, m: Expr, l: Expr) -> tuple[Expr, Expr]:  # noqa: E741
+    """The maximum of each row, and the sum of its weights at that, with a sink if there is one."""
+    if header.meaning.sink is None:
+        return m, l
+    sink = finite(LOG2E * header.here(header.meaning.sink))
+    greatest = sympy.Max(m, sink)
+    return greatest, l * exp2(m - greatest) + exp2(sink - greatest)
+
+
 def _entropy(header: Header, m: Expr, l: Expr, e: Expr) -> Expr:  # noqa: E741
     """Of sums at the maximum m, to which a sink adds a weight."""
     if header.meaning.sink is not None:
-        sink = LOG2E * header.here(header.meaning.sink)
+        sink = finite(LOG2E * header.here(header.meaning.sink))
         most = sympy.Max(m, sink)
         shrunk, of_sink = exp2(m - most), sink - most
         e = shrunk * (e - select(shrunk > 0, most - m, 0) * l) + select(of_sink > -sympy.oo, exp2(of_sink) * of_sink, 0)
