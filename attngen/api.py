@@ -42,10 +42,11 @@ def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
 
     Raises:
         SpecError: the spec is wrong, or cannot be built; one sentence per mistake, with the file and the line where there is one.
-        AttngenError: the cache cannot be written, or the module cannot be imported.
+        AttngenError: the cache cannot be written, or others can write it, or the module cannot be imported.
 
     Compiling takes seconds, needs no GPU, and warns of what in the spec may not be what its author means. The cache is
-    ~/.cache/attngen, or what the user's system has instead; the environment variable ATTNGEN_CACHE_DIR names another folder. Modules are
+    ~/.cache/attngen, or what the user's system has instead; the environment variable ATTNGEN_CACHE_DIR names another folder. One that other
+    users own or can write is refused, as its modules are code, unless ATTNGEN_TRUST_CACHE=1 is set. Modules are
     found in it by the spec and by attngen's own files, so that another version, or an edited one, compiles anew. Processes that ask for one
     spec at once wait for the first, which compiles it. `attngen cache` shows the cache and clears it.
     """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.errors import IRError, VerifyError
+from attngen.emit.render import render
+from attngen.errors import AttngenError, IRError, VerifyError
 from attngen.ir.expr import parse, to_text
 from attngen.ir.text import parse_module, print_module
 from attngen.verify import verify
@@ -191,3 +194,61 @@ def test_nothing_is_evaluated(monkeypatch):
     for name in ("eval", "exec"):
         monkeypatch.setattr(f"builtins.{name}", lambda *a, **k: pytest.fail("an expression was evaluated"))
     assert parse("__import__ + print").free_symbols == {parse("__import__"), parse("print")}
+
+
+# ---------------------------------------------------------------------------------------------- text of strangers
+
+TEXTS = (  # what a line of the IR says in words, or by name
+    *(f"  {key} " for key in ("version", "spec", "phase", "backend", "heads", "dtype", "precision", "mask", "score", "blocks", "dropout")),
+    *(
+        "module @",
+        "  input temperature : f32[Hq] grad | ",
+        "    about ",
+        "  about ",
+        "kernel @",
+        "host @",
+        "    %",
+        "  block @",
+        "  learn ",
+    ),
+)
+ESCAPES = ('"', '"""\nimport os\n"""', "\\", "\x00", "\x0c", "\x85", "\u2028", "\u202e", "\uff41", "\u00e9")
+PLAIN = "''' + x # x, __import__('os').system('true') ; ]), x: bool=__import__('os')," + "; import os" * 200
+
+
+def in_generated_code(files: dict[str, str]) -> dict[str, str]:
+    """What the files of a module do: their grammar, without the texts of strings."""
+    found = {}
+    for name in ("__init__.py", "kernels.py"):
+        tree = ast.parse(files[name])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                node.value = ""
+        found[name] = ast.dump(tree)
+    return found
+
+
+@pytest.mark.parametrize("start", TEXTS)
+def test_text_in_ir_is_never_code_of_the_module(start: str) -> None:
+    """Wherever a text stands, one that could end a string or a comment is refused; any other is the same code, or is refused."""
+    text = (ROOT / "generated" / "temperature_mha" / "schedule.ir").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(start))
+    before = text.partition(line)[0]
+    for escape in ESCAPES:
+        with pytest.raises(IRError):
+            parse_module(f"{before}{start}{escape}{line.removeprefix(start)}")
+    committed = in_generated_code({p.name: p.read_text() for p in (ROOT / "generated" / "temperature_mha").glob("*.py")})
+    try:
+        made = render(verify(parse_module(text.replace(line, f"{line} {PLAIN}", 1))))
+    except AttngenError:
+        return
+    assert in_generated_code(made) == committed
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/tmp/x", "..", ".", "a/b", "import", "class", "X", "_x", "__init__", "1x", "x" * 65, "x y", "", "\u00e9"]
+)
+def test_a_module_is_named_as_a_folder_of_its_own(name: str) -> None:
+    text = (ROOT / "generated" / "temperature_mha" / "schedule.ir").read_text()
+    with pytest.raises(IRError, match="line 2: "):
+        parse_module(text.replace("module @temperature_mha", f"module @{name}"))
