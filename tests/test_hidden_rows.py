@@ -139,18 +139,20 @@ CACHED: dict[str, Any] = {
     "padding": {"all_of": ["causal", "key_padding"]},
     "documents": {"all_of": ["causal", {"document": {"sorted": True}}]},
 }
+EIGHT_BITS = {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}
 
 
 def over_cache(mask: Any, cache: Any) -> Spec:
-    return make_spec({"name": "cached", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": mask, "cache": cache, "backward": False})
+    return make_spec({"name": "cached", "head_dim": 32, "heads": {"sharing": "gqa"}, "mask": mask, "cache": cache, "backward": False})
 
 
 @pytest.mark.parametrize("n_q", [1, 33])
-@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("cache", ["contiguous", {"paged": {"page_size": 16}}, EIGHT_BITS], ids=str)
 @pytest.mark.parametrize("what", CACHED)
-def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, page: int, n_q: int, tmp_path: Path) -> None:
+def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, cache: Any, n_q: int, tmp_path: Path) -> None:
     """Such as those that a window has left: a server may have given their pages to others."""
-    spec = over_cache(CACHED[what], {"paged": {"page_size": page}} if page else "contiguous")
+    spec = over_cache(CACHED[what], cache)
+    page = 0 if cache == "contiguous" else cache["paged"]["page_size"]
     module = module_of(spec, tmp_path / "cached")
     call = make_call(spec, CacheCase(4, 2, n_q, (150, 70), 0, 192, page), torch.float16, DEVICE)
     at = torch.arange(192, device=DEVICE)
