@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from attngen.analysis.roofline import Problem
 from attngen.bounds.tiles import count_tiles
 from attngen.certify.certificate import keep
 from attngen.cli import main
+from attngen.cli.build import _tiles
 from attngen.emit.charts import PLOT
 from attngen.emit.elements import SIDE, Sample
 from attngen.emit.mathml import MathML
-from attngen.emit.page import page
+from attngen.emit.page import _fit, page
 from attngen.emit.render import render
 from attngen.emit.signature import signatures
 from attngen.emit.tilemap import TileMap, draw_tiles, tile_maps
@@ -390,3 +392,20 @@ def test_a_wrong_path_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     assert run(capsys, *args) == (1, "", f"error: {message}\n")
     assert os.listdir(tmp_path) == ["folder.html"]
+
+
+def test_fits_name_each_backend_and_no_kernel_that_fits_elsewhere() -> None:
+    """window_gqa has its one-pass backward on sm90 alone, and its forward in two forms there."""
+    module = target("window_gqa")
+    report = json.loads((ROOT / "generated" / "window_gqa" / "report.json").read_text(encoding="utf-8"))
+    panels = {cls: _fit(module, cls, Problem(q_heads=16, kv_heads=4), report) for cls in ("sm80", "sm90")}
+    rows = {cls: {row[0]: row[1] for row in panel.table.rows} for cls, panel in panels.items()}
+    assert {"@fwd": "64 × 64", "@fwd, hopper": "128 × 128", "@bwd, hopper": "64 × 128"}.items() <= rows["sm90"].items()
+    assert rows["sm80"]["@bwd"] == "none" and "@bwd: runs on sm90 alone" in panels["sm80"].charts[0].says
+    assert not any("no tile fits" in panel.charts[0].says for panel in panels.values())
+
+
+def test_the_table_of_build_has_the_tiles_that_long_calls_take() -> None:
+    tiles = {name: [_tiles(target(name), written) for written in ({"O"}, {"dK", "dV"}, {"dQ"})] for name in ("window_gqa", "causal_fp32")}
+    assert tiles["window_gqa"] == ["64x64, hopper 128x128", "32x64, hopper 64x128", "64x64"]
+    assert not any("hopper" in tile for tile in tiles["causal_fp32"])

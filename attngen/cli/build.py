@@ -13,7 +13,7 @@ from attngen.cli.console import complain, count, err, head_dim, new_table, out
 from attngen.errors import AttngenError, SpecError, VerifyError
 
 if TYPE_CHECKING:
-    from attngen.ir.graph import Module
+    from attngen.ir.graph import Kernel, Module
     from attngen.spec import Spec
 
 
@@ -86,11 +86,23 @@ def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool)
 
 
 def _tiles(module: Module, written: set[str]) -> str:
-    """The tiles on sm90 of the kernels of products that calls launch and that write, or rewrite, one of these tensors."""
+    """The tiles on sm90 of the kernels of products that calls launch and that write, or rewrite, one of these tensors.
+
+    Those of long calls come last, with their backend, where that is another one.
+    """
     launched = [kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.dots]
     have = [k.name for k in launched if written & {a.name for a in k.args if a.role in ("out", "inout")}]
     rows = [next((r for r in reversed(module.rows(name)) if r.device == "sm90"), None) for name in have]
-    return " ".join(row.tile if row else "none" for row in rows)
+    long = [
+        row for k in module.kernels if k.dots and _gives(k, written) for _, row in module.stand_ins(k.name)[-1:] if row.device == "sm90"
+    ]
+    tiles = [" ".join(row.tile if row else "none" for row in rows), *dict.fromkeys(f"{row.backend} {row.tile}" for row in long)]
+    return ", ".join(filter(None, tiles))
+
+
+def _gives(kernel: Kernel, written: set[str]) -> bool:
+    """Whether a kernel writes one of these tensors, or sums of which another one makes it."""
+    return any(a.role in ("out", "inout", "sum") and {a.name, a.name.removesuffix("_ACC")} & written for a in kernel.args)
 
 
 def emit(

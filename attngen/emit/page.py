@@ -29,7 +29,7 @@ from attngen.emit.lanes import lanes
 from attngen.emit.listing import changes, highlight
 from attngen.emit.mathml import SYMBOLS, MathML
 from attngen.emit.signature import signatures
-from attngen.emit.tilemap import TileMap, chosen, tile_maps
+from attngen.emit.tilemap import TileMap, chosen, rows_on, tile_maps
 from attngen.errors import AttngenError
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol, to_text
 from attngen.ir.graph import Kernel, Module
@@ -247,18 +247,25 @@ def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> 
     limit = CLASSES[cls].smem_per_block
     lines, rows = [], []
     for kernel in module.kernels:
-        row = chosen(module, kernel, cls, problem)
-        if row is None:
-            lines.append(Bar(f"@{kernel.name}: no tile fits"))
+        taken = rows_on(module, kernel, cls, problem)
+        if not taken:
+            elsewhere = " and ".join(dict.fromkeys(row.device for _, row in module.stand_ins(kernel.name)))
+            says = (
+                f"runs on {elsewhere} alone"
+                if elsewhere and not any(u.device == cls for u in module.unfit(kernel.name))
+                else "no tile fits"
+            )
+            lines.append(Bar(f"@{kernel.name}: {says}"))
             rows.append([f"@{kernel.name}", "none", "", "", "", ""])
-            continue
-        need = backend_of(row).footprint.sram_bytes(module, kernel, row)
-        colour = "bar tight" if need >= TIGHT * limit else "bar"
-        lines.append(Bar(f"@{kernel.name}", f"{need / 1024:.1f} KiB, {need / limit:.0%}", need, colour))
-        known = next(r for r in report["kernels"][kernel.name]["schedules"] if schedule(row).items() <= r.items())
-        read = f"{known['reading']['shared_bytes']:,}" if known["reading"] else "not read"
-        tile = row.tile.replace("x", " × ")
-        rows.append([f"@{kernel.name}", tile, str(row.num_warps), str(row.num_stages), f"{need:,}", read])
+        for one, row in taken:
+            name = f"@{kernel.name}" + (f", {row.backend}" if row.backend != module.backend else "")
+            of_report = report["kernels"].get(one.name, report["kernels"][kernel.name])["schedules"]
+            known = next(r for r in of_report if schedule(row).items() <= r.items() and r.get("backend", module.backend) == row.backend)
+            need = known["sram_bytes"]
+            colour = "bar tight" if need >= TIGHT * limit else "bar"
+            lines.append(Bar(name, f"{need / 1024:.1f} KiB, {need / limit:.0%}", need, colour))
+            read = f"{known['reading']['shared_bytes']:,}" if known["reading"] else "not read"
+            rows.append([name, row.tile.replace("x", " × "), str(row.num_warps), str(row.num_stages), f"{need:,}", read])
     headings = ["kernel", "tile", "warps", "stages", "predicted", "compiler"]
     title = f"{cls}: {limit // 1024} KiB"
     reasons = [u.reason for kernel in module.kernels for u in module.unfit(kernel.name) if u.device == cls]

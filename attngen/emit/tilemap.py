@@ -73,6 +73,17 @@ def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | 
     return row_of(module, kernel, cls, problem.n_q if kernel.own_axis == "q" else problem.n_kv)
 
 
+def rows_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> list[tuple[Kernel, Row]]:
+    """The portable kernel and the one of another backend that calls of a size run on a device class, each with its schedule row.
+
+    A call with few rows takes the first one, where both exist.
+    """
+    portable = chosen(module, kernel, cls, problem)
+    rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
+    others = [(k, row) for k, row in module.stand_ins(kernel.name) if row.device == cls and rows > row.min_rows]
+    return [*([(kernel, portable)] if portable else []), *others[-1:]]
+
+
 def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
     """Each kernel that loops over tiles, with its map or the reason why it has none.
 
