@@ -1,14 +1,126 @@
-"""What attngen/interpreter.py takes out of Triton's interpreter changes no result."""
+"""Triton's interpreter: what it is given, by which threads, and that what attngen/interpreter.py takes out of it changes no result."""
 
 from __future__ import annotations
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
+import torch
 
-from attngen.testing import KEYS
+from attngen.emit.files import write_module
+from attngen.emit.render import render
+from attngen.ir.graph import Module
+from attngen.over_cache import CacheCase, run_cache_case
+from attngen.passes.pipeline import lower
+from attngen.spec import make_spec
+from attngen.testing import KEYS, load_module, make_inputs
 from tests.conftest import CUDA
+from tests.helpers import SPECS, built, module_of, spec, target
 from tests.test_numerics import problem, run, small
+
+CACHED = {"name": "served", "head_dim": 32, "mask": "causal"}
+CACHES: list[Any] = [
+    "contiguous",
+    {"paged": {"page_size": 16}},
+    {"dtype": "fp8_e4m3"},
+    {"paged": {"page_size": "any"}, "dtype": "fp8_e4m3"},
+]
+
+
+def _only(module: Module, *devices: str) -> Module:
+    """The module with schedules of some device classes alone."""
+    return replace(module, schedules=tuple((name, tuple(r for r in rows if r.device in devices)) for name, rows in module.schedules))
+
+
+def _given(kernels: Any) -> list[dict[str, Any]]:
+    """The rows that the interpreter takes of a module's tables."""
+    tables = [table for table in kernels["SCHEDULES"].values() if any(len(key) == 2 for key in table)]
+    assert tables and all(any(key[0] == kernels["INTERPRETED_AS"] for key in table) for table in tables)
+    return [config for table in tables for key, rows in table.items() if key[0] == kernels["INTERPRETED_AS"] for _, config in rows]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_it_gets_no_row_that_asks_for_what_a_device_has(name: str) -> None:
+    """Flags of rows are copies by descriptors, instructions that convert, and launches that overlap."""
+    assert not any(value is True for config in _given(vars(built(name).kernels)) for value in config.values())
+
+
+@pytest.mark.parametrize("name", ["causal_mha", "decode_paged_fp8_gqa"])
+def test_of_a_class_that_has_more_it_gets_the_tiles(name: str) -> None:
+    module = _only(target(name), "sm90", "sm100")
+    kernels: dict[str, Any] = {}
+    text = render(module)["kernels.py"]
+    exec(text[text.index("\nSCHEDULES = ") : text.index("\nINTERPRETED_BYTES")], kernels)
+    assert kernels["INTERPRETED_AS"] == "interpreter" and not any(value is True for config in _given(kernels) for value in config.values())
+    for table in kernels["SCHEDULES"].values():
+        if ("interpreter", 2) in table:
+            tiles = [[{k: v for k, v in c.items() if "BLOCK" in k} for _, c in table[name, 2]] for name in ("interpreter", "sm90")]
+            assert tiles[0] == tiles[1]
+
+
+@pytest.mark.parametrize("backward", [{}, {"backward": {"deterministic": False}}, {"backward": False}], ids=str)
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+def test_calls_over_a_cache_run_whatever_the_backward(cache: Any, backward: dict[str, Any], tmp_path: Path, device: str) -> None:
+    made = make_spec({**CACHED, "cache": cache, **backward})
+    module = module_of(made, tmp_path)
+    case = CacheCase(2, 2, 1, (0, 3, 17), 1, 48, 16 if "paged" in cache else 0)
+    for dtype in ("bf16", "fp16"):
+        result = run_cache_case(module, made, case, dtype, device)
+        assert result.ok, str(result)
+
+
+@pytest.mark.skipif(CUDA, reason="the interpreter does not run")
+@pytest.mark.parametrize("cache", CACHES[::3], ids=str)
+@pytest.mark.parametrize("others", ["sm90", "sm80"])
+def test_it_runs_the_tiles_of_a_class_that_has_more(cache: Any, others: str, tmp_path: Path, device: str) -> None:
+    """Also where no class has all kernels."""
+    made = make_spec({**CACHED, "cache": cache, "backward": False})
+    made_of = lower(made)
+    decode, rest = dict(_only(made_of, "sm90").schedules)["decode"], _only(made_of, others).schedules
+    mixed = replace(made_of, schedules=tuple((name, decode if name == "decode" else rows) for name, rows in rest))
+    write_module(render(mixed), tmp_path / "served")
+    module = load_module(tmp_path / "served")
+    assert module.kernels.INTERPRETED_AS == "interpreter"
+    result = run_cache_case(module, made, CacheCase(2, 2, 1, (0, 3, 17), 1, 48, 16 if "paged" in cache else 0), "fp16", device)
+    assert result.ok, str(result)
+
+
+@pytest.mark.skipif(CUDA, reason="the interpreter does not run")
+def test_threads_call_modules_at_once() -> None:
+    """Each of eight threads gets what it gets alone. Both modules have a copy of the runtime, and one has a mask of dropout to draw."""
+    names = ["causal_gqa", "causal_dropout_mqa"]
+    problems = [make_inputs(spec(names[i % 2]), small(names[i % 2], 9 + i, 9, batch=1), torch.float16, "cpu", seed=i) for i in range(8)]
+    start = Barrier(8)
+
+    def call(i: int, wait: bool) -> list[torch.Tensor]:
+        attend, (q, k, v, _) = built(names[i % 2]).attention, problems[i]
+        if wait:
+            start.wait()
+        if i % 2:
+            return [attend(q, k, v, dropout_p=0.2, seed=i), attend.dropout_mask((1, 1, 9, 9), 0.2, i, device="cpu")]
+        return [attend(q, k, v)]
+
+    alone = [call(i, wait=False) for i in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda i: call(i, wait=True), range(8)))
+    for one, other in zip(alone, together):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.skipif(CUDA, reason="the interpreter does not run")
+def test_numpy_says_nothing_of_rows_that_see_nothing_or_of_large_scores() -> None:
+    module = built("causal_gqa")
+    q, k = (torch.full((1, h, n, 128), 200.0, dtype=torch.float16, requires_grad=True) for h, n in ((2, 40), (1, 20)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = module.attention(q, k, k)
+        out.sum().backward()
+    assert (out[:, :, :20] == 0).all()
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")

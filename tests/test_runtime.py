@@ -6,6 +6,7 @@ Generated folders have copies, which tests/test_private.py holds to be the same;
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from attngen.runtime import checks, gradients, launch, memory
+from attngen.runtime.cache import _repeats_elements, _share_memory
 
 
 def laid_out(order: tuple[int, ...]) -> torch.Tensor:
@@ -167,3 +169,31 @@ def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
     for x, rows in ((odd, 100), (narrow, 100), (empty, 1)):
         copied = descriptor(x, 32, gluon=gluon)
         assert copied.base is not x and copied.shape[2] == rows and copied.strides[3] == 1
+
+
+def test_views_that_share_an_element_are_told_from_those_that_do_not() -> None:
+    """Random views of one buffer with steps, slices and other orders of dimensions, against the places of all their elements."""
+    chance = random.Random(5)
+    buffer = torch.arange(600)
+
+    def view() -> torch.Tensor:
+        x = buffer[:360].view(3, 4, 6, 5)
+        for d in range(4):
+            start = chance.randrange(x.shape[d])
+            x = x.narrow(d, start, chance.randint(1, x.shape[d] - start))
+            x = x[(slice(None),) * d + (slice(None, None, chance.choice((1, 1, 2, 3))),)]
+        return x
+
+    found = {True: 0, False: 0}
+    for _ in range(2000):
+        x = view()
+        near = max(0, x.storage_offset() + chance.randint(-20, 20))
+        y = buffer.as_strided(x.shape, x.stride(), near) if chance.random() < 0.5 else view()
+        order = chance.sample(range(4), 4)
+        x, y = x.permute(order), y.permute(order)
+        alike = all(a == b for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1)
+        share = bool(set(x.flatten().tolist()) & set(y.flatten().tolist()))
+        assert not _repeats_elements(x)
+        assert _share_memory(x, y) == (share if alike else x.data_ptr() == y.data_ptr())
+        found[share] += alike
+    assert min(found.values()) > 100

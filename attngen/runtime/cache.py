@@ -38,6 +38,38 @@ def _is_near(x: torch.Tensor, rows: int) -> bool:
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
 
 
+def _repeats_elements(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie inside one another."""
+    end = 0
+    for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
+        if step <= end:
+            return True
+        end += step * (n - 1)
+    return False
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides, whether the first is.
+
+    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie inside one another,
+    the difference in the widest is one of two, and so on.
+    """
+    dims = [(a, b, n, m) for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1]
+    apart = y.data_ptr() - x.data_ptr()
+    if any(a != b for a, b, _, _ in dims) or apart % x.element_size():
+        return apart == 0
+    left = {apart // x.element_size()}
+    for step, _, n, m in sorted(dims, reverse=True):
+        left = {rest - d * step for rest in left for d in (rest // step, rest // step + 1) if -m < d < n}
+    return 0 in left
+
+
+def _apart(caches: Tensors) -> tuple[int, int]:
+    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share none."""
+    ends = (sum(step * (n - 1) for n, step in zip(x.shape, x.stride())) + 1 for x in caches)
+    return caches[-1].data_ptr() - caches[0].data_ptr(), max(ends) * caches[0].element_size() if len(caches) > 1 else 0
+
+
 def without_backward(*tensors: Any) -> None:
     """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call over a cache."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
@@ -67,6 +99,7 @@ class CacheRules:
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
         self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
         self.last_scales: list[Any] = []  # of the same
+        self.apart = 0, 0  # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
 
     def admit(
         self,
@@ -97,6 +130,7 @@ class CacheRules:
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
                 q = q.resolve_neg().contiguous()
             self._remember(q, *caches, *rest)
+            self.apart = _apart(caches) if given_new else (0, 0)
             self.last_scales = [_kind_of(x) for x in scales]
         if self.scale == "columns":
             return q, self._parts_of_rows(caches[0].transpose(1, 2), q.dtype), given_new
@@ -115,7 +149,7 @@ class CacheRules:
 
     def _knows(self, *tensors: Any) -> bool:
         """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with caches at multiples of 16
-        bytes. It is the fast way to what `_check` says in sentences."""
+        bytes, which share no memory if they are stored in. It is the fast way to what `_check` says in sentences."""
         like, layouts = self.last
         try:
             alike = [(x.shape, x.stride()) for x in tensors] == layouts
@@ -123,7 +157,11 @@ class CacheRules:
             return False
         caches = tensors[1 : 1 + len(self.widths)]
         odd = any(x.storage_offset() % self.whole for x in caches)
-        return alike and not odd and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
+        if not alike or odd or is_watched() or not like(*tensors):
+            return False
+        starts, (known, enough) = [x.data_ptr() for x in caches], self.apart
+        between = starts[-1] - starts[0]
+        return not any(start % 16 for start in starts) and (between == known or abs(between) >= enough)
 
     def _knows_scales(self, scales: Tensors) -> bool:
         """Whether factors are as those of the last valid call; one tensor may be both."""
@@ -160,6 +198,8 @@ class CacheRules:
             self._check_new(name, x, q, cache, [rows])
             assert x is not None
             rows = x.shape[2]
+        if rows is not None:
+            self._check_stored(caches, page_table)
 
     def _check_scales(self, q: torch.Tensor, k_cache: torch.Tensor, scales: Tensors) -> None:
         shape = [k_cache.shape[0], k_cache.shape[2]] if self.scale == "page" else [k_cache.shape[2]]
@@ -220,6 +260,18 @@ class CacheRules:
             raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
         if x.shape[1] > MAX_ROWS or (self.page is not None and x.shape[1] < 1):
             raise _error(ValueError, name, f"has {x.shape[1]} rows", "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1")
+
+    def _check_stored(self, caches: Tensors, page_table: torch.Tensor | None) -> None:
+        """Raise ValueError, in one sentence, if keys that are stored would overwrite others."""
+        for name, x in zip(self.shapes, caches):
+            if x.numel() and _repeats_elements(x):
+                given = f"has strides {list(x.stride())}, by which elements share memory"
+                raise _error(ValueError, name, given, "a place for each element, as new keys are stored: call .contiguous()")
+        if any(map(torch.Tensor.numel, caches)) and _share_memory(caches[0], caches[-1]) and len(caches) > 1:
+            raise _error(ValueError, "k_cache and v_cache", "share memory", "two caches that share none, as new keys are stored")
+        if page_table is not None and page_table.shape[0] > 1 and not page_table.stride(0):
+            given = f"has strides {list(page_table.stride())}, by which all sequences have the same pages"
+            raise _error(ValueError, "page_table", given, "pages of its own for each, as new keys are stored")
 
     def _check_numbers(self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from attngen.runtime.launch import is_interpreted
+from attngen.runtime.launch import interpreting, is_interpreted
 from attngen.runtime.memory import on_its_device
 
 
@@ -72,7 +72,8 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
             batch, heads, n_q, n_kv = shape
             tiles = triton.cdiv(n_q, 32) * triton.cdiv(n_kv, 32)
             draw = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
-            on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
+            with interpreting(keep_mask):
+                on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
         return keep
 
     return dropout_mask

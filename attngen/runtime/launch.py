@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
@@ -59,6 +60,23 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
         return ""
     clash = f"the interpreter of Triton {triton_version} does not work with numpy {numpy_version}"
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
+
+
+@contextlib.contextmanager
+def interpreting(kernel: Any) -> Iterator[None]:
+    """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
+
+    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a kernel runs. The lock is
+    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero.
+    """
+    if isinstance(kernel, triton.JITFunction):
+        yield
+        return
+    import numpy
+    from triton.runtime import interpreter
+
+    with vars(interpreter).setdefault("attngen_lock", threading.RLock()), numpy.errstate(all="ignore"):
+        yield
 
 
 @functools.cache
@@ -188,7 +206,8 @@ class Launch:
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
         """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
         function = getattr(self.file, self.name)
-        compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
+        with interpreting(function):
+            compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         if compiled is None:  # the interpreter compiles nothing
             return
         constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -335,6 +336,80 @@ def test_wrong_calls_of_pages() -> None:
         attend(call.q, *(x[:, :32] for x in call.caches), **call.arguments)
     with pytest.raises(TypeError, match=r"page_table is torch.int64; expected torch.int32 \[B, max_pages\]"):
         attend(call.q, *call.caches, **{**call.arguments, "page_table": call.arguments["page_table"].long()})
+
+
+# Of a buffer: two caches that share memory, with strides that caches of two buffers may have.
+SHARED: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "one": lambda x: (x, x),
+    "a view": lambda x: (x, x.view(x.shape)),
+    "rows": lambda x: (x[:, :5], x[:, 4:]),
+    "columns": lambda x: (x, x[..., 64:]),
+    "heads": lambda x: (x[:, :, :2], x[:, :, 1:]),
+}
+SET_APART: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "rows": lambda x: (x[:, :4], x[:, 4:8]),
+    "every other row": lambda x: (x[:, ::2][:, :4], x[:, 1::2]),
+    "columns": lambda x: (x, x[..., 128:]),
+    "heads": lambda x: (x[:, :, 2:], x[:, :, :1]),
+}
+REPEATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sequences": lambda x: x[:1].expand(3, -1, -1, -1),
+    "rows": lambda x: x[:, :1].expand(-1, 9, -1, -1),
+    "heads": lambda x: x[:, :, :1].expand(-1, -1, 3, -1),
+    "windows": lambda x: x.as_strided(x.shape, (*x.stride()[:1], 256, 256, 1)),
+}
+
+
+def _stores(k_cache: torch.Tensor, v_cache: torch.Tensor, stores: bool = True, room: int = 4) -> torch.Tensor:
+    """A call of decode_gqa over the first columns of two buffers."""
+    k_cache, v_cache = (x[..., :128] for x in (k_cache, v_cache))
+    heads = k_cache.shape[2]
+    q, new = (torch.randn(3, h, 1, 128, dtype=torch.float16, device=DEVICE) for h in (2 * heads, heads))
+    lengths = torch.tensor([0, 1, room - 1], dtype=torch.int32, device=DEVICE)
+    return built("decode_gqa").attention.with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, **({"k": new, "v": new} if stores else {})
+    )
+
+
+@pytest.mark.parametrize("how", SHARED)
+def test_keys_are_not_stored_in_caches_that_share_memory(how: str) -> None:
+    """Nor if the call before had caches with the same strides, which were apart. Where nothing is stored, calls take them."""
+    x, y = (torch.randn(3, 9, 3, 256, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    _stores(SHARED[how](x)[0], SHARED[how](y)[1])
+    with pytest.raises(ValueError, match="k_cache and v_cache share memory; expected two caches that share none, as new keys are stored"):
+        _stores(*SHARED[how](x))
+    assert _stores(*SHARED[how](x), stores=False).isfinite().all()
+
+
+@pytest.mark.parametrize("how", SET_APART)
+def test_keys_are_stored_in_caches_of_one_buffer(how: str) -> None:
+    x = torch.zeros(3, 9, 3, 256, dtype=torch.float16, device=DEVICE)
+    k_cache, v_cache = SET_APART[how](x)
+    for _ in range(2):  # the second call's tensors are known
+        _stores(k_cache, v_cache)
+    assert all(bool(x[b, (0, 1, 3)[b], :, :128].any()) for x in (k_cache, v_cache) for b in range(3))
+
+
+@pytest.mark.parametrize("which", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("how", REPEATED)
+def test_keys_are_not_stored_in_a_cache_that_repeats_elements(how: str, which: str) -> None:
+    x, y = (torch.randn(3, 9, 3, 256, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    caches = [REPEATED[how](x), y] if which == "k_cache" else [y, REPEATED[how](x)]
+    with pytest.raises(ValueError, match=rf"{which} has strides \[.*\], by which elements share memory; expected a place for each element"):
+        _stores(*caches)
+    assert _stores(*caches, stores=False).isfinite().all()
+
+
+def test_keys_are_not_stored_in_pages_that_all_sequences_have() -> None:
+    call = make_call(spec("decode_paged_gqa"), CacheCase(2, 1, 1, (4, 5), 1, 64, 64), torch.float16, DEVICE)
+    table = call.arguments["page_table"][:1].expand(2, -1)
+    attend = built("decode_paged_gqa").attention.with_kvcache
+    with pytest.raises(
+        ValueError, match=r"page_table has strides \[0, 1\], by which all sequences have the same pages; expected pages of its own"
+    ):
+        attend(call.q, *call.caches, **{**call.arguments, "page_table": table})
+    reads = {name: x for name, x in call.arguments.items() if name not in ("k", "v")}
+    attend(call.q, *call.caches, **{**reads, "page_table": table})
 
 
 def test_a_gradient_is_refused() -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from attngen.backends.base import Printed
+from attngen.backends.triton.interpreted import Interpreted, interpreted
 from attngen.bounds.launches import constants, launch_options
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
 from attngen.ir.graph import Module, Unfit
@@ -32,16 +33,15 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
             constants.append((PADDED[name], 1 << size.bit_length()))
     if module.blocks:
         constants.append(("BLOCK", module.blocks.size))
-    sizes = sorted({row.elem_bytes for _, rows in module.schedules for row in rows})
+    taken = interpreted(module)
     names = dict.fromkeys(row.device for _, rows in module.schedules for row in rows if row.device in CLASSES)
     device_classes = [(repr(c), name) for name in names for c in CLASSES[name].capabilities]
     device_classes += [(f'"{name}"', name) for name in names if not CLASSES[name].capabilities and name != "any"]
     return {
         "module": module,
         "constants": constants,
-        "schedules": _schedules(module, views),
-        "elem_sizes": sizes,
-        "interpreted": _interpreted(module, sizes[0]),
+        "schedules": _schedules(module, views, taken),
+        "interpreted": taken,
         "device_classes": device_classes,
         "kernels": [views[kernel.name] for kernel in module.kernels if not kernel.adds],
         "distances": any(x.by == "distance" for x in module.learned),
@@ -63,38 +63,34 @@ def _page(module: Module) -> str:
     return module.cache.page if module.cache and described else ""
 
 
-def _interpreted(module: Module, elem_bytes: int) -> str:
-    """The device class whose schedules the interpreter takes: what other NVIDIA GPUs take, or else one that every kernel has."""
-    portable = {kernel.name for kernel in module.kernels}
-    tables = [rows for name, rows in module.schedules if name in portable and not module.kernel(name).prepares]
-    has = [{(r.device, r.elem_bytes) for r in rows if not isinstance(r, Unfit)} for rows in tables]
-    return next((c for c in (FALLBACK_CUDA, *CLASSES) if all((c, elem_bytes) in rows for rows in has)), FALLBACK_CUDA)
-
-
-def _schedules(module: Module, views: dict[str, KernelView]) -> list[Any]:
+def _schedules(module: Module, views: dict[str, KernelView], taken: Interpreted) -> list[Any]:
     out = []
-    for kernel in (k.name for k in module.kernels):
-        rows = dict(module.schedules)[kernel]
+    for kernel in module.kernels:
+        view = views[kernel.name]
         classes: dict[str, Any] = {}  # rows, or the sentence on why there are none
-        for row in rows:
+        own: dict[str, Any] = {}  # the interpreter's rows
+        for row in dict(module.schedules)[kernel.name]:
             if isinstance(row, Unfit):
                 classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
                 continue
             if row.backend != module.backend:
                 continue
-            view, given = views[kernel], constants(module.kernel(kernel), row)
-            config = {tile: given[tile] for tile in view.tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
-            config |= launch_options(module.kernel(kernel), row) | {flag: given[flag] for flag in view.flags}
-            entry = classes.setdefault(f'("{row.device}", {row.elem_bytes})', [])
-            entry.append((row.max_rows, _config(config)))
-        for divided, row in module.stand_ins(kernel):
+            given = constants(kernel, row)
+            tiles = {tile: given[tile] for tile in view.tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
+            config = tiles | launch_options(kernel, row) | {flag: given[flag] for flag in view.flags}
+            classes.setdefault(f'("{row.device}", {row.elem_bytes})', []).append((row.max_rows, _config(config)))
+            if taken.takes(kernel, row):
+                config = tiles | dict.fromkeys(view.flags, False)
+                own.setdefault(f'("{taken.name}", {row.elem_bytes})', []).append((row.max_rows, _config(config)))
+        classes |= own
+        for divided, row in module.stand_ins(kernel.name):
             tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, **launch_options(divided, row)}
             named = {"KERNEL": json.dumps(divided.name)} if divided.of else {}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes}, "{row.backend}")', [])
             if row.min_rows and not entry:
                 entry.append((row.min_rows, "None"))  # the portable kernel's
             entry.append((row.max_rows, _config(tiles | named)))
-        out.append((kernel, list(classes.items())))
+        out.append((kernel.name, list(classes.items())))
     return out
 
 
