@@ -14,6 +14,7 @@ user's alone, and one in which others can write is refused. docs/security.md say
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ import stat
 import subprocess
 import sys
 import time
+import traceback
 from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +25,7 @@ import pytest
 import torch
 
 import attngen
-from attngen import api, sources, store
+from attngen import api, errors, sources, store
 from attngen.emit.files import write_module
 from attngen.errors import AttngenError, SpecError
 from attngen.spec import load_spec, make_spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -663,3 +665,34 @@ def test_shells_are_given_a_script(attngen: Cli) -> None:
         env = {**os.environ, "_ATTNGEN_COMPLETE": f"source_{shell}"}
         done = subprocess.run([sys.executable, "-m", "attngen"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
         assert line in done.stdout
+
+
+def test_doctor_fails_where_the_cache_cannot_be_written(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "file" / "deep"))
+    said = f"{tmp_path}/file/deep/modules: cannot be written (Not a directory: {tmp_path}/file); name another folder in ATTNGEN_CACHE_DIR"
+    assert said in attngen("doctor", code=1)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    assert f"modules: cannot be written (Read-only file system: {tmp_path})" in attngen("doctor", code=1)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("number", "hint"), [("EROFS", "expected a folder that this user can write"), ("ENOTEMPTY", "Try again")])
+def test_a_cache_that_cannot_be_removed(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch, number: str, hint: str) -> None:
+    """Another try helps where another process builds, and not on a disk that can only be read."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "CACHEDIR.TAG").touch()
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+
+    def fails(*_: Any) -> None:
+        raise OSError(getattr(errno, number), "no")
+
+    monkeypatch.setattr("shutil.rmtree", fails)
+    assert attngen("cache", "--clear", code=1).endswith(
+        f"cannot be removed (no); {'is another process building? ' * (hint[0] == 'T')}{hint}\n"
+    )

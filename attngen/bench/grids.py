@@ -201,7 +201,7 @@ class _Reader:
                 try:
                     yield cell(self.path.stem, spec, n_q, n_kv, dtype=dtype, call=call, **sizes)
                 except AttngenError as error:
-                    raise self.error(place, str(error)) from error
+                    raise self.error(place, str(error)) from None
 
     def several(self, data: dict[str, Any], key: str, place: tuple[str | int, ...]) -> list[Any]:
         found = data.get(key)

@@ -27,6 +27,8 @@ def doctor() -> None:
     \b
     attngen doctor
     """
+    from attngen import store
+
     packages = {name: _installed(name) for name in ("torch", "triton", "numpy")}
     missing = [name for name, installed in packages.items() if not installed]
     _print("attngen", f"{__version__}, in {Path(__file__).parents[1]}")
@@ -38,6 +40,8 @@ def doctor() -> None:
         _print("pair", _pair(packages["torch"], packages["triton"]))
         wrong += _devices(packages["triton"], packages["numpy"])
     _print("cache", _kept())
+    if problem := store.unwritable():
+        wrong.append(problem)
     if wrong:
         raise AttngenError("\n".join(wrong))
 

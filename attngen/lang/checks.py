@@ -74,10 +74,10 @@ class Checks:
                 expr = sympy.Float(float(expr))
         except LangError:
             raise
-        except OverflowError as error:
-            raise self.large(node) from error
-        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            raise self._no_value(node) from error
+        except OverflowError:
+            raise self.large(node) from None
+        except (TypeError, ValueError, ArithmeticError, AttributeError):
+            raise self._no_value(node) from None
         self._check(node, kind, expr)
         if expr.has(sympy.E):
             expr = expr.xreplace({sympy.E: sympy.Float(math.e)})

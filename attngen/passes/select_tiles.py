@@ -92,7 +92,7 @@ class SelectTiles(Pass):
             except FitError as error:
                 reasons[elem][device] = error
                 if len(reasons[elem]) == len(CLASSES):  # on none: say it of the one with the most room
-                    raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from error
+                    raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from None
                 yield Unfit(device, elem, error.reason)
                 continue
             yield from joined([*self._measured(module, kernel, *rows)])
