@@ -98,7 +98,7 @@ def load(path: str | os.PathLike[str]) -> ModuleType:
     try:
         code = read_source(folder)
     except OSError as error:
-        raise AttngenError(f"{folder}: cannot be read ({error.strerror}); expected what `attngen build` writes") from error
+        raise AttngenError(f"{folder}: cannot be read ({error.strerror}); expected what `attngen build` writes") from None
     with _LOCK:
         return _import(folder.resolve(), code)
 

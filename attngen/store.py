@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,7 +64,7 @@ def root() -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         shown = repr(given if given and len(given) < 100 else f"{given[:100]}..." if given else "")
-        raise AttngenError(f"{VARIABLE} is {shown}, which cannot be a folder ({why}); expected a path, such as /tmp/mine") from error
+        raise AttngenError(f"{VARIABLE} is {shown}, which cannot be a folder ({why}); expected a path, such as /tmp/mine") from None
     return place / "modules"
 
 
@@ -197,7 +198,7 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise AttngenError(f"{root()}: cannot be written ({error.strerror}); name another folder in {VARIABLE}") from error
+        raise AttngenError(f"{root()}: cannot be written ({error.strerror}); name another folder in {VARIABLE}") from None
 
 
 def _own_folder(path: Path) -> Path:
@@ -222,6 +223,20 @@ def _remove(path: Path) -> None:
             path.chmod(0o700)  # without which a folder cannot be moved
         with scratch(path) as rest:
             os.rename(path, rest / "removed")
+
+
+def unwritable() -> str:
+    """Why modules cannot be kept in the cache, as a sentence; empty if they can. Its nearest parent counts where it is missing."""
+    nearest = next(path for path in (root(), *root().parents) if os.path.lexists(path))
+    if nearest.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=nearest):
+                return ""
+        except OSError as error:
+            why = error.strerror
+    else:
+        why = "Not a directory"
+    return f"{root()}: cannot be written ({why}: {nearest}); name another folder in {VARIABLE}"
 
 
 def modules() -> list[Path]:
@@ -268,4 +283,6 @@ def clear() -> None:
         if _is_idle():
             _remove(root())
     except OSError as error:
-        raise AttngenError(f"{root()}: cannot be removed ({error.strerror})") from error
+        busy = error.errno in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT)
+        hint = "is another process building? Try again" if busy else "expected a folder that this user can write"
+        raise AttngenError(f"{root()}: cannot be removed ({error.strerror}); {hint}") from None

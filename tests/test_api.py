@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import importlib.util
 import inspect
@@ -15,7 +14,6 @@ import stat
 import subprocess
 import sys
 import time
-import traceback
 from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +23,7 @@ import pytest
 import torch
 
 import attngen
-from attngen import api, errors, sources, store
+from attngen import api, sources, store
 from attngen.emit.files import write_module
 from attngen.errors import AttngenError, SpecError
 from attngen.spec import load_spec, make_spec

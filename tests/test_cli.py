@@ -692,7 +692,7 @@ def test_a_cache_that_cannot_be_removed(tmp_path: Path, attngen: Cli, monkeypatc
     def fails(*_: Any) -> None:
         raise OSError(getattr(errno, number), "no")
 
-    monkeypatch.setattr("shutil.rmtree", fails)
+    monkeypatch.setattr("attngen.store._remove", fails)
     assert attngen("cache", "--clear", code=1).endswith(
         f"cannot be removed (no); {'is another process building? ' * (hint[0] == 'T')}{hint}\n"
     )
