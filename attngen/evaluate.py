@@ -86,6 +86,12 @@ def evaluate(
     return _tensor(value, device, torch.bool if is_condition else dtype)
 
 
+def value_of(tree: ast.expr, names: Mapping[str, torch.Tensor]) -> torch.Tensor | bool | int | float:
+    """The value of a tree over named tensors of integers, which broadcast. Raises KeyError where it has another name."""
+    found: torch.Tensor | bool | int | float = _Walk(dict(names), "cpu", torch.float64).value(tree)
+    return found
+
+
 def _given(param: Param, value: torch.Tensor | int | float, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
     """An argument of the call as a tensor of the evaluator's types."""
     element = param.scalar or param.dtype

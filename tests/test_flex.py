@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, or_masks
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention, or_masks
 
 import attngen
 from attngen.bench.mods import MODS, Mod
@@ -843,6 +843,96 @@ def test_refused_calls() -> None:
         with pytest.raises((ValueError, TypeError)) as error:
             attngen.flex_attention(*args, **kwargs)  # type: ignore[arg-type]
         assert str(error.value) == sentence
+
+
+IDS, HEADS, ROWS = torch.arange(128) // 30, torch.arange(2.0), torch.zeros(2, 128, dtype=torch.int64)
+READS: dict[str, Any] = {  # of score, batch, head, query and key, in calls of 2 sequences, 4 heads and 150 positions
+    "a position": lambda s, b, h, q, k: s + IDS[k],
+    "both positions": lambda s, b, h, q, k: torch.where(IDS[q] == IDS[k], s, 0.0),
+    "the second dimension": lambda s, b, h, q, k: s + ROWS[b, q],
+    "a head of a table of key heads": lambda s, b, h, q, k: s + HEADS[h],
+    "a key head": lambda s, b, h, q, k: s + HEADS[h // 2],
+    "a sequence": lambda s, b, h, q, k: s + HEADS[b],
+    "a sequence of one": lambda s, b, h, q, k: s + ROWS[:1][b, 0],
+    "a distance": lambda s, b, h, q, k: s + IDS[(q - k).abs()],
+    "a distance that is clamped": lambda s, b, h, q, k: s + IDS[(q - k).clamp(-128, 127)],
+    "a distance that is clamped beyond": lambda s, b, h, q, k: s + IDS[(q - k).clamp(-129, 127)],
+    "a remainder": lambda s, b, h, q, k: s + IDS[(q + k) % 128],
+    "blocks": lambda s, b, h, q, k: s + HEADS[q // 64],
+    "fewer blocks": lambda s, b, h, q, k: s + HEADS[q // 75],
+    "a number": lambda s, b, h, q, k: s + HEADS[2],
+    "a negative number": lambda s, b, h, q, k: s + HEADS[-2],
+    "a selected number": lambda s, b, h, q, k: s + HEADS.select(0, 1),
+    "a view": lambda s, b, h, q, k: s + IDS[:100][q % 101],
+    "the end of a view": lambda s, b, h, q, k: s + IDS[:100][-1] + IDS[3:][k % 2 - 2] + torch.arange(5)[-1],
+    "what the function makes": lambda s, b, h, q, k: s + torch.arange(4)[h + 1],
+    "where it does not count": lambda s, b, h, q, k: torch.where(k < 128, s + IDS[k], s),
+    "each turn": lambda s, b, h, q, k: s + IDS[torch.arange(4) * 40 + h].sum(),
+    "fewer turns": lambda s, b, h, q, k: s + IDS[torch.arange(3) * 40 + h].sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_outside_of_a_tensor_are_refused_where_pytorch_refuses_them(name: str) -> None:
+    """And others give what PyTorch gives. The tensors are shorter than the call, in one dimension or another, or not."""
+    q, k, v = (torch.randn(2, 4, 150, D) for _ in range(3))
+    found: list[Any] = []
+    for call in (flex_attention, attngen.flex_attention):
+        try:
+            found.append(call(q, k, v, READS[name]))
+        except IndexError as error:
+            found.append(str(error))
+    right, ours = found
+    assert isinstance(right, str) == isinstance(ours, str), found
+    if isinstance(right, str):
+        assert ours.startswith(f"score_mod `<lambda>`, line {_line(READS[name], 0)} of {HERE}: reads ")
+        assert ours.endswith("; expected a tensor as long as the call, or an index inside of it")
+    else:
+        assert relative_error(ours, right) < 1e-5
+
+
+@pytest.mark.parametrize("n_q", [64, 128, 256])
+@pytest.mark.parametrize("n_kv", [64, 128, 256])
+@pytest.mark.parametrize("listed", [False, True])
+def test_block_masks_are_for_calls_of_their_lengths(n_q: int, n_kv: int, listed: bool) -> None:
+    """As PyTorch has it, whether their lists say more than their functions or not."""
+    block_mask = create_block_mask(_lower, None, None, n_q, n_kv, device="cpu", BLOCK_SIZE=64)
+    if listed:
+        lists = block_mask.kv_num_blocks, block_mask.kv_indices
+        block_mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, seq_lengths=(n_q, n_kv))
+    q, k, v = (torch.zeros(1, 1, 128, D) for _ in range(3))
+    calls: list[Any] = [flex_attention, attngen.flex_attention]
+    if (n_q, n_kv) == (128, 128):
+        assert calls[0](q, k, v, block_mask=block_mask).equal(calls[1](q, k, v, block_mask=block_mask))
+        return
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call(q, k, v, block_mask=block_mask)
+    sentence = f"flex_attention: block_mask is for {n_q} queries and {n_kv} keys, and the call has 128 and 128; expected one that "
+    assert str(error.value).startswith(sentence + "`create_block_mask` made for these")
+    assert ("_adjust" in str(error.value)) == (min(n_q, n_kv) >= 128)
+
+
+def test_lists_of_a_block_mask_are_as_many_as_it_and_the_call_have() -> None:
+    q = torch.zeros(3, 4, 128, D)
+
+    def call(counts: Any, indices: Any, heads: int = 1, n: int = 128) -> Any:
+        count, at = torch.tensor(counts, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32)
+        count, at = (x.expand(x.shape[0], heads, *x.shape[2:]).contiguous() for x in (count, at))
+        mask = BlockMask.from_kv_blocks(count, at, BLOCK_SIZE=64, seq_lengths=(n, n), compute_q_blocks=False)
+        return attngen.flex_attention(q, q, q, block_mask=mask)
+
+    one, two = [[[1, 1]]], [[[[0, 1], [1, 0]]]]
+    for heads in (1, 4):
+        assert call(one, two, heads).shape == q.shape
+    with pytest.raises(ValueError, match="has lists of blocks for 2 sequences, and the call has 3; expected as many, or one for all"):
+        call(one * 2, two * 2)
+    with pytest.raises(ValueError, match="has lists of blocks for 2 heads, and the call has 4; expected as many, or one for all"):
+        call(one, two, 2)
+    with pytest.raises(ValueError, match="block_mask lists 1 rows of blocks; expected 2, by its lengths"):
+        call([[[1]]], [[[[0, 1]]]])
+    with pytest.raises(ValueError, match="block_mask lists blocks beyond the last; expected numbers from 0 to 1, by its lengths"):
+        call(one, [[[[0, 1], [2, 0]]]])
 
 
 def test_a_mask_that_hides_all_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 from attngen.errors import AttngenError
 from attngen.frontends import pairs
-from attngen.frontends.block_masks import is_block_mask, masked_of
+from attngen.frontends.block_masks import is_block_mask
 from attngen.frontends.trace import Mod, leaves
 from attngen.sizes import Sizes
 
@@ -99,14 +99,12 @@ def _found(
     if isinstance(block_mask, BlockMask) and not is_block_mask(block_mask):
         return "", (), "flex_attention: a block mask is made inside of what is compiled; expected one from outside of it"
     try:
-        masked = masked_of(block_mask) if is_block_mask(block_mask) else None
-        mask_mod = masked.mask_mod if masked else block_mask
-        pair = pairs.pair_of(score_mod, mask_mod)
         of_call = Sizes(*sizes)
+        masked, pair = pairs.found(score_mod, block_mask, of_call)
         if pair.apart[1]:
             return "", (), "flex_attention: products of rows become columns of q and k outside of torch.compile alone"
         module = pairs.module_of(pair, pair.whole, dtype, widths, of_call, largest)
-    except (AttngenError, ValueError, TypeError) as error:
+    except (AttngenError, ValueError, TypeError, IndexError) as error:
         return "", (), str(error)
     mods = (score_mod, block_mask.mask_mod if masked else block_mask)
     held = [x for mod in mods if mod is not None for _, x in leaves(mod) if isinstance(x, torch.Tensor)]

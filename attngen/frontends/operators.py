@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attngen.frontends.values import (
+    Fresh,
     Index,
+    Note,
     Untold,
     Value,
     as_condition,
@@ -22,12 +24,14 @@ from attngen.frontends.values import (
     constant,
     element,
     finite,
+    from_start,
     indexed,
     joined,
     literal,
     mapped,
     moved,
     negated,
+    never_negative,
     reduced,
     scalar,
 )
@@ -35,7 +39,6 @@ from attngen.frontends.values import (
 if TYPE_CHECKING:
     from attngen.lang.params import Kind
 
-Fresh = Callable[[], str]  # a new name for the turns of a reduction
 Operator = Callable[..., Value]
 OPERATORS: dict[str, Operator] = {}
 # Operators of other libraries -> the operator of PyTorch that they mean.
@@ -130,25 +133,11 @@ def _remainder(a: Value, b: Value) -> Value:
 @_means("pow")
 def _power(a: Value, b: Value) -> Value:
     exponent = b.at(tuple(ast.Name("i", ast.Load()) for _ in b.shape))
-    if a.kind == b.kind == "int" and b.number is None and not _never_negative(exponent):
+    if a.kind == b.kind == "int" and b.number is None and not never_negative(exponent):
         hint = "a real base, as in `2.0 ** x`, or an exponent that is not negative"
         raise Untold(f"of integers is one, so that `2 ** -3` is 0; expected {hint}")
     whole = a.kind == "int" and isinstance(b.number, int) and b.number >= 0
     return _binary(ast.Pow, operator.pow, a, b, "int" if whole else "real")
-
-
-def _never_negative(e: ast.expr) -> bool:
-    """Whether an integer is made of positions and such numbers, without a difference."""
-    match e:
-        case ast.Constant() | ast.Name():
-            return True
-        case ast.BinOp(op=ast.Add() | ast.Mult() | ast.FloorDiv()):
-            return _never_negative(e.left) and _never_negative(e.right)
-        case ast.BinOp(op=ast.Mod(), right=ast.Constant()):
-            return True
-        case ast.Call(func=ast.Name(id="abs")):
-            return True
-    return False
 
 
 @_means("square")
@@ -523,32 +512,37 @@ def _arange(*args: Value, dtype: torch.dtype | None = None, **_: Any) -> Value:
         raise Untold("counts by numbers that are not known integers")
     counted = range(*numbers)
     start, step, count = counted.start, counted.step, len(counted)
-    made = Value("int", (count,), lambda index: ast.BinOp(literal(start), ast.Add(), ast.BinOp(index[0], ast.Mult(), literal(step))))
-    plain = Value("int", (count,), lambda index: index[0]) if (start, step) == (0, 1) else made
-    return _cast(plain, dtype)
+
+    def of(index: Index) -> ast.expr:
+        at = from_start(index[0], count)
+        return at if (start, step) == (0, 1) else ast.BinOp(literal(start), ast.Add(), ast.BinOp(at, ast.Mult(), literal(step)))
+
+    return _cast(Value("int", (count,), of), dtype)
 
 
 # ---------------------------------------------------------------------------------------------- views and reads
 
 
 @_means("index", "_unsafe_index")
-def _index(x: Value, indices: list[Value | None]) -> Value:
+def _index(note: Note, x: Value, indices: list[Value | None]) -> Value:
     if any(i is not None and i.kind == "bool" for i in indices):
         raise Untold("selects by a mask, whose number of elements is not known")
-    return indexed(x, [*indices, *[None] * (len(x.shape) - len(indices))])
+    return indexed(note, x, [*indices, *[None] * (len(x.shape) - len(indices))])
 
 
 @_means("embedding")
-def _embedding(weight: Value, at: Value, *_: Any, **__: Any) -> Value:
-    return indexed(weight, [at, None])
+def _embedding(note: Note, weight: Value, at: Value, *_: Any, **__: Any) -> Value:
+    return indexed(note, weight, [at, None])
 
 
 @_means("select")
-def _select(x: Value, dim: Value, at: Value) -> Value:
+def _select(note: Note, x: Value, dim: Value, at: Value) -> Value:
     indices: list[Value | None] = [None] * len(x.shape)
-    place = _int(dim) % len(x.shape)
-    indices[place] = constant(at.number % x.shape[place]) if isinstance(at.number, int) else at
-    return indexed(x, indices)
+    indices[_int(dim) % len(x.shape)] = at
+    return indexed(note, x, indices)
+
+
+READS = (_index, _embedding, _select)  # these take `note` first
 
 
 @_means("slice")
@@ -557,12 +551,15 @@ def _slice(x: Value, dim: Value | None = None, start: Value | None = None, end: 
     ends = [None if v is None or v.number is None else int(v.number) for v in (start, end, step)]
     taken = range(x.shape[place])[slice(*ends)]
     by = taken.step
+    if taken == range(x.shape[place]):
+        return x
 
     def places(index: Index) -> Index:
         at = index[place]
         if isinstance(at, ast.Constant):
-            moved_to: ast.expr = literal(taken[int(at.value)])  # type: ignore[arg-type]
+            moved_to: ast.expr = literal(taken.start + int(at.value) * by)  # type: ignore[arg-type]
         else:
+            at = from_start(at, len(taken))
             moved_to = at if by == 1 else ast.BinOp(at, ast.Mult(), literal(by))
             moved_to = ast.BinOp(moved_to, ast.Add(), literal(taken.start)) if taken.start else moved_to
         return (*index[:place], moved_to, *index[place + 1 :])

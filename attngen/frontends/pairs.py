@@ -13,8 +13,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attngen.api import build_completed
-from attngen.frontends.block_masks import Masked, is_block_mask, masked_of
+from attngen.frontends.block_masks import Masked, check_fits, is_block_mask, masked_of
 from attngen.frontends.products import Product, fits, longer, taken_apart
+from attngen.frontends.reach import check_reads
 from attngen.frontends.specs import data_of, dims_of, settled, title_of
 from attngen.frontends.trace import Mod, Traced, leaves, trace
 from attngen.lang.limits import WIDEST_HEAD
@@ -30,6 +31,10 @@ class Pair:
     held: tuple[Any, ...]
     title: str
     modules: dict[Any, ModuleType] = field(default_factory=dict)
+    within: set[Sizes] = field(default_factory=set)  # of calls in which nothing is read outside of a tensor
+
+
+MOST_SIZES = 1024  # that a pair remembers; with one more all are forgotten
 
 
 def nothing() -> None:
@@ -50,10 +55,8 @@ def call(
     return_aux: Any,
 ) -> Any:
     """flex_attention's call, with arguments that were checked."""
-    masked = masked_of(block_mask) if is_block_mask(block_mask) else None
-    mask_mod = masked.mask_mod if masked else block_mask
-    pair = pair_of(score_mod, mask_mod)
     sizes = Sizes(query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2])
+    masked, pair = found(score_mod, block_mask, sizes)
     traced, products = pair.apart
     if products and fits(products, query.shape[3], sizes, WIDEST_HEAD):
         scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -67,6 +70,21 @@ def call(
     if masked and hasattr(module, "LISTS"):  # the mask is evaluated once, to find blocks
         inputs["plan"] = planned(masked, module, query, key, inputs, sizes)
     return results(module, query, key, value, inputs, scale, lse, largest, return_aux is not None)
+
+
+def found(score_mod: Mod | None, block_mask: Any, sizes: Sizes) -> tuple[Masked | None, Pair]:
+    """What a block mask says, if it is one, and the traced pair. Raises if these are not for calls of these sizes."""
+    masked = None
+    if is_block_mask(block_mask):
+        check_fits(block_mask, sizes)
+        masked = masked_of(block_mask)
+    pair = pair_of(score_mod, masked.mask_mod if masked else block_mask)
+    if pair.whole.places and sizes not in pair.within:
+        check_reads(pair.whole, sizes)
+        if len(pair.within) >= MOST_SIZES:
+            pair.within.clear()
+        pair.within.add(sizes)
+    return masked, pair
 
 
 def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any], sizes: Sizes) -> Any:

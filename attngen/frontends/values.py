@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from attngen.lang.params import Kind
 
 Index = tuple[ast.expr, ...]
+Fresh = Callable[[int], str]  # a new name for the turns of a reduction, of which there are as many
+Note = Callable[[ast.expr, ast.expr, int], None]  # of an element that is read: its expression, an index of it, the dimension's length
 Number = bool | int | float
 
 
@@ -146,7 +148,7 @@ def mapped(kind: Kind, make: Callable[..., ast.expr], *values: Value, visible: a
     return Value(kind, shape, lambda index: make(*(element(x, index) for x in values)), None, visible)
 
 
-def indexed(x: Value, indices: list[Value | None]) -> Value:
+def indexed(note: Note, x: Value, indices: list[Value | None]) -> Value:
     """x[indices], None for a dimension that is kept. Indices broadcast; they come first if one is kept between two of them."""
     at = [i for i, index in enumerate(indices) if index is not None]
     given = [as_number(index) for index in indices if index is not None]
@@ -161,8 +163,12 @@ def indexed(x: Value, indices: list[Value | None]) -> Value:
         places: dict[int, ast.expr] = dict(zip(before, index))
         own = index[len(before) : len(before) + len(shape)]
         places |= dict(zip(after, index[len(before) + len(shape) :]))
-        places |= {i: element(value, own) for i, value in zip(at, given)}
-        return x.at(tuple(places[i] for i in range(len(x.shape))))
+        read = {i: element(value, own) for i, value in zip(at, given)}
+        places |= read
+        made = x.at(tuple(places[i] for i in range(len(x.shape))))
+        for i, e in read.items():
+            note(made, e, x.shape[i])
+        return made
 
     return scalar(x.kind, of(()), x.visible) if not whole else Value(x.kind, whole, of, None, x.visible)
 
@@ -173,7 +179,7 @@ def moved(x: Value, shape: tuple[int, ...], places: Callable[[Index], Index]) ->
     return scalar(x.kind, made.at(()), x.visible) if not shape and x.number is None else made
 
 
-def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, fresh: Callable[[], str]) -> Value:
+def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, fresh: Fresh) -> Value:
     """`any`, `all` or `sum` over dimensions."""
     rank = len(x.shape)
     over = sorted({d % rank for d in dims}) if rank else []
@@ -189,7 +195,7 @@ def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, 
             if d in over:
                 if keep:
                     next(own)
-                turns += [(fresh(), n)] if n != 1 else []
+                turns += [(fresh(n), n)] if n != 1 else []
                 places.append(ast.Name(turns[-1][0], ast.Load()) if n != 1 else ast.Constant(0))
             else:
                 places.append(next(own))
@@ -199,6 +205,25 @@ def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, 
         return e
 
     return scalar(kind, of(())) if not left else Value(kind, left, of)
+
+
+def never_negative(e: ast.expr) -> bool:
+    """Whether an integer is made of positions and such numbers, without a difference."""
+    match e:
+        case ast.Constant() | ast.Name():
+            return True
+        case ast.BinOp(op=ast.Add() | ast.Mult() | ast.FloorDiv()):
+            return never_negative(e.left) and never_negative(e.right)
+        case ast.BinOp(op=ast.Mod(), right=ast.Constant()):
+            return True
+        case ast.Call(func=ast.Name(id="abs")):
+            return True
+    return False
+
+
+def from_start(at: ast.expr, n: int) -> ast.expr:
+    """An index of n elements that counts from the first of them, also where it is negative and counts from the last, as in Python."""
+    return at if never_negative(at) or not n else ast.BinOp(at, ast.Mod(), ast.Constant(n))
 
 
 def size_of(e: ast.AST) -> int:
