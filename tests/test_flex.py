@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ from attngen.frontends import pairs
 from attngen.frontends.block_masks import masked_of
 from attngen.frontends.compiled import OLD
 from attngen.frontends.trace import TraceError, trace
+from attngen.frontends.values import OUTSIDE
 from attngen.reference import relative_error
 from attngen.sizes import Sizes
 from attngen.spec import parse_spec
@@ -284,6 +288,39 @@ OPERATORS: dict[str, Any] = {
 }
 
 
+def _changed(s: Tensor, i: Tensor) -> Tensor:
+    s += i
+    s -= 0.5
+    s *= 2
+    s /= 3
+    s.clamp_(-2.5, 4)
+    n = i + 1
+    n <<= 2
+    n >>= 1
+    n //= 3
+    n %= 4
+    n |= 8
+    n &= 11
+    n ^= 1
+    n *= i > 2
+    seen = i > 1
+    seen &= i < 7
+    seen |= i == 5
+    return s.masked_fill_(~seen, 1.5) + n
+
+
+OPERATORS["in place"] = lambda s, i: _changed(s.clone(), i.clone())
+OPERATORS["one of several"] = lambda s, i: s + torch.isin(i, torch.arange(3) * 2 + 3) + torch.isin(i, 4, invert=True) * 2
+
+
+def test_no_sentence_names_a_module_of_attngen() -> None:
+    """All texts in the front end that are raised: people cannot act on the name of a module."""
+    for path in (ROOT / "attngen" / "frontends").glob("*.py"):
+        raised = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Raise)]
+        texts = [x.value for node in raised for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+        assert not [text for text in texts if re.search(r"attngen\.[a-z_]+\.", text)], path
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name: str) -> None:
     """The language's evaluator gives what PyTorch gives, and the same derivative in the score."""
@@ -327,6 +364,53 @@ def test_functions_are_traced_once_and_again_when_they_change(device: str, monke
     first = torch.ones(2, device=device)
     attngen.flex_attention(q, k, v, score, mask)
     assert len(traced) == 3
+
+
+FORGETFUL: dict[str, Any] = {  # scores that do not use the product of q and k
+    "a bias": lambda s, h, q, k, bias: bias[q, k],
+    "positions": lambda s, h, q, k, bias: 0.01 * (q - k) * (h + 1),
+    "a number": lambda s, h, q, k, bias: torch.zeros_like(s),
+    "nothing of it": lambda s, h, q, k, bias: s * 0 + bias[q, k].tanh(),
+    "hidden": lambda s, h, q, k, bias: torch.where(q > k + 3, -math.inf, bias[q, k]),
+}
+
+
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_scores_without_the_score(name: str, device: str) -> None:
+    """Gradients of q and k are 0, and others are right, whatever q and k are."""
+    sizes = Sizes(1, 2, 2, 40, 40)
+    (q, k, v), bias = inputs(sizes, device), torch.randn(40, 40, device=device, requires_grad=True)
+    at = [torch.arange(n, device=device) for n in (2, 40, 40)]
+    heads, rows, columns = at[0].view(-1, 1, 1), at[1].view(-1, 1), at[2]
+    learned = [bias] if "bias[" in inspect.getsource(FORGETFUL[name]).split(f'"{name}"')[1].splitlines()[0] else []
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return FORGETFUL[name](s, h, q_idx, kv_idx, bias)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, score, return_aux=AuxRequest(lse=True))
+
+    out, aux = function(q, k, v)
+    expected, lse = naive(q, k, v, lambda s: torch.broadcast_to(FORGETFUL[name](s, heads, rows, columns, bias), s.shape).double())
+    assert relative_error(out, expected) < 1e-6 and relative_error(aux.lse, lse) < 1e-6
+    w = torch.randn_like(out)
+    dq, dk, *grads = torch.autograd.grad(out, [q, k, v, *learned], w)
+    assert not dq.any() and not dk.any() and dq.shape == q.shape
+    for found, right in zip(grads, torch.autograd.grad(expected, [v, *learned], w.double())):
+        assert relative_error(found, right) < 1e-6
+    with pytest.raises(TraceError, match="^score_mod `score` does not use the score, as that of a spec does; expected it to, or a call of"):
+        attngen.spec_from_mods(score)
+
+
+def test_a_score_without_the_score_in_a_graph(device: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, _distances)
+
+    alike(function, compiled(function), *inputs(Sizes(1, 2, 2, 20, 20), device))
+
+
+def _distances(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return 0.25 * (q_idx - kv_idx)
 
 
 SCORES: dict[str, Any] = {  # of a score, a query's and a key's position, and of two tables
@@ -746,6 +830,31 @@ def _power(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Te
     return s * 2 ** (-(h + 1))
 
 
+def _rounded(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.round(s, decimals=2)
+
+
+def _in_many(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.isin(kv_idx, torch.arange(200))
+
+
+def _of_a_view(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    row = s.view(1)
+    row += 1
+    return s
+
+
+def _of_a_table(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    table = DOC
+    table += 1
+    return s + table[q_idx]
+
+
+def _of_another_type(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    h += 0.5
+    return s + h
+
+
 def _line(function: Any, further: int = 1) -> int:
     return int(function.__code__.co_firstlineno) + further
 
@@ -756,8 +865,8 @@ def _line(function: Any, further: int = 1) -> int:
         (
             _cumulative,
             None,
-            f"score_mod `_cumulative`, line {_line(_cumulative)} of {HERE}: `aten::cumsum` has no expression; "
-            "`attngen.frontends.operators` has those that have one",
+            f"score_mod `_cumulative`, line {_line(_cumulative)} of {HERE}: `aten::cumsum` has no expression; expected arithmetic, "
+            f"comparisons, `torch.where` and the like, or {OUTSIDE}",
         ),
         (
             _infinite,
@@ -793,7 +902,32 @@ def _line(function: Any, further: int = 1) -> int:
             _of_too_many,
             None,
             f"score_mod `_of_too_many`, line {_line(_of_too_many)} of {HERE}: `aten::sum` reduces 500 elements; expected at most 128, "
-            "which are written out",
+            f"which are written out: {OUTSIDE}",
+        ),
+        (
+            _rounded,
+            None,
+            f"score_mod `_rounded`, line {_line(_rounded)} of {HERE}: `aten::round` has no expression with these arguments; "
+            f"expected fewer, or {OUTSIDE}",
+        ),
+        (
+            None,
+            _in_many,
+            f"mask_mod `_in_many`, line {_line(_in_many)} of {HERE}: `aten::isin` compares with 200 elements; expected at most 128, or "
+            "what `torch.isin` says of all positions, made outside of the function: a bool tensor, read at one",
+        ),
+        *(
+            (
+                function,
+                None,
+                f"score_mod `{function.__name__}`, line {_line(function, further)} of {HERE}: `aten::add_` changes {what}, in place; "
+                f"expected a new one, as in `x = x + {by}`",
+            )
+            for function, further, what, by in (
+                (_of_a_view, 2, "a view, or a tensor that has one", 1),
+                (_of_a_table, 2, "a captured tensor", 1),
+                (_of_another_type, 1, "the type or the shape of a tensor", 0.5),
+            )
         ),
     ],
 )

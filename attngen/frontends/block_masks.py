@@ -56,7 +56,8 @@ def check_fits(block_mask: Any, sizes: Sizes) -> None:
     for given, count, what in zip(masked_of(block_mask).lists, sizes, ("sequences", "heads")):
         if 1 < given < count:
             raise ValueError(
-                f"flex_attention: block_mask has lists of blocks for {given} {what}, and the call has {count}; expected as many, or one for all"
+                f"flex_attention: block_mask has lists of blocks for {given} {what}, and the call has {count}; "
+                "expected as many, or one for all"
             )
 
 
@@ -90,7 +91,7 @@ def _with_lists(block_mask: Any) -> Masked:
 
 
 def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bool [B, H, rows, columns]: which blocks a list has. ValueError if it is shorter than the rows, or names blocks beyond the columns."""
+    """Bool [B, H, rows, columns]: which blocks a list has. ValueError if it lacks rows, or names blocks beyond the columns."""
     if indices.shape[-2] < rows:
         raise ValueError(f"flex_attention: block_mask lists {indices.shape[-2]} rows of blocks; expected {rows}, by its lengths")
     at = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]

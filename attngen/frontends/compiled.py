@@ -20,7 +20,8 @@ from attngen.frontends.block_masks import is_block_mask
 from attngen.frontends.trace import Mod, leaves
 from attngen.sizes import Sizes
 
-# For each call that was traced: the module, the plan of its block mask, and tensors that say which blocks are in its lists. torch.compile
+# For each call that was traced: the module, the plan of its block mask, tensors that say which blocks are in its lists, and whether its
+# score forgets products. torch.compile
 # reads a dict once for a whole graph, and attributes of a module when they are asked for.
 KEPT = ModuleType("kept")
 OLD = TorchVersion(torch.__version__) < "2.12"  # it takes no block mask for a constant, and does not follow what a module holds
@@ -63,7 +64,9 @@ def call(
     if reason:
         torch._dynamo.graph_break(msg=reason)
         return _outside(*arguments)
-    module, plan, lists = getattr(KEPT, kept)
+    module, plan, lists, forgets = getattr(KEPT, kept)
+    if forgets:
+        query, key = pairs.without_products(query, key)
     inputs: dict[str, Any] = {}
     for table, at in places:
         inputs[table] = pairs.as_input(tensors[at] if at >= 0 else lists[-1 - at])
@@ -125,7 +128,7 @@ def _found(
         inputs = {table.name: pairs.as_input(table.tensor) for table in pair.whole.tables}
         plan = pairs.planned(masked, module, query, key, inputs, of_call)
     kept = f"call_{len(vars(KEPT))}"
-    setattr(KEPT, kept, (module, plan, tuple(lists)))
+    setattr(KEPT, kept, (module, plan, tuple(lists), pair.whole.forgets))
     return kept, tuple(places), ""
 
 

@@ -35,6 +35,7 @@ from attngen.frontends.values import (
     reduced,
     scalar,
 )
+from attngen.lang.limits import MAX_TURNS
 
 if TYPE_CHECKING:
     from attngen.lang.params import Kind
@@ -43,6 +44,7 @@ Operator = Callable[..., Value]
 OPERATORS: dict[str, Operator] = {}
 # Operators of other libraries -> the operator of PyTorch that they mean.
 SAME_AS = {"approx::tanh": "aten::tanh", "attngen_mods::tanh_approx": "aten::tanh"}
+SAME_AS |= {"aten::__ilshift__": "aten::__lshift___", "aten::__irshift__": "aten::__rshift___"}  # those that change a tensor end in `_`
 
 
 def _means(*names: str) -> Callable[[Operator], Operator]:
@@ -102,6 +104,8 @@ def _multiply(a: Value, b: Value) -> Value:
     if a.kind == b.kind == "bool":
         return _AND(a, b)
     for x, other in ((a, b), (b, a)):
+        if x.number == 0 and not other.shape and other.visible is None and ast.unparse(other.text) == "s":  # as in `s * 0 + bias[q, k]`
+            return constant(0.0)
         if x.number == 1 and not x.shape and not (isinstance(x.number, float) and other.kind != "real"):
             return as_number(other)
     return _binary(ast.Mult, operator.mul, a, b)
@@ -455,7 +459,7 @@ def _int(x: Any) -> int:
     """A whole number that the function was written with."""
     number = x.number if isinstance(x, Value) else x
     if type(number) is not int:
-        raise Untold("has a size or a dimension that is not known")
+        raise Untold("has a size or a dimension that is computed; expected a number that the function is written with")
     return number
 
 
@@ -509,7 +513,7 @@ def _scalar_tensor(value: Value, dtype: torch.dtype | None = None, **_: Any) -> 
 def _arange(*args: Value, dtype: torch.dtype | None = None, **_: Any) -> Value:
     numbers = [x.number for x in args if isinstance(x.number, int)]
     if len(numbers) < len(args):
-        raise Untold("counts by numbers that are not known integers")
+        raise Untold("counts by numbers that are computed, or are no integers; expected integers that the function is written with")
     counted = range(*numbers)
     start, step, count = counted.start, counted.step, len(counted)
 
@@ -526,7 +530,7 @@ def _arange(*args: Value, dtype: torch.dtype | None = None, **_: Any) -> Value:
 @_means("index", "_unsafe_index")
 def _index(note: Note, x: Value, indices: list[Value | None]) -> Value:
     if any(i is not None and i.kind == "bool" for i in indices):
-        raise Untold("selects by a mask, whose number of elements is not known")
+        raise Untold("selects by a mask, so that the number of elements is not known; expected `torch.where`, with what others count as")
     return indexed(note, x, [*indices, *[None] * (len(x.shape) - len(indices))])
 
 
@@ -655,8 +659,21 @@ def _mean(fresh: Fresh, x: Value, dim: Any = None, keepdim: Any = False, dtype: 
 @_means("dot", "vdot", "inner")
 def _dot(fresh: Fresh, a: Value, b: Value) -> Value:
     if broadcast(a.shape, b.shape) != a.shape:
-        raise Untold(f"multiplies tensors of shapes {list(a.shape)} and {list(b.shape)}")
+        raise Untold(f"multiplies tensors of shapes {list(a.shape)} and {list(b.shape)}; expected one shape, or (a * b).sum()")
     return _sum(fresh, _multiply(a, b))
 
 
-REDUCTIONS = (_any, _all, _sum, _mean, _dot)  # these take `fresh` first
+@_means("isin")
+def _isin(fresh: Fresh, x: Value, values: Value, *_: Any, invert: Value | None = None, **__: Any) -> Value:
+    if (count := math.prod(values.shape)) > MAX_TURNS:
+        instead = (
+            "expected at most {}, or what `torch.isin` says of all positions, made outside of the function: a bool tensor, read at one"
+        )
+        raise Untold(f"compares with {count} elements; {instead.format(MAX_TURNS)}")
+    rank = len(values.shape)
+    wide = Value(x.kind, x.shape + (1,) * rank, lambda index: x.at(index[: len(x.shape)]))
+    found = reduced(_equal(wide, values), tuple(range(-rank, 0)), False, "any", "bool", fresh)
+    return _not(found) if invert is not None and invert.number else found
+
+
+REDUCTIONS = (_any, _all, _sum, _mean, _dot, _isin)  # these take `fresh` first

@@ -63,6 +63,8 @@ def call(
         query, key = longer(query, key, products, scale, sizes)
     else:
         traced = pair.whole
+    if traced.forgets:
+        query, key = without_products(query, key)
     lse = return_lse or bool(return_aux is not None and return_aux.lse)
     largest = bool(return_aux is not None and return_aux.max_scores)
     module = module_of(pair, traced, query.dtype, (query.shape[3], value.shape[3]), sizes, largest)
@@ -94,6 +96,12 @@ def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.
         given = {name: x for name, x in inputs.items() if name in of_plan(module)}
         masked.plans[at] = module.attention.plan(query, key, **given)
     return masked.plans[at]
+
+
+def without_products(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of 0, whose gradients are 0: for a score that is made of positions and tables alone."""
+    query, key = (x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0) for x in (query, key))
+    return query, key
 
 
 def results(

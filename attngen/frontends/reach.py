@@ -24,8 +24,8 @@ def check_reads(traced: Traced, sizes: Sizes) -> None:
         if found is not None:
             what = f"`{place.tensor}`" if place.tensor else "a tensor that it makes"
             raise IndexError(
-                f"{place.function}: reads {what} at `{place.index}`, which comes to {found} in this call, where the dimension has the length "
-                f"{place.length}; expected a tensor as long as the call, or an index inside of it"
+                f"{place.function}: reads {what} at `{place.index}`, which comes to {found} in this call, where the dimension has the "
+                f"length {place.length}; expected a tensor as long as the call, or an index inside of it"
             )
 
 

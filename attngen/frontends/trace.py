@@ -21,7 +21,7 @@ from attngen.errors import AttngenError
 from attngen.frontends.equal import agreed
 from attngen.frontends.operators import OPERATORS, READS, REDUCTIONS, SAME_AS
 from attngen.frontends.standins import Operators
-from attngen.frontends.values import Index, Note, Untold, Value, constant, joined, literal, scalar, size_of
+from attngen.frontends.values import OUTSIDE, Index, Note, Untold, Value, constant, in_place, joined, literal, scalar, size_of
 from attngen.ir.names import OF_OUTPUTS
 from attngen.lang.names import name_problem
 
@@ -76,6 +76,7 @@ class Traced:
 
     mask, score: expressions as text, None where there is nothing to say, and named parts of each. tables: the captured tensors.
     places: the indices by which functions read tensors. turns: how many turns the reductions have whose names are in these.
+    forgets: the function of a score does not use it, so that what is added to the score says all: it is for calls whose products are 0.
     """
 
     mask: str | None
@@ -85,6 +86,7 @@ class Traced:
     tables: tuple[Table, ...]
     places: tuple[Place, ...] = ()
     turns: Mapping[str, int] = field(default_factory=dict)
+    forgets: bool = False
 
     @property
     def of_mask(self) -> str:
@@ -114,17 +116,19 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...
     if mask_mod is not None:
         made = tracer.run(mask_mod, False)
         conditions.append(made.text)
-    score = None
+    score, forgets = None, False
     if score_mod is not None:
         made = tracer.run(score_mod, True)
         score = made.text
+        forgets = not occurs("s", ast.unparse(score))
+        score = ast.BinOp(ast.Name("s", ast.Load()), ast.Add(), score) if forgets else score
         conditions += [] if made.visible is None else [made.visible]
     mask = agreed(joined(ast.And, *conditions), {t.name for t in tracer.tables.values() if t.dtype == "int32"})
     shown = isinstance(mask, ast.Name) and mask.id == "true"
     plain = isinstance(score, ast.Name) and score.id == "s"
     mask_text, mask_parts = (None, {}) if shown else _named(mask, "m")
     score_text, score_parts = (None, {}) if score is None or plain else _named(score, "x")
-    traced = Traced(mask_text, mask_parts, score_text, score_parts, (), tuple(tracer.places), tracer.turns)
+    traced = Traced(mask_text, mask_parts, score_text, score_parts, (), tuple(tracer.places), tracer.turns, forgets)
     return replace(traced, tables=tuple(t for t in tracer.tables.values() if traced.reads(t)))
 
 
@@ -232,15 +236,22 @@ class _Tracer:
             return constant(x) if isinstance(x, (bool, int, float)) else x
 
         name = _operator(operator)
-        found = OPERATORS.get(SAME_AS.get(name, name))
+        changes = operator._schema.is_mutable
+        of_name = SAME_AS.get(name, name)
+        found = OPERATORS.get(of_name.removesuffix("_") if changes else of_name)
         try:
             if found is None:
-                raise Untold("has no expression; `attngen.frontends.operators` has those that have one")
+                raise Untold(f"has no expression; expected arithmetic, comparisons, `torch.where` and the like, or {OUTSIDE}")
             if name == "aten::detach" and _may_learn(args[0]):
                 raise Untold("stops a gradient, which expressions do not; expected a tensor that was detached outside of the function")
             args, kwargs = [*map(of, args)], {k: of(v) for k, v in kwargs.items() if k not in _NOT_USED}
             first = (self.fresh,) if found in REDUCTIONS else (self.noting(),) if found in READS else ()
-            return found(*first, *args, **kwargs)
+            try:
+                inspect.signature(found).bind(*first, *args, **kwargs)
+            except TypeError:
+                raise Untold(f"has no expression with these arguments; expected fewer, or {OUTSIDE}") from None
+            made_of = found(*first, *args, **kwargs)
+            return in_place(args[0], made_of) if changes else made_of
         except Untold as error:
             raise Untold(f"`{name}` {error}") from None
 

@@ -23,6 +23,9 @@ Note = Callable[[ast.expr, ast.expr, int], None]  # of an element that is read: 
 Number = bool | int | float
 
 
+OUTSIDE = "compute more of it outside of the function, and read the result from a captured tensor"  # what to write instead
+
+
 class Untold(Exception):
     """An operation that has no expression: the reason, as the end of a sentence."""
 
@@ -184,7 +187,7 @@ def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, 
     rank = len(x.shape)
     over = sorted({d % rank for d in dims}) if rank else []
     if large := next((x.shape[d] for d in over if x.shape[d] > MAX_TURNS), 0):
-        raise Untold(f"reduces {large} elements; expected at most {MAX_TURNS}, which are written out")
+        raise Untold(f"reduces {large} elements; expected at most {MAX_TURNS}, which are written out: {OUTSIDE}")
     left = tuple(1 if d in over else n for d, n in enumerate(x.shape) if keep or d not in over)
 
     def of(index: Index) -> ast.expr:
@@ -224,6 +227,16 @@ def never_negative(e: ast.expr) -> bool:
 def from_start(at: ast.expr, n: int) -> ast.expr:
     """An index of n elements that counts from the first of them, also where it is negative and counts from the last, as in Python."""
     return at if never_negative(at) or not n else ast.BinOp(at, ast.Mod(), ast.Constant(n))
+
+
+def in_place(old: Value, new: Value) -> Value:
+    """What a tensor has after an operator has changed it to a new value, in its own type and shape."""
+    ranks = ("bool", "int", "real")
+    if ranks.index(new.kind) > ranks.index(old.kind) or new.shape != old.shape:
+        raise Untold("changes the type or the shape of a tensor, in place; expected a new one, as in `x = x + 0.5`")
+    if new.kind == old.kind:
+        return new
+    return as_real(as_number(new)) if old.kind == "real" else as_number(new)
 
 
 def size_of(e: ast.AST) -> int:
