@@ -26,8 +26,8 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
     ast.BitXor: operator.xor,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
+    ast.LShift: lambda a, b: _of_32_bits(operator.lshift, a, b),
+    ast.RShift: lambda a, b: _of_32_bits(operator.rshift, a, b),
 }
 _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
@@ -101,6 +101,10 @@ def _given(param: Param, value: torch.Tensor | int | float, device: torch.device
 
 def _tensor(value: Any, device: torch.device | str, kind: torch.dtype) -> torch.Tensor:
     return value.to(device, kind) if isinstance(value, torch.Tensor) else torch.tensor(value, device=device, dtype=kind)
+
+
+def _of_32_bits(shift: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    return shift(a.int(), b.int()).to(a.dtype) if isinstance(a, torch.Tensor) else shift(a, b)
 
 
 def _is_real(value: Any) -> bool:

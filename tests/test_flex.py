@@ -310,6 +310,10 @@ def _changed(s: Tensor, i: Tensor) -> Tensor:
 
 
 OPERATORS["in place"] = lambda s, i: _changed(s.clone(), i.clone())
+OPERATORS["shifts by a value"] = lambda s, i: (
+    s + (1 << i.int()) / 9 + ((40 - i) >> (i % 5)) / 4 - ((i - 9) >> 40) - (i << -1) + (3 << (i - 3))
+)
+OPERATORS["shifts by more bits"] = lambda s, i: s + ((i.int() - 5) >> (i * 6 - 12).int()) + ((i - 5).int() << (i * 6 - 12).int()) / 2**20
 OPERATORS["one of several"] = lambda s, i: s + torch.isin(i, torch.arange(3) * 2 + 3) + torch.isin(i, 4, invert=True) * 2
 
 
@@ -429,6 +433,33 @@ def test_scores_that_calls_compute(name: str, device: str) -> None:
     w = torch.randn_like(out)
     for found, right in zip((out, *torch.autograd.grad(out, q, w)), (expected, *torch.autograd.grad(expected, q, w.double()))):
         assert relative_error(found, right) < 1e-5
+
+
+SHIFTS: dict[str, Any] = {  # masks of 4 heads
+    "a window by head": lambda b, h, q, k: (q - k).abs() < (1 << h),
+    "strides by head": lambda b, h, q, k: (q >= k) & (((q - k) >> h) % 2 == 0),
+    "blocks by head": lambda b, h, q, k: q >> (h + 1) >= k >> (h + 1),
+    "a bit of a set": lambda b, h, q, k: (0b1011001110 >> (k % 16)) & 1 == 1,
+    "by positions": lambda b, h, q, k: (1 << (q % 6)) > (k - q),
+    "by more than there are": lambda b, h, q, k: ((1 << (h * 16)) > 0) & (((q - k - 1) >> (h * 16 - 8)) < 1),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_masks_that_shift_by_a_value(name: str, device: str) -> None:
+    q, k, v = inputs(Sizes(1, 4, 4, 70, 70), device)
+    places = [torch.arange(n, device=device, dtype=torch.int32) for n in (1, 4, 70, 70)]
+    mask = SHIFTS[name](*(x.view(-1, *[1] * (3 - d)) for d, x in enumerate(places)))
+    out, lse = attngen.flex_attention(q, k, v, None, SHIFTS[name], return_lse=True)
+    expected, right = naive(q, k, v, mask=mask)
+    w = torch.randn_like(out)
+    assert (
+        bool((~mask).any())
+        and relative_error(out, expected) < 1e-5
+        and relative_error(lse[right > -math.inf], right[right > -math.inf]) < 1e-5
+    )
+    for a, b in zip(torch.autograd.grad(out, [q, k, v], w), torch.autograd.grad(expected, [q, k, v], w.double())):
+        assert relative_error(a, b) < 1e-5
 
 
 class Kept:

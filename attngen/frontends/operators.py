@@ -411,11 +411,15 @@ def _invert(x: Value) -> Value:
 
 @_means("__lshift__", "bitwise_left_shift")
 def _shift_left(a: Value, b: Value) -> Value:
+    if isinstance(b.number, int) and not 0 <= b.number < 31:
+        return _shift_left(_shift_left(a, constant(30)), constant(1)) if b.number == 31 else _multiply(a, constant(0))
     return _binary(ast.LShift, operator.lshift, a, b)
 
 
 @_means("__rshift__", "bitwise_right_shift")
 def _shift_right(a: Value, b: Value) -> Value:
+    if isinstance(b.number, int) and not 0 <= b.number < 31:
+        return _where(_compare(ast.Lt, operator.lt, a, constant(0)), constant(-1), constant(0))
     return _binary(ast.RShift, operator.rshift, a, b)
 
 
