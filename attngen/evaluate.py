@@ -26,8 +26,8 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
     ast.BitXor: operator.xor,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
+    ast.LShift: lambda a, b: _of_32_bits(operator.lshift, a, b),
+    ast.RShift: lambda a, b: _of_32_bits(operator.rshift, a, b),
 }
 _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
@@ -86,6 +86,12 @@ def evaluate(
     return _tensor(value, device, torch.bool if is_condition else dtype)
 
 
+def value_of(tree: ast.expr, names: Mapping[str, torch.Tensor]) -> torch.Tensor | bool | int | float:
+    """The value of a tree over named tensors of integers, which broadcast. Raises KeyError where it has another name."""
+    found: torch.Tensor | bool | int | float = _Walk(dict(names), "cpu", torch.float64).value(tree)
+    return found
+
+
 def _given(param: Param, value: torch.Tensor | int | float, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
     """An argument of the call as a tensor of the evaluator's types."""
     element = param.scalar or param.dtype
@@ -95,6 +101,10 @@ def _given(param: Param, value: torch.Tensor | int | float, device: torch.device
 
 def _tensor(value: Any, device: torch.device | str, kind: torch.dtype) -> torch.Tensor:
     return value.to(device, kind) if isinstance(value, torch.Tensor) else torch.tensor(value, device=device, dtype=kind)
+
+
+def _of_32_bits(shift: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    return shift(a.int(), b.int()).to(a.dtype) if isinstance(a, torch.Tensor) else shift(a, b)
 
 
 def _is_real(value: Any) -> bool:

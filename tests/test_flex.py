@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, or_masks
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention, or_masks
 
 import attngen
 from attngen.bench.mods import MODS, Mod
@@ -24,6 +27,7 @@ from attngen.frontends import pairs
 from attngen.frontends.block_masks import masked_of
 from attngen.frontends.compiled import OLD
 from attngen.frontends.trace import TraceError, trace
+from attngen.frontends.values import OUTSIDE
 from attngen.reference import relative_error
 from attngen.sizes import Sizes
 from attngen.spec import parse_spec
@@ -284,6 +288,43 @@ OPERATORS: dict[str, Any] = {
 }
 
 
+def _changed(s: Tensor, i: Tensor) -> Tensor:
+    s += i
+    s -= 0.5
+    s *= 2
+    s /= 3
+    s.clamp_(-2.5, 4)
+    n = i + 1
+    n <<= 2
+    n >>= 1
+    n //= 3
+    n %= 4
+    n |= 8
+    n &= 11
+    n ^= 1
+    n *= i > 2
+    seen = i > 1
+    seen &= i < 7
+    seen |= i == 5
+    return s.masked_fill_(~seen, 1.5) + n
+
+
+OPERATORS["in place"] = lambda s, i: _changed(s.clone(), i.clone())
+OPERATORS["shifts by a value"] = lambda s, i: (
+    s + (1 << i.int()) / 9 + ((40 - i) >> (i % 5)) / 4 - ((i - 9) >> 40) - (i << -1) + (3 << (i - 3))
+)
+OPERATORS["shifts by more bits"] = lambda s, i: s + ((i.int() - 5) >> (i * 6 - 12).int()) + ((i - 5).int() << (i * 6 - 12).int()) / 2**20
+OPERATORS["one of several"] = lambda s, i: s + torch.isin(i, torch.arange(3) * 2 + 3) + torch.isin(i, 4, invert=True) * 2
+
+
+def test_no_sentence_names_a_module_of_attngen() -> None:
+    """All texts in the front end that are raised: people cannot act on the name of a module."""
+    for path in (ROOT / "attngen" / "frontends").glob("*.py"):
+        raised = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Raise)]
+        texts = [x.value for node in raised for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+        assert not [text for text in texts if re.search(r"attngen\.[a-z_]+\.", text)], path
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name: str) -> None:
     """The language's evaluator gives what PyTorch gives, and the same derivative in the score."""
@@ -329,6 +370,53 @@ def test_functions_are_traced_once_and_again_when_they_change(device: str, monke
     assert len(traced) == 3
 
 
+FORGETFUL: dict[str, Any] = {  # scores that do not use the product of q and k
+    "a bias": lambda s, h, q, k, bias: bias[q, k],
+    "positions": lambda s, h, q, k, bias: 0.01 * (q - k) * (h + 1),
+    "a number": lambda s, h, q, k, bias: torch.zeros_like(s),
+    "nothing of it": lambda s, h, q, k, bias: s * 0 + bias[q, k].tanh(),
+    "hidden": lambda s, h, q, k, bias: torch.where(q > k + 3, -math.inf, bias[q, k]),
+}
+
+
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_scores_without_the_score(name: str, device: str) -> None:
+    """Gradients of q and k are 0, and others are right, whatever q and k are."""
+    sizes = Sizes(1, 2, 2, 40, 40)
+    (q, k, v), bias = inputs(sizes, device), torch.randn(40, 40, device=device, requires_grad=True)
+    at = [torch.arange(n, device=device) for n in (2, 40, 40)]
+    heads, rows, columns = at[0].view(-1, 1, 1), at[1].view(-1, 1), at[2]
+    learned = [bias] if "bias[" in inspect.getsource(FORGETFUL[name]).split(f'"{name}"')[1].splitlines()[0] else []
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return FORGETFUL[name](s, h, q_idx, kv_idx, bias)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, score, return_aux=AuxRequest(lse=True))
+
+    out, aux = function(q, k, v)
+    expected, lse = naive(q, k, v, lambda s: torch.broadcast_to(FORGETFUL[name](s, heads, rows, columns, bias), s.shape).double())
+    assert relative_error(out, expected) < 1e-6 and relative_error(aux.lse, lse) < 1e-6
+    w = torch.randn_like(out)
+    dq, dk, *grads = torch.autograd.grad(out, [q, k, v, *learned], w)
+    assert not dq.any() and not dk.any() and dq.shape == q.shape
+    for found, right in zip(grads, torch.autograd.grad(expected, [v, *learned], w.double())):
+        assert relative_error(found, right) < 1e-6
+    with pytest.raises(TraceError, match="^score_mod `score` does not use the score, as that of a spec does; expected it to, or a call of"):
+        attngen.spec_from_mods(score)
+
+
+def test_a_score_without_the_score_in_a_graph(device: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attngen.flex_attention(q, k, v, _distances)
+
+    alike(function, compiled(function), *inputs(Sizes(1, 2, 2, 20, 20), device))
+
+
+def _distances(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return 0.25 * (q_idx - kv_idx)
+
+
 SCORES: dict[str, Any] = {  # of a score, a query's and a key's position, and of two tables
     "a number over each query's": lambda s, q, k, doc, flags: s + 1 / (q + 1.0) - (k + 2.0) ** -1,
     "a table read at a condition": lambda s, q, k, doc, flags: s + doc[flags[k].int() * 6] * (q % 2),
@@ -345,6 +433,33 @@ def test_scores_that_calls_compute(name: str, device: str) -> None:
     w = torch.randn_like(out)
     for found, right in zip((out, *torch.autograd.grad(out, q, w)), (expected, *torch.autograd.grad(expected, q, w.double()))):
         assert relative_error(found, right) < 1e-5
+
+
+SHIFTS: dict[str, Any] = {  # masks of 4 heads
+    "a window by head": lambda b, h, q, k: (q - k).abs() < (1 << h),
+    "strides by head": lambda b, h, q, k: (q >= k) & (((q - k) >> h) % 2 == 0),
+    "blocks by head": lambda b, h, q, k: q >> (h + 1) >= k >> (h + 1),
+    "a bit of a set": lambda b, h, q, k: (0b1011001110 >> (k % 16)) & 1 == 1,
+    "by positions": lambda b, h, q, k: (1 << (q % 6)) > (k - q),
+    "by more than there are": lambda b, h, q, k: ((1 << (h * 16)) > 0) & (((q - k - 1) >> (h * 16 - 8)) < 1),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_masks_that_shift_by_a_value(name: str, device: str) -> None:
+    q, k, v = inputs(Sizes(1, 4, 4, 70, 70), device)
+    places = [torch.arange(n, device=device, dtype=torch.int32) for n in (1, 4, 70, 70)]
+    mask = SHIFTS[name](*(x.view(-1, *[1] * (3 - d)) for d, x in enumerate(places)))
+    out, lse = attngen.flex_attention(q, k, v, None, SHIFTS[name], return_lse=True)
+    expected, right = naive(q, k, v, mask=mask)
+    w = torch.randn_like(out)
+    assert (
+        bool((~mask).any())
+        and relative_error(out, expected) < 1e-5
+        and relative_error(lse[right > -math.inf], right[right > -math.inf]) < 1e-5
+    )
+    for a, b in zip(torch.autograd.grad(out, [q, k, v], w), torch.autograd.grad(expected, [q, k, v], w.double())):
+        assert relative_error(a, b) < 1e-5
 
 
 class Kept:
@@ -746,6 +861,31 @@ def _power(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Te
     return s * 2 ** (-(h + 1))
 
 
+def _rounded(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.round(s, decimals=2)
+
+
+def _in_many(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.isin(kv_idx, torch.arange(200))
+
+
+def _of_a_view(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    row = s.view(1)
+    row += 1
+    return s
+
+
+def _of_a_table(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    table = DOC
+    table += 1
+    return s + table[q_idx]
+
+
+def _of_another_type(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    h += 0.5
+    return s + h
+
+
 def _line(function: Any, further: int = 1) -> int:
     return int(function.__code__.co_firstlineno) + further
 
@@ -756,8 +896,8 @@ def _line(function: Any, further: int = 1) -> int:
         (
             _cumulative,
             None,
-            f"score_mod `_cumulative`, line {_line(_cumulative)} of {HERE}: `aten::cumsum` has no expression; "
-            "`attngen.frontends.operators` has those that have one",
+            f"score_mod `_cumulative`, line {_line(_cumulative)} of {HERE}: `aten::cumsum` has no expression; expected arithmetic, "
+            f"comparisons, `torch.where` and the like, or {OUTSIDE}",
         ),
         (
             _infinite,
@@ -793,7 +933,32 @@ def _line(function: Any, further: int = 1) -> int:
             _of_too_many,
             None,
             f"score_mod `_of_too_many`, line {_line(_of_too_many)} of {HERE}: `aten::sum` reduces 500 elements; expected at most 128, "
-            "which are written out",
+            f"which are written out: {OUTSIDE}",
+        ),
+        (
+            _rounded,
+            None,
+            f"score_mod `_rounded`, line {_line(_rounded)} of {HERE}: `aten::round` has no expression with these arguments; "
+            f"expected fewer, or {OUTSIDE}",
+        ),
+        (
+            None,
+            _in_many,
+            f"mask_mod `_in_many`, line {_line(_in_many)} of {HERE}: `aten::isin` compares with 200 elements; expected at most 128, or "
+            "what `torch.isin` says of all positions, made outside of the function: a bool tensor, read at one",
+        ),
+        *(
+            (
+                function,
+                None,
+                f"score_mod `{function.__name__}`, line {_line(function, further)} of {HERE}: `aten::add_` changes {what}, in place; "
+                f"expected a new one, as in `x = x + {by}`",
+            )
+            for function, further, what, by in (
+                (_of_a_view, 2, "a view, or a tensor that has one", 1),
+                (_of_a_table, 2, "a captured tensor", 1),
+                (_of_another_type, 1, "the type or the shape of a tensor", 0.5),
+            )
         ),
     ],
 )
@@ -843,6 +1008,96 @@ def test_refused_calls() -> None:
         with pytest.raises((ValueError, TypeError)) as error:
             attngen.flex_attention(*args, **kwargs)  # type: ignore[arg-type]
         assert str(error.value) == sentence
+
+
+IDS, HEADS, ROWS = torch.arange(128) // 30, torch.arange(2.0), torch.zeros(2, 128, dtype=torch.int64)
+READS: dict[str, Any] = {  # of score, batch, head, query and key, in calls of 2 sequences, 4 heads and 150 positions
+    "a position": lambda s, b, h, q, k: s + IDS[k],
+    "both positions": lambda s, b, h, q, k: torch.where(IDS[q] == IDS[k], s, 0.0),
+    "the second dimension": lambda s, b, h, q, k: s + ROWS[b, q],
+    "a head of a table of key heads": lambda s, b, h, q, k: s + HEADS[h],
+    "a key head": lambda s, b, h, q, k: s + HEADS[h // 2],
+    "a sequence": lambda s, b, h, q, k: s + HEADS[b],
+    "a sequence of one": lambda s, b, h, q, k: s + ROWS[:1][b, 0],
+    "a distance": lambda s, b, h, q, k: s + IDS[(q - k).abs()],
+    "a distance that is clamped": lambda s, b, h, q, k: s + IDS[(q - k).clamp(-128, 127)],
+    "a distance that is clamped beyond": lambda s, b, h, q, k: s + IDS[(q - k).clamp(-129, 127)],
+    "a remainder": lambda s, b, h, q, k: s + IDS[(q + k) % 128],
+    "blocks": lambda s, b, h, q, k: s + HEADS[q // 64],
+    "fewer blocks": lambda s, b, h, q, k: s + HEADS[q // 75],
+    "a number": lambda s, b, h, q, k: s + HEADS[2],
+    "a negative number": lambda s, b, h, q, k: s + HEADS[-2],
+    "a selected number": lambda s, b, h, q, k: s + HEADS.select(0, 1),
+    "a view": lambda s, b, h, q, k: s + IDS[:100][q % 101],
+    "the end of a view": lambda s, b, h, q, k: s + IDS[:100][-1] + IDS[3:][k % 2 - 2] + torch.arange(5)[-1],
+    "what the function makes": lambda s, b, h, q, k: s + torch.arange(4)[h + 1],
+    "where it does not count": lambda s, b, h, q, k: torch.where(k < 128, s + IDS[k], s),
+    "each turn": lambda s, b, h, q, k: s + IDS[torch.arange(4) * 40 + h].sum(),
+    "fewer turns": lambda s, b, h, q, k: s + IDS[torch.arange(3) * 40 + h].sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_outside_of_a_tensor_are_refused_where_pytorch_refuses_them(name: str) -> None:
+    """And others give what PyTorch gives. The tensors are shorter than the call, in one dimension or another, or not."""
+    q, k, v = (torch.randn(2, 4, 150, D) for _ in range(3))
+    found: list[Any] = []
+    for call in (flex_attention, attngen.flex_attention):
+        try:
+            found.append(call(q, k, v, READS[name]))
+        except IndexError as error:
+            found.append(str(error))
+    right, ours = found
+    assert isinstance(right, str) == isinstance(ours, str), found
+    if isinstance(right, str):
+        assert ours.startswith(f"score_mod `<lambda>`, line {_line(READS[name], 0)} of {HERE}: reads ")
+        assert ours.endswith("; expected a tensor as long as the call, or an index inside of it")
+    else:
+        assert relative_error(ours, right) < 1e-5
+
+
+@pytest.mark.parametrize("n_q", [64, 128, 256])
+@pytest.mark.parametrize("n_kv", [64, 128, 256])
+@pytest.mark.parametrize("listed", [False, True])
+def test_block_masks_are_for_calls_of_their_lengths(n_q: int, n_kv: int, listed: bool) -> None:
+    """As PyTorch has it, whether their lists say more than their functions or not."""
+    block_mask = create_block_mask(_lower, None, None, n_q, n_kv, device="cpu", BLOCK_SIZE=64)
+    if listed:
+        lists = block_mask.kv_num_blocks, block_mask.kv_indices
+        block_mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, seq_lengths=(n_q, n_kv))
+    q, k, v = (torch.zeros(1, 1, 128, D) for _ in range(3))
+    calls: list[Any] = [flex_attention, attngen.flex_attention]
+    if (n_q, n_kv) == (128, 128):
+        assert calls[0](q, k, v, block_mask=block_mask).equal(calls[1](q, k, v, block_mask=block_mask))
+        return
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call(q, k, v, block_mask=block_mask)
+    sentence = f"flex_attention: block_mask is for {n_q} queries and {n_kv} keys, and the call has 128 and 128; expected one that "
+    assert str(error.value).startswith(sentence + "`create_block_mask` made for these")
+    assert ("_adjust" in str(error.value)) == (min(n_q, n_kv) >= 128)
+
+
+def test_lists_of_a_block_mask_are_as_many_as_it_and_the_call_have() -> None:
+    q = torch.zeros(3, 4, 128, D)
+
+    def call(counts: Any, indices: Any, heads: int = 1, n: int = 128) -> Any:
+        count, at = torch.tensor(counts, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32)
+        count, at = (x.expand(x.shape[0], heads, *x.shape[2:]).contiguous() for x in (count, at))
+        mask = BlockMask.from_kv_blocks(count, at, BLOCK_SIZE=64, seq_lengths=(n, n), compute_q_blocks=False)
+        return attngen.flex_attention(q, q, q, block_mask=mask)
+
+    one, two = [[[1, 1]]], [[[[0, 1], [1, 0]]]]
+    for heads in (1, 4):
+        assert call(one, two, heads).shape == q.shape
+    with pytest.raises(ValueError, match="has lists of blocks for 2 sequences, and the call has 3; expected as many, or one for all"):
+        call(one * 2, two * 2)
+    with pytest.raises(ValueError, match="has lists of blocks for 2 heads, and the call has 4; expected as many, or one for all"):
+        call(one, two, 2)
+    with pytest.raises(ValueError, match="block_mask lists 1 rows of blocks; expected 2, by its lengths"):
+        call([[[1]]], [[[[0, 1]]]])
+    with pytest.raises(ValueError, match="block_mask lists blocks beyond the last; expected numbers from 0 to 1, by its lengths"):
+        call(one, [[[[0, 1], [2, 0]]]])
 
 
 def test_a_mask_that_hides_all_is_refused() -> None:

@@ -430,9 +430,9 @@ REFUSED: list[tuple[str, int | None, str]] = [
     ("h < (h | (b < 1))", 11, "`|` takes integers, but `b < 1` is a condition; did you mean `or`?"),
     ("x ^ 2 < 1", 1, "`^` takes integers, but `x` is a real number; did you mean `**`?"),
     ("q_idx & 1.5 < 1", 9, "`&` takes integers, but `1.5` is a real number; int() and floor() make integers"),
-    ("q_idx << h < 1", 10, "`<<` by `h`; expected a whole constant from 0 to 30"),
-    ("q_idx >> -1 < 1", 10, "`>>` by `-1`; expected a whole constant from 0 to 30"),
-    ("q_idx >> 31 < 1", 10, "`>>` by `31`; expected a whole constant from 0 to 30"),
+    ("q_idx << 1.5 < 1", 10, "`<<` takes integers, but `1.5` is a real number; int() and floor() make integers"),
+    ("q_idx >> -1 < 1", 10, "`>>` by `-1`; expected a whole number from 0 to 30"),
+    ("q_idx >> 31 < 1", 10, "`>>` by `31`; expected a whole number from 0 to 30"),
     ("q_idx & 2147483648 < 1", 9, f"`2147483648` {LARGE}"),
     ("(q_idx & 2147483646) + 2147483646 < 1", 24, f"`2147483646` {LARGE}"),
     # turns

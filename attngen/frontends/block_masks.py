@@ -9,15 +9,21 @@ from typing import Any
 import torch
 
 from attngen.frontends.trace import Mod
+from attngen.sizes import Sizes
 
+ANY_LENGTH = 1 << 30  # rows and columns of a block in a mask of PyTorch for calls of any length
 SHORT = 1 << 28  # scores that are evaluated at a time, to hold a block mask against its function
 
 
 @dataclass
 class Masked:
-    """What a block mask says: the function with its lists, where they say more than the function, and plans by module and sizes."""
+    """What a block mask says: the function with its lists, where they say more than the function, and plans by module and sizes.
+
+    lists: for how many sequences and heads there are lists, where they say more; 1 for those that all share.
+    """
 
     mask_mod: Mod | None
+    lists: tuple[int, int] = (1, 1)
     plans: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -31,13 +37,39 @@ def is_block_mask(x: Any) -> bool:
 
 def masked_of(block_mask: Any) -> Masked:
     if block_mask not in _MASKS:
-        _MASKS[block_mask] = Masked(_with_lists(block_mask))
+        _MASKS[block_mask] = _with_lists(block_mask)
     return _MASKS[block_mask]
 
 
-def _with_lists(block_mask: Any) -> Mod | None:
+def check_fits(block_mask: Any, sizes: Sizes) -> None:
+    """Raise ValueError if a block mask is not one for calls of these sizes, as PyTorch does."""
+    if _is_for_any_length(block_mask):
+        return
+    n_q, n_kv = block_mask.seq_lengths
+    if (n_q, n_kv) != (sizes.n_q, sizes.n_kv):
+        larger = n_q >= sizes.n_q and n_kv >= sizes.n_kv
+        hint = ", or its upper left corner by `block_mask._adjust(q_len, kv_len)`" if larger else ""
+        raise ValueError(
+            f"flex_attention: block_mask is for {n_q} queries and {n_kv} keys, and the call has {sizes.n_q} and {sizes.n_kv}; "
+            f"expected one that `create_block_mask` made for these{hint}"
+        )
+    for given, count, what in zip(masked_of(block_mask).lists, sizes, ("sequences", "heads")):
+        if 1 < given < count:
+            raise ValueError(
+                f"flex_attention: block_mask has lists of blocks for {given} {what}, and the call has {count}; "
+                "expected as many, or one for all"
+            )
+
+
+def _is_for_any_length(block_mask: Any) -> bool:
+    return min(block_mask.BLOCK_SIZE) >= ANY_LENGTH
+
+
+def _with_lists(block_mask: Any) -> Masked:
     """The function of a block mask; where its lists are not those of the function, one that reads which blocks they have, too."""
     mask_mod: Mod | None = block_mask.mask_mod
+    if _is_for_any_length(block_mask):
+        return Masked(mask_mod)
     rows, columns = block_mask.BLOCK_SIZE
     n_q, n_kv = block_mask.seq_lengths
     tiles_q, tiles_kv = -(-n_q // rows), -(-n_kv // columns)
@@ -47,7 +79,7 @@ def _with_lists(block_mask: Any) -> Mod | None:
         full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, tiles_q, tiles_kv)
     listed = cut | full
     if mask_mod is not None and _agree(mask_mod, listed, full, (rows, columns), (n_q, n_kv)):
-        return mask_mod
+        return Masked(mask_mod)
     by_b, by_h = int(listed.shape[0] > 1), int(listed.shape[1] > 1)
 
     def in_blocks(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
@@ -55,12 +87,18 @@ def _with_lists(block_mask: Any) -> Mod | None:
         inside = full[at] if mask_mod is None else full[at] | mask_mod(b, h, q_idx, kv_idx)
         return listed[at] & inside
 
-    return in_blocks
+    return Masked(in_blocks, (listed.shape[0], listed.shape[1]))
 
 
 def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bool [B, H, rows, columns]: which blocks a list has."""
+    """Bool [B, H, rows, columns]: which blocks a list has. ValueError if it lacks rows, or names blocks beyond the columns."""
+    if indices.shape[-2] < rows:
+        raise ValueError(f"flex_attention: block_mask lists {indices.shape[-2]} rows of blocks; expected {rows}, by its lengths")
     at = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    if bool((at & ((indices < 0) | (indices >= columns))).any()):
+        raise ValueError(
+            f"flex_attention: block_mask lists blocks beyond the last; expected numbers from 0 to {columns - 1}, by its lengths"
+        )
     made = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     made.scatter_(-1, torch.where(at, indices, columns).long(), True)
     return made[:, :, :rows, :columns]

@@ -16,11 +16,12 @@ from torch.torch_version import TorchVersion
 
 from attngen.errors import AttngenError
 from attngen.frontends import pairs
-from attngen.frontends.block_masks import is_block_mask, masked_of
+from attngen.frontends.block_masks import is_block_mask
 from attngen.frontends.trace import Mod, leaves
 from attngen.sizes import Sizes
 
-# For each call that was traced: the module, the plan of its block mask, and tensors that say which blocks are in its lists. torch.compile
+# For each call that was traced: the module, the plan of its block mask, tensors that say which blocks are in its lists, and whether its
+# score forgets products. torch.compile
 # reads a dict once for a whole graph, and attributes of a module when they are asked for.
 KEPT = ModuleType("kept")
 OLD = TorchVersion(torch.__version__) < "2.12"  # it takes no block mask for a constant, and does not follow what a module holds
@@ -63,7 +64,9 @@ def call(
     if reason:
         torch._dynamo.graph_break(msg=reason)
         return _outside(*arguments)
-    module, plan, lists = getattr(KEPT, kept)
+    module, plan, lists, forgets = getattr(KEPT, kept)
+    if forgets:
+        query, key = pairs.without_products(query, key)
     inputs: dict[str, Any] = {}
     for table, at in places:
         inputs[table] = pairs.as_input(tensors[at] if at >= 0 else lists[-1 - at])
@@ -99,14 +102,12 @@ def _found(
     if isinstance(block_mask, BlockMask) and not is_block_mask(block_mask):
         return "", (), "flex_attention: a block mask is made inside of what is compiled; expected one from outside of it"
     try:
-        masked = masked_of(block_mask) if is_block_mask(block_mask) else None
-        mask_mod = masked.mask_mod if masked else block_mask
-        pair = pairs.pair_of(score_mod, mask_mod)
         of_call = Sizes(*sizes)
+        masked, pair = pairs.found(score_mod, block_mask, of_call)
         if pair.apart[1]:
             return "", (), "flex_attention: products of rows become columns of q and k outside of torch.compile alone"
         module = pairs.module_of(pair, pair.whole, dtype, widths, of_call, largest)
-    except (AttngenError, ValueError, TypeError) as error:
+    except (AttngenError, ValueError, TypeError, IndexError) as error:
         return "", (), str(error)
     mods = (score_mod, block_mask.mask_mod if masked else block_mask)
     held = [x for mod in mods if mod is not None for _, x in leaves(mod) if isinstance(x, torch.Tensor)]
@@ -127,7 +128,7 @@ def _found(
         inputs = {table.name: pairs.as_input(table.tensor) for table in pair.whole.tables}
         plan = pairs.planned(masked, module, query, key, inputs, of_call)
     kept = f"call_{len(vars(KEPT))}"
-    setattr(KEPT, kept, (module, plan, tuple(lists)))
+    setattr(KEPT, kept, (module, plan, tuple(lists), pair.whole.forgets))
     return kept, tuple(places), ""
 
 

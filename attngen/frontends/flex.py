@@ -34,7 +34,8 @@ def flex_attention(
         value: [B, Hkv, S, Ev], same dtype and device.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, or None.
         block_mask: a BlockMask, or mask_mod(b, h, q_idx, kv_idx) -> bool, or None. Of a BlockMask the function counts. Where its lists
-            hide more than its function, or its full blocks show more, they count too; lists are read at the first call with it.
+            hide more than its function, or its full blocks show more, they count too; lists are read at the first call with it. It is for
+            calls of its own lengths, as PyTorch has it.
         scale: factor on the scores; None means 1 / sqrt(E).
         enable_gqa: whether query heads may share K/V heads.
         return_lse: also return the natural-log LSE, [B, Hq, L] fp32, differentiable.
@@ -49,7 +50,9 @@ def flex_attention(
 
     Raises:
         TraceError: a function has no expression; one sentence with the function, the operation and the line.
-        ValueError or TypeError: an argument is not what was expected.
+        ValueError or TypeError: an argument is not what was expected, as a block mask for other lengths.
+        IndexError: a function reads a tensor at a position of the call that it does not have. What an index takes out of another tensor
+            is not looked at: a read there outside of a tensor gives 0.
 
     The first call with a pair of functions traces them and builds a module, in seconds; later calls and processes take it from the
     cache (see `attngen.build`). The module's element type, head dimension and head sharing are those of the call. Captured tensors may

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attngen.frontends.values import (
+    Fresh,
     Index,
+    Note,
     Untold,
     Value,
     as_condition,
@@ -22,24 +24,27 @@ from attngen.frontends.values import (
     constant,
     element,
     finite,
+    from_start,
     indexed,
     joined,
     literal,
     mapped,
     moved,
     negated,
+    never_negative,
     reduced,
     scalar,
 )
+from attngen.lang.limits import MAX_TURNS
 
 if TYPE_CHECKING:
     from attngen.lang.params import Kind
 
-Fresh = Callable[[], str]  # a new name for the turns of a reduction
 Operator = Callable[..., Value]
 OPERATORS: dict[str, Operator] = {}
 # Operators of other libraries -> the operator of PyTorch that they mean.
 SAME_AS = {"approx::tanh": "aten::tanh", "attngen_mods::tanh_approx": "aten::tanh"}
+SAME_AS |= {"aten::__ilshift__": "aten::__lshift___", "aten::__irshift__": "aten::__rshift___"}  # those that change a tensor end in `_`
 
 
 def _means(*names: str) -> Callable[[Operator], Operator]:
@@ -99,6 +104,8 @@ def _multiply(a: Value, b: Value) -> Value:
     if a.kind == b.kind == "bool":
         return _AND(a, b)
     for x, other in ((a, b), (b, a)):
+        if x.number == 0 and not other.shape and other.visible is None and ast.unparse(other.text) == "s":  # as in `s * 0 + bias[q, k]`
+            return constant(0.0)
         if x.number == 1 and not x.shape and not (isinstance(x.number, float) and other.kind != "real"):
             return as_number(other)
     return _binary(ast.Mult, operator.mul, a, b)
@@ -130,25 +137,11 @@ def _remainder(a: Value, b: Value) -> Value:
 @_means("pow")
 def _power(a: Value, b: Value) -> Value:
     exponent = b.at(tuple(ast.Name("i", ast.Load()) for _ in b.shape))
-    if a.kind == b.kind == "int" and b.number is None and not _never_negative(exponent):
+    if a.kind == b.kind == "int" and b.number is None and not never_negative(exponent):
         hint = "a real base, as in `2.0 ** x`, or an exponent that is not negative"
         raise Untold(f"of integers is one, so that `2 ** -3` is 0; expected {hint}")
     whole = a.kind == "int" and isinstance(b.number, int) and b.number >= 0
     return _binary(ast.Pow, operator.pow, a, b, "int" if whole else "real")
-
-
-def _never_negative(e: ast.expr) -> bool:
-    """Whether an integer is made of positions and such numbers, without a difference."""
-    match e:
-        case ast.Constant() | ast.Name():
-            return True
-        case ast.BinOp(op=ast.Add() | ast.Mult() | ast.FloorDiv()):
-            return _never_negative(e.left) and _never_negative(e.right)
-        case ast.BinOp(op=ast.Mod(), right=ast.Constant()):
-            return True
-        case ast.Call(func=ast.Name(id="abs")):
-            return True
-    return False
 
 
 @_means("square")
@@ -418,11 +411,15 @@ def _invert(x: Value) -> Value:
 
 @_means("__lshift__", "bitwise_left_shift")
 def _shift_left(a: Value, b: Value) -> Value:
+    if isinstance(b.number, int) and not 0 <= b.number < 31:
+        return _shift_left(_shift_left(a, constant(30)), constant(1)) if b.number == 31 else _multiply(a, constant(0))
     return _binary(ast.LShift, operator.lshift, a, b)
 
 
 @_means("__rshift__", "bitwise_right_shift")
 def _shift_right(a: Value, b: Value) -> Value:
+    if isinstance(b.number, int) and not 0 <= b.number < 31:
+        return _where(_compare(ast.Lt, operator.lt, a, constant(0)), constant(-1), constant(0))
     return _binary(ast.RShift, operator.rshift, a, b)
 
 
@@ -466,7 +463,7 @@ def _int(x: Any) -> int:
     """A whole number that the function was written with."""
     number = x.number if isinstance(x, Value) else x
     if type(number) is not int:
-        raise Untold("has a size or a dimension that is not known")
+        raise Untold("has a size or a dimension that is computed; expected a number that the function is written with")
     return number
 
 
@@ -520,35 +517,40 @@ def _scalar_tensor(value: Value, dtype: torch.dtype | None = None, **_: Any) -> 
 def _arange(*args: Value, dtype: torch.dtype | None = None, **_: Any) -> Value:
     numbers = [x.number for x in args if isinstance(x.number, int)]
     if len(numbers) < len(args):
-        raise Untold("counts by numbers that are not known integers")
+        raise Untold("counts by numbers that are computed, or are no integers; expected integers that the function is written with")
     counted = range(*numbers)
     start, step, count = counted.start, counted.step, len(counted)
-    made = Value("int", (count,), lambda index: ast.BinOp(literal(start), ast.Add(), ast.BinOp(index[0], ast.Mult(), literal(step))))
-    plain = Value("int", (count,), lambda index: index[0]) if (start, step) == (0, 1) else made
-    return _cast(plain, dtype)
+
+    def of(index: Index) -> ast.expr:
+        at = from_start(index[0], count)
+        return at if (start, step) == (0, 1) else ast.BinOp(literal(start), ast.Add(), ast.BinOp(at, ast.Mult(), literal(step)))
+
+    return _cast(Value("int", (count,), of), dtype)
 
 
 # ---------------------------------------------------------------------------------------------- views and reads
 
 
 @_means("index", "_unsafe_index")
-def _index(x: Value, indices: list[Value | None]) -> Value:
+def _index(note: Note, x: Value, indices: list[Value | None]) -> Value:
     if any(i is not None and i.kind == "bool" for i in indices):
-        raise Untold("selects by a mask, whose number of elements is not known")
-    return indexed(x, [*indices, *[None] * (len(x.shape) - len(indices))])
+        raise Untold("selects by a mask, so that the number of elements is not known; expected `torch.where`, with what others count as")
+    return indexed(note, x, [*indices, *[None] * (len(x.shape) - len(indices))])
 
 
 @_means("embedding")
-def _embedding(weight: Value, at: Value, *_: Any, **__: Any) -> Value:
-    return indexed(weight, [at, None])
+def _embedding(note: Note, weight: Value, at: Value, *_: Any, **__: Any) -> Value:
+    return indexed(note, weight, [at, None])
 
 
 @_means("select")
-def _select(x: Value, dim: Value, at: Value) -> Value:
+def _select(note: Note, x: Value, dim: Value, at: Value) -> Value:
     indices: list[Value | None] = [None] * len(x.shape)
-    place = _int(dim) % len(x.shape)
-    indices[place] = constant(at.number % x.shape[place]) if isinstance(at.number, int) else at
-    return indexed(x, indices)
+    indices[_int(dim) % len(x.shape)] = at
+    return indexed(note, x, indices)
+
+
+READS = (_index, _embedding, _select)  # these take `note` first
 
 
 @_means("slice")
@@ -557,12 +559,15 @@ def _slice(x: Value, dim: Value | None = None, start: Value | None = None, end: 
     ends = [None if v is None or v.number is None else int(v.number) for v in (start, end, step)]
     taken = range(x.shape[place])[slice(*ends)]
     by = taken.step
+    if taken == range(x.shape[place]):
+        return x
 
     def places(index: Index) -> Index:
         at = index[place]
         if isinstance(at, ast.Constant):
-            moved_to: ast.expr = literal(taken[int(at.value)])  # type: ignore[arg-type]
+            moved_to: ast.expr = literal(taken.start + int(at.value) * by)  # type: ignore[arg-type]
         else:
+            at = from_start(at, len(taken))
             moved_to = at if by == 1 else ast.BinOp(at, ast.Mult(), literal(by))
             moved_to = ast.BinOp(moved_to, ast.Add(), literal(taken.start)) if taken.start else moved_to
         return (*index[:place], moved_to, *index[place + 1 :])
@@ -658,8 +663,21 @@ def _mean(fresh: Fresh, x: Value, dim: Any = None, keepdim: Any = False, dtype: 
 @_means("dot", "vdot", "inner")
 def _dot(fresh: Fresh, a: Value, b: Value) -> Value:
     if broadcast(a.shape, b.shape) != a.shape:
-        raise Untold(f"multiplies tensors of shapes {list(a.shape)} and {list(b.shape)}")
+        raise Untold(f"multiplies tensors of shapes {list(a.shape)} and {list(b.shape)}; expected one shape, or (a * b).sum()")
     return _sum(fresh, _multiply(a, b))
 
 
-REDUCTIONS = (_any, _all, _sum, _mean, _dot)  # these take `fresh` first
+@_means("isin")
+def _isin(fresh: Fresh, x: Value, values: Value, *_: Any, invert: Value | None = None, **__: Any) -> Value:
+    if (count := math.prod(values.shape)) > MAX_TURNS:
+        instead = (
+            "expected at most {}, or what `torch.isin` says of all positions, made outside of the function: a bool tensor, read at one"
+        )
+        raise Untold(f"compares with {count} elements; {instead.format(MAX_TURNS)}")
+    rank = len(values.shape)
+    wide = Value(x.kind, x.shape + (1,) * rank, lambda index: x.at(index[: len(x.shape)]))
+    found = reduced(_equal(wide, values), tuple(range(-rank, 0)), False, "any", "bool", fresh)
+    return _not(found) if invert is not None and invert.number else found
+
+
+REDUCTIONS = (_any, _all, _sum, _mean, _dot, _isin)  # these take `fresh` first

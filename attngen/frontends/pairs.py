@@ -13,8 +13,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from attngen.api import build_completed
-from attngen.frontends.block_masks import Masked, is_block_mask, masked_of
+from attngen.frontends.block_masks import Masked, check_fits, is_block_mask, masked_of
 from attngen.frontends.products import Product, fits, longer, taken_apart
+from attngen.frontends.reach import check_reads
 from attngen.frontends.specs import data_of, dims_of, settled, title_of
 from attngen.frontends.trace import Mod, Traced, leaves, trace
 from attngen.lang.limits import WIDEST_HEAD
@@ -30,6 +31,10 @@ class Pair:
     held: tuple[Any, ...]
     title: str
     modules: dict[Any, ModuleType] = field(default_factory=dict)
+    within: set[Sizes] = field(default_factory=set)  # of calls in which nothing is read outside of a tensor
+
+
+MOST_SIZES = 1024  # that a pair remembers; with one more all are forgotten
 
 
 def nothing() -> None:
@@ -50,16 +55,16 @@ def call(
     return_aux: Any,
 ) -> Any:
     """flex_attention's call, with arguments that were checked."""
-    masked = masked_of(block_mask) if is_block_mask(block_mask) else None
-    mask_mod = masked.mask_mod if masked else block_mask
-    pair = pair_of(score_mod, mask_mod)
     sizes = Sizes(query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2])
+    masked, pair = found(score_mod, block_mask, sizes)
     traced, products = pair.apart
     if products and fits(products, query.shape[3], sizes, WIDEST_HEAD):
         scale = query.shape[3] ** -0.5 if scale is None else scale
         query, key = longer(query, key, products, scale, sizes)
     else:
         traced = pair.whole
+    if traced.forgets:
+        query, key = without_products(query, key)
     lse = return_lse or bool(return_aux is not None and return_aux.lse)
     largest = bool(return_aux is not None and return_aux.max_scores)
     module = module_of(pair, traced, query.dtype, (query.shape[3], value.shape[3]), sizes, largest)
@@ -69,6 +74,21 @@ def call(
     return results(module, query, key, value, inputs, scale, lse, largest, return_aux is not None)
 
 
+def found(score_mod: Mod | None, block_mask: Any, sizes: Sizes) -> tuple[Masked | None, Pair]:
+    """What a block mask says, if it is one, and the traced pair. Raises if these are not for calls of these sizes."""
+    masked = None
+    if is_block_mask(block_mask):
+        check_fits(block_mask, sizes)
+        masked = masked_of(block_mask)
+    pair = pair_of(score_mod, masked.mask_mod if masked else block_mask)
+    if pair.whole.places and sizes not in pair.within:
+        check_reads(pair.whole, sizes)
+        if len(pair.within) >= MOST_SIZES:
+            pair.within.clear()
+        pair.within.add(sizes)
+    return masked, pair
+
+
 def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any], sizes: Sizes) -> Any:
     """The plan of a block mask for calls of these sizes, made at the first one."""
     at = (id(module), sizes, query.device)
@@ -76,6 +96,12 @@ def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.
         given = {name: x for name, x in inputs.items() if name in of_plan(module)}
         masked.plans[at] = module.attention.plan(query, key, **given)
     return masked.plans[at]
+
+
+def without_products(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of 0, whose gradients are 0: for a score that is made of positions and tables alone."""
+    query, key = (x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0) for x in (query, key))
+    return query, key
 
 
 def results(

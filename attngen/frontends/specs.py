@@ -47,6 +47,12 @@ def spec_from_mods(
     import yaml
 
     traced = trace(score_mod, mask_mod)
+    if traced.forgets:
+        what = getattr(score_mod, "__name__", type(score_mod).__name__)
+        raise TraceError(
+            f"score_mod `{what}` does not use the score, as that of a spec does; expected it to, or a call of attngen.flex_attention, "
+            "which takes such a function"
+        )
     title = name or title_of(score_mod, mask_mod)
     known = None if sizes is None else Sizes(*sizes)
     data = settled(data_of(traced, title, head_dim, sharing, dtype, known))

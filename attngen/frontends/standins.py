@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attngen.frontends.values import Value
+from attngen.frontends.values import Untold, Value
 
 if TYPE_CHECKING:
     from attngen.lang.params import Kind
@@ -25,6 +25,7 @@ class StandIn(torch.Tensor):
     """A tensor that has a shape, a device and an expression for its elements, and no data. Its type is one of the value's kind."""
 
     value: Value
+    shared = False  # whether it is a view of another, or another is one of it
 
     @staticmethod
     def __new__(cls, value: Value, device: torch.device) -> StandIn:
@@ -69,7 +70,18 @@ class Operators(TorchDispatchMode):
             raise RuntimeError(
                 "a number is taken out of a tensor, as by `if`, `and` and `int`; expected `torch.where`, `&`, or an index that is a tensor"
             )
-        return StandIn(self.evaluate(func, [*map(_given, args)], {k: _given(v) for k, v in (kwargs or {}).items()}), self.device)
+        value = self.evaluate(func, [*map(_given, args)], {k: _given(v) for k, v in (kwargs or {}).items()})
+        if func._schema.is_mutable:  # as `s += 1`
+            changed = args[0]
+            if not isinstance(changed, StandIn) or changed.shared:
+                what = "a view, or a tensor that has one" if isinstance(changed, StandIn) else "a captured tensor"
+                raise Untold(f"`{func._schema.name}` changes {what}, in place; expected a new one, as in `x = x + 1`")
+            changed.value = value
+            return changed
+        made = StandIn(value, self.device)
+        if any(r.alias_info is not None for r in func._schema.returns) and isinstance(args[0], StandIn):
+            made.shared = args[0].shared = True
+        return made
 
 
 class _Indexing(TorchFunctionMode):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType, ModuleType
@@ -19,9 +19,9 @@ import torch
 
 from attngen.errors import AttngenError
 from attngen.frontends.equal import agreed
-from attngen.frontends.operators import OPERATORS, REDUCTIONS, SAME_AS
+from attngen.frontends.operators import OPERATORS, READS, REDUCTIONS, SAME_AS
 from attngen.frontends.standins import Operators
-from attngen.frontends.values import Index, Untold, Value, constant, joined, literal, scalar, size_of
+from attngen.frontends.values import OUTSIDE, Index, Note, Untold, Value, constant, in_place, joined, literal, scalar, size_of
 from attngen.ir.names import OF_OUTPUTS
 from attngen.lang.names import name_problem
 
@@ -57,14 +57,36 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Place:
+    """An index by which a function reads a tensor.
+
+    function: which function does so, and in which line. tensor: the name of a captured tensor; "" for one that the function makes.
+    index: its text. length: of the dimension.
+    """
+
+    function: str
+    tensor: str
+    index: str
+    length: int
+
+
+@dataclass(frozen=True)
 class Traced:
-    """What was traced: expressions as text (None where there is nothing to say), named parts of each, and the captured tensors by name."""
+    """What was traced.
+
+    mask, score: expressions as text, None where there is nothing to say, and named parts of each. tables: the captured tensors.
+    places: the indices by which functions read tensors. turns: how many turns the reductions have whose names are in these.
+    forgets: the function of a score does not use it, so that what is added to the score says all: it is for calls whose products are 0.
+    """
 
     mask: str | None
     mask_parts: dict[str, str]
     score: str | None
     score_parts: dict[str, str]
     tables: tuple[Table, ...]
+    places: tuple[Place, ...] = ()
+    turns: Mapping[str, int] = field(default_factory=dict)
+    forgets: bool = False
 
     @property
     def of_mask(self) -> str:
@@ -94,17 +116,19 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...
     if mask_mod is not None:
         made = tracer.run(mask_mod, False)
         conditions.append(made.text)
-    score = None
+    score, forgets = None, False
     if score_mod is not None:
         made = tracer.run(score_mod, True)
         score = made.text
+        forgets = not occurs("s", ast.unparse(score))
+        score = ast.BinOp(ast.Name("s", ast.Load()), ast.Add(), score) if forgets else score
         conditions += [] if made.visible is None else [made.visible]
     mask = agreed(joined(ast.And, *conditions), {t.name for t in tracer.tables.values() if t.dtype == "int32"})
     shown = isinstance(mask, ast.Name) and mask.id == "true"
     plain = isinstance(score, ast.Name) and score.id == "s"
     mask_text, mask_parts = (None, {}) if shown else _named(mask, "m")
     score_text, score_parts = (None, {}) if score is None or plain else _named(score, "x")
-    traced = Traced(mask_text, mask_parts, score_text, score_parts, ())
+    traced = Traced(mask_text, mask_parts, score_text, score_parts, (), tuple(tracer.places), tracer.turns, forgets)
     return replace(traced, tables=tuple(t for t in tracer.tables.values() if traced.reads(t)))
 
 
@@ -119,11 +143,24 @@ class _Tracer:
     def __init__(self, positions: tuple[str, ...]) -> None:
         self.positions = positions
         self.tables: dict[int, Table] = {}
-        self.turns = 0
+        self.turns: dict[str, int] = {}
+        self.places: dict[Place, None] = {}  # in the order in which they are met
+        self.where = ""  # the function, and the line of its operator
 
-    def fresh(self) -> str:
-        self.turns += 1
-        return f"i{self.turns}" if self.turns > 1 else "i"
+    def fresh(self, count: int) -> str:
+        name = f"i{len(self.turns) + 1}" if self.turns else "i"
+        self.turns[name] = count
+        return name
+
+    def noting(self) -> Note:
+        """What notes the places of the operator at hand."""
+        where, names = self.where, {table.name for table in self.tables.values()}
+
+        def note(made: ast.expr, index: ast.expr, length: int) -> None:
+            of_table = isinstance(made, ast.Subscript) and isinstance(made.value, ast.Name) and made.value.id in names
+            self.places[Place(where, made.value.id if of_table else "", ast.unparse(index), length)] = None
+
+        return note
 
     def run(self, mod: Mod, score: bool) -> Value:
         """The value that a function gives."""
@@ -133,18 +170,25 @@ class _Tracer:
         captured = [(name, x) for name, x in leaves(mod) if isinstance(x, torch.Tensor)]
         names = {id(x): name for name, x in reversed(captured)}
         device = next((x.device for _, x in captured), torch.device("cpu"))
-        operators = Operators(partial(self._call, names), device, code.co_filename if code else "")
+
+        def at() -> str:
+            return f"{what} `{_title(mod)}`" + (f", line {operators.line} of {operators.file}" if operators.line else "")
+
+        def evaluate(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
+            self.where = at()
+            return self._call(names, operator, args, kwargs)
+
+        operators = Operators(evaluate, device, code.co_filename if code else "")
         inputs = [scalar("real" if name == "s" else "int", ast.Name(name, ast.Load())) for name in (*["s"] * score, *self.positions)]
         try:
             return self._result(operators.run(mod, inputs), names, mod, what, score)
         except TraceError:
             raise
         except Untold as error:
-            at = f", line {operators.line} of {operators.file}" if operators.line else ""
-            raise TraceError(f"{what} `{_title(mod)}`{at}: {error}") from None
+            raise TraceError(f"{at()}: {error}") from None
         except Exception as error:
-            at = f", line {operators.line}" if operators.line else ""
-            raise TraceError(f"{what} `{_title(mod)}`{at} cannot be traced: {_first_line(error)}") from None
+            line = f", line {operators.line}" if operators.line else ""
+            raise TraceError(f"{what} `{_title(mod)}`{line} cannot be traced: {_first_line(error)}") from None
 
     def _result(self, made: Any, names: dict[int, str], mod: Mod, what: str, score: bool) -> Value:
         wanted = "a number" if score else "a condition"
@@ -192,14 +236,22 @@ class _Tracer:
             return constant(x) if isinstance(x, (bool, int, float)) else x
 
         name = _operator(operator)
-        found = OPERATORS.get(SAME_AS.get(name, name))
+        changes = operator._schema.is_mutable
+        of_name = SAME_AS.get(name, name)
+        found = OPERATORS.get(of_name.removesuffix("_") if changes else of_name)
         try:
             if found is None:
-                raise Untold("has no expression; `attngen.frontends.operators` has those that have one")
+                raise Untold(f"has no expression; expected arithmetic, comparisons, `torch.where` and the like, or {OUTSIDE}")
             if name == "aten::detach" and _may_learn(args[0]):
                 raise Untold("stops a gradient, which expressions do not; expected a tensor that was detached outside of the function")
             args, kwargs = [*map(of, args)], {k: of(v) for k, v in kwargs.items() if k not in _NOT_USED}
-            return found(self.fresh, *args, **kwargs) if found in REDUCTIONS else found(*args, **kwargs)
+            first = (self.fresh,) if found in REDUCTIONS else (self.noting(),) if found in READS else ()
+            try:
+                inspect.signature(found).bind(*first, *args, **kwargs)
+            except TypeError:
+                raise Untold(f"has no expression with these arguments; expected fewer, or {OUTSIDE}") from None
+            made_of = found(*first, *args, **kwargs)
+            return in_place(args[0], made_of) if changes else made_of
         except Untold as error:
             raise Untold(f"`{name}` {error}") from None
 

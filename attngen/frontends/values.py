@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from attngen.lang.params import Kind
 
 Index = tuple[ast.expr, ...]
+Fresh = Callable[[int], str]  # a new name for the turns of a reduction, of which there are as many
+Note = Callable[[ast.expr, ast.expr, int], None]  # of an element that is read: its expression, an index of it, the dimension's length
 Number = bool | int | float
+
+
+OUTSIDE = "compute more of it outside of the function, and read the result from a captured tensor"  # what to write instead
 
 
 class Untold(Exception):
@@ -146,7 +151,7 @@ def mapped(kind: Kind, make: Callable[..., ast.expr], *values: Value, visible: a
     return Value(kind, shape, lambda index: make(*(element(x, index) for x in values)), None, visible)
 
 
-def indexed(x: Value, indices: list[Value | None]) -> Value:
+def indexed(note: Note, x: Value, indices: list[Value | None]) -> Value:
     """x[indices], None for a dimension that is kept. Indices broadcast; they come first if one is kept between two of them."""
     at = [i for i, index in enumerate(indices) if index is not None]
     given = [as_number(index) for index in indices if index is not None]
@@ -161,8 +166,12 @@ def indexed(x: Value, indices: list[Value | None]) -> Value:
         places: dict[int, ast.expr] = dict(zip(before, index))
         own = index[len(before) : len(before) + len(shape)]
         places |= dict(zip(after, index[len(before) + len(shape) :]))
-        places |= {i: element(value, own) for i, value in zip(at, given)}
-        return x.at(tuple(places[i] for i in range(len(x.shape))))
+        read = {i: element(value, own) for i, value in zip(at, given)}
+        places |= read
+        made = x.at(tuple(places[i] for i in range(len(x.shape))))
+        for i, e in read.items():
+            note(made, e, x.shape[i])
+        return made
 
     return scalar(x.kind, of(()), x.visible) if not whole else Value(x.kind, whole, of, None, x.visible)
 
@@ -173,12 +182,12 @@ def moved(x: Value, shape: tuple[int, ...], places: Callable[[Index], Index]) ->
     return scalar(x.kind, made.at(()), x.visible) if not shape and x.number is None else made
 
 
-def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, fresh: Callable[[], str]) -> Value:
+def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, fresh: Fresh) -> Value:
     """`any`, `all` or `sum` over dimensions."""
     rank = len(x.shape)
     over = sorted({d % rank for d in dims}) if rank else []
     if large := next((x.shape[d] for d in over if x.shape[d] > MAX_TURNS), 0):
-        raise Untold(f"reduces {large} elements; expected at most {MAX_TURNS}, which are written out")
+        raise Untold(f"reduces {large} elements; expected at most {MAX_TURNS}, which are written out: {OUTSIDE}")
     left = tuple(1 if d in over else n for d, n in enumerate(x.shape) if keep or d not in over)
 
     def of(index: Index) -> ast.expr:
@@ -189,7 +198,7 @@ def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, 
             if d in over:
                 if keep:
                     next(own)
-                turns += [(fresh(), n)] if n != 1 else []
+                turns += [(fresh(n), n)] if n != 1 else []
                 places.append(ast.Name(turns[-1][0], ast.Load()) if n != 1 else ast.Constant(0))
             else:
                 places.append(next(own))
@@ -199,6 +208,35 @@ def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, 
         return e
 
     return scalar(kind, of(())) if not left else Value(kind, left, of)
+
+
+def never_negative(e: ast.expr) -> bool:
+    """Whether an integer is made of positions and such numbers, without a difference."""
+    match e:
+        case ast.Constant() | ast.Name():
+            return True
+        case ast.BinOp(op=ast.Add() | ast.Mult() | ast.FloorDiv()):
+            return never_negative(e.left) and never_negative(e.right)
+        case ast.BinOp(op=ast.Mod(), right=ast.Constant()):
+            return True
+        case ast.Call(func=ast.Name(id="abs")):
+            return True
+    return False
+
+
+def from_start(at: ast.expr, n: int) -> ast.expr:
+    """An index of n elements that counts from the first of them, also where it is negative and counts from the last, as in Python."""
+    return at if never_negative(at) or not n else ast.BinOp(at, ast.Mod(), ast.Constant(n))
+
+
+def in_place(old: Value, new: Value) -> Value:
+    """What a tensor has after an operator has changed it to a new value, in its own type and shape."""
+    ranks = ("bool", "int", "real")
+    if ranks.index(new.kind) > ranks.index(old.kind) or new.shape != old.shape:
+        raise Untold("changes the type or the shape of a tensor, in place; expected a new one, as in `x = x + 0.5`")
+    if new.kind == old.kind:
+        return new
+    return as_real(as_number(new)) if old.kind == "real" else as_number(new)
 
 
 def size_of(e: ast.AST) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.document import shown
-from attngen.ir.expr import BITS, FUNCTIONS, floordiv, mod
+from attngen.ir.expr import BITS, FUNCTIONS, Expr, clamp, exp2, floordiv, mod, nearest, select
 from attngen.lang.checks import Part
 from attngen.lang.functions import OTHERS
 from attngen.lang.grammar import LangError
@@ -48,6 +48,21 @@ _INSTEAD = {"&": "and", "|": "or", "is": "==", "is not": "!="}
 _BITS = {kind.sign: kind for kind in BITS}
 _SHIFTS = ("<<", ">>")
 MAX_SHIFT = 30
+
+
+def _shifted(sign: str, a: Expr, by: Expr) -> Expr:
+    """An integer shifted by a value of the call, as PyTorch shifts 32 bits: by less than 0 or more than 31, all bits are gone.
+
+    A power of two is one in fp32, too, up to that of 30; the last bit is shifted apart.
+    """
+    few = clamp(by, sympy.Integer(0), sympy.Integer(30))
+    power, last = sympy.Max(sympy.Integer(1), nearest(exp2(few))), by > 30
+    if sign == "<<":
+        found, gone = a * power * select(last, sympy.Integer(2), sympy.Integer(1)), sympy.Integer(0)
+    else:
+        gone = select(a < 0, sympy.Integer(-1), sympy.Integer(0))
+        found = select(last, gone, floordiv(a, power))
+    return select(sympy.And(by >= 0, by <= 31), found, gone)
 
 
 class Builder(Reads):
@@ -138,7 +153,7 @@ class Builder(Reads):
         return self._floor(node, sign, a, b)
 
     def _bits(self, node: ast.BinOp, sign: str) -> Part:
-        """`&`, `|`, `^`, `<<` and `>>` of integers; a shift is by a whole constant."""
+        """`&`, `|`, `^`, `<<` and `>>` of integers."""
         sides = (node.left, node.right)
         parts = [self._bitmask(side) or self.build(side) for side in sides]
         for side, part in zip(sides, parts):
@@ -151,8 +166,10 @@ class Builder(Reads):
         a, b = parts
         if sign in _BITS:
             return self.made(node, "int", lambda: _BITS[sign](a.expr, b.expr), a.constant and b.constant)
-        if not b.constant or not 0 <= b.expr <= MAX_SHIFT:
-            raise self.error(node.right, f"`{sign}` by `{self.written(node.right)}`; expected a whole constant from 0 to {MAX_SHIFT}")
+        if not b.constant:
+            return self.made(node, "int", lambda: _shifted(sign, a.expr, b.expr), False)
+        if not 0 <= b.expr <= MAX_SHIFT:
+            raise self.error(node.right, f"`{sign}` by `{self.written(node.right)}`; expected a whole number from 0 to {MAX_SHIFT}")
         by = sympy.Integer(2 ** int(b.expr))
         return self.made(node, "int", lambda: a.expr * by if sign == "<<" else floordiv(a.expr, by), a.constant)
 

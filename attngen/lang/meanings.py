@@ -10,7 +10,7 @@ OPERATORS = {
     "< <= > >= == !=": "a condition; chains as in Python: `0 <= a < b`",
     "and or not": "of conditions",
     "& | ^": "of the bits of integers",
-    "<< >>": "of the bits of an integer, by a constant",
+    "<< >>": "shifts of 32 bits; by less than 0 or more than 31, all bits are gone: 0, or -1 of a negative number by `>>`",
     "t[...]": "an element of a tensor of `params`",
 }
 FUNCTIONS = {
