@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attngen.ir.dtypes import LATENT_GROUP
-from attngen.reference import naive_attention, reference_mask, reference_scores
+from attngen.reference import naive_attention, reference_mask, reference_scores, rows_matmul
 from attngen.sizes import Sizes
 from attngen.spec import Spec
 from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, rounding_of, run_case, torch_dtype
@@ -56,7 +56,8 @@ class CacheCase:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call, and for naive attention what each sequence has after it: k and v [1, Hkv, keys, D], and mask inputs."""
+    """The arguments of a call, and for naive attention what each sequence has after it: k and v [1, Hkv, keys, D], and mask inputs, which
+    are those of all sequences, for its number of keys."""
 
     q: torch.Tensor
     caches: tuple[torch.Tensor, ...]
@@ -108,7 +109,7 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
     for b, keys in enumerate(case.keys):
         k, *v = (x[b : b + 1, :keys].transpose(1, 2).to(device) for x in held or whole)
         values = v[0] if v else k[..., : spec.head_dim.v]
-        sequences.append((k, values, {name: _of_sequence(spec, name, x, b, keys) for name, x in inputs.items()}))
+        sequences.append((k, values, {name: _of_keys(spec, name, x, keys) for name, x in inputs.items()}))
     return Call(q, tuple(x.to(device) for x in caches), arguments, sequences)
 
 
@@ -167,34 +168,50 @@ def _spread_ids(spec: Spec, case: CacheCase, inputs: dict[str, Any]) -> None:
             ids[b, keys:] = torch.arange(case.room - keys) % 5 - 1
 
 
-def _of_sequence(spec: Spec, name: str, x: Any, b: int, keys: int) -> Any:
-    """What a sequence has of an input."""
+def _of_keys(spec: Spec, name: str, x: Any, keys: int) -> Any:
+    """What sequences of so many keys have of an input."""
     shape = next(i.shape for i in spec.inputs() if i.name == name)
     for at, dim in enumerate(shape):
-        of_all = dim == "B" and x.shape[at] == 1  # one for all sequences
-        x = x.narrow(at, 0 if of_all else b, 1) if dim == "B" else x.narrow(at, 0, keys) if dim == "Nk" else x
+        x = x.narrow(at, 0, keys) if dim == "Nk" else x
     return x
 
 
+def attend_sequence(spec: Spec, call: Call, b: int, dtype: torch.dtype, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Naive attention of one sequence of a call, [1, Hq, Nq, Dv] and its LSE. Mask and scores are those of sequence `b` among all."""
+    k, v, inputs = call.sequences[b]
+    every = k.expand(len(call.sequences), *k.shape[1:])
+    mask = reference_mask(spec.mask, call.q, every, inputs)
+    change, sink = reference_scores(spec.score, call.q, every, inputs)
+
+    def modify(s: torch.Tensor) -> torch.Tensor:
+        assert change is not None
+        return change(s.expand(len(call.sequences), *s.shape[1:]))[b : b + 1]
+
+    mine = mask if len(mask) == 1 else mask[b : b + 1]
+    q, k, v = (x.to(dtype) for x in (call.q[b : b + 1], k, v))
+    multiply = rows_matmul if dtype == torch.float32 and q.shape[2] == 1 else torch.matmul
+    return naive_attention(q, k, v, mine, scale or spec.head_dim.qk**-0.5, None, modify if change else None, sink, None, multiply)
+
+
 def run_cache_case(module: ModuleType, spec: Spec, case: CacheCase, dtype: str, device: str, seed: int = 0) -> Result:
-    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64."""
+    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64.
+
+    Parts of a sequence's keys are weighed by their LSE: half a unit in the last place of a part's and of the joined one, in fp32, is a
+    factor on its output, which counts as rounding.
+    """
     of_dtype = torch_dtype(dtype)
     call = make_call(spec, case, of_dtype, device, seed)
     out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True)
 
     def naive(wide: torch.dtype) -> dict[str, torch.Tensor]:
-        found = []
-        for b, (k, v, inputs) in enumerate(call.sequences):
-            q = call.q[b : b + 1]
-            mask = reference_mask(spec.mask, q, k, inputs)
-            modify, sink = reference_scores(spec.score, q, k, inputs)
-            found.append(naive_attention(q.to(wide), k.to(wide), v.to(wide), mask, spec.head_dim.qk**-0.5, None, modify, sink))
+        found = [attend_sequence(spec, call, b, wide) for b in range(len(call.sequences))]
         return {"out": torch.cat([out for out, _ in found]), "lse": torch.cat([lse for _, lse in found])}
 
     truth = naive(torch.float64)
     stored = {"out": truth["out"].to(of_dtype), "lse": truth["lse"].float()}
     shape = Case(len(case.lengths), case.q_heads, case.kv_heads, case.n_q, case.room)
-    rounding = rounding_of(truth, stored, [], 0.0)
+    half = torch.finfo(torch.float32).eps * truth["lse"].abs().nan_to_num(posinf=0.0)
+    rounding = rounding_of(truth, stored, [{"out": truth["out"] * half[..., None]}], 0.0)
     return Result(shape, dtype, errors({"out": out, "lse": lse}, truth), errors(naive(of_dtype), truth), rounding)
 
 

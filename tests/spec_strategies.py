@@ -2,11 +2,13 @@
 
 `spec_data()` draws from every feature at once: masks and combinations, modifiers, sharing, head dims, dtypes, dropout, orders of loops,
 overrides of the schedule, and where gradients are summed. Half of what it draws builds; the rest is refused, each for a reason that a user
-can meet: a schedule that does not fit, a mask that hides everything, a gradient that has no fixed order.
+can meet: a schedule that does not fit, a mask that hides everything, a gradient that has no fixed order. `cache_data()` does the same for
+specs with a cache of keys and values, of all kinds.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -96,19 +98,25 @@ def _written(sample: lang_strategies.Sample) -> Data:
     return {"expr": sample.text, "params": params} if params else {"expr": sample.text}
 
 
-def masks(depth: int = 2) -> st.SearchStrategy[Any]:
-    """Masks as a spec writes them: named, written, drawn expressions, and combinations of these, blocks among them."""
-    leaves = st.sampled_from(MASKS) | st.sampled_from(WRITTEN_MASKS) | lang_strategies.masks(1).map(_written)
-    if not depth:
-        return leaves
-    several = masks(depth - 1)
+def _leaves() -> st.SearchStrategy[Any]:
+    return st.sampled_from(MASKS) | st.sampled_from(WRITTEN_MASKS) | lang_strategies.masks(1).map(_written)
+
+
+def _combined(several: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     lists = st.lists(several, min_size=1, max_size=3, unique_by=str)
-    combined = [
+    return st.one_of(
         lists.map(lambda found: {"all_of": found}),
         lists.map(lambda found: {"any_of": found}),
         several.map(lambda mask: {"not": mask}),
-    ]
-    return leaves | st.one_of(combined) | _with_blocks(several)
+    )
+
+
+def masks(depth: int = 2) -> st.SearchStrategy[Any]:
+    """Masks as a spec writes them: named, written, drawn expressions, and combinations of these, blocks among them."""
+    if not depth:
+        return _leaves()
+    several = masks(depth - 1)
+    return _leaves() | _combined(several) | _with_blocks(several)
 
 
 def _with_blocks(others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -175,6 +183,72 @@ def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st
     }
     free, walking = (st.fixed_dictionaries({**keys, **more, **(replace or {})}) for more in ({}, WALKING))
     return st.integers(0, 7).flatmap(lambda n: free if n else walking).map(_precision)
+
+
+# Kinds of caches, and of which keys and values they are. Half of the pages have no length that tiles have.
+PAGES: list[Any] = [
+    None,
+    None,
+    {"page_size": "any"},
+    {"page_size": 2},
+    {"page_size": 16},
+    {"page_size": 48},
+    {"page_size": 64},
+    {"page_size": 128},
+]
+OF_8_BITS: list[Data] = [{"dtype": "fp8_e4m3"}, {"dtype": "fp8_e4m3", "scale": "head"}, {"dtype": "fp8_e4m3", "scale": "page"}]
+LATENTS: list[Data] = [{"qk": 48, "v": 32}, {"qk": 112, "v": 96}, {"qk": 80, "v": 64}]
+
+
+def _cache(pages: Any, more: Data) -> Any:
+    return {**({"paged": pages} if pages else {}), **more} or "contiguous"
+
+
+def cache_data() -> st.SearchStrategy[Data]:
+    """Specs with a cache as plain data: kind of cache, beside any mask, modifier, backward, dtype and schedule.
+
+    Masks of `packed` documents and of tensors with an element for each row are left out, and dropout: calls over a cache do not take them.
+    Of eight caches three have q's elements, three have numbers of 8 bits, and two are of latents, of which one in four is kept in 8 bits.
+    """
+    pages = st.sampled_from(PAGES)
+    optional: dict[str, st.SearchStrategy[Any]] = {
+        "split": st.sampled_from(["balanced", {"keys": 64}, {"keys": 128}]),
+        "block_q": st.sampled_from(BLOCK_SIZES),
+        "block_kv": st.sampled_from(BLOCK_SIZES),
+        "stages": st.integers(1, 3),
+        "warps": st.sampled_from([4, 8]),
+    }
+    cached = _leaves().filter(lambda mask: not re.search(r"document.*packed|\"N[qk]\"", json.dumps(mask)))
+    overrides = st.fixed_dictionaries({}, optional=optional)
+    keys: dict[str, st.SearchStrategy[Any]] = {
+        "name": st.just("drawn"),
+        "heads": st.sampled_from(["mha", "mqa", "gqa"]).map(lambda sharing: {"sharing": sharing}),
+        "head_dim": st.sampled_from([16, 24, 32, 64, 80, 128, {"qk": 24, "v": 40}, {"qk": 96, "v": 64}]),
+        "dtype": st.lists(st.sampled_from(["bf16", "fp16", "fp32"]), min_size=1, max_size=2, unique=True),
+        "fp32_precision": st.sampled_from(["ieee", "ieee", "tf32"]),
+        "mask": st.sampled_from(["causal", "none"]) | cached | _combined(cached),
+        "score": scores(),
+        "cache": pages.map(lambda pages: _cache(pages, {})),
+        "backward": st.sampled_from([{"deterministic": True}, {"deterministic": False}, False, False]),
+        "schedule": st.just({}) | overrides,
+    }
+    two = st.lists(st.sampled_from(["bf16", "fp16"]), min_size=1, max_size=2, unique=True)
+    eight = {
+        "cache": st.tuples(pages, st.sampled_from(OF_8_BITS)).map(lambda both: _cache(*both)),
+        "dtype": two,
+        "head_dim": st.sampled_from([32, 48, 64, 128, {"qk": 48, "v": 80}, {"qk": 64, "v": 32}]),
+    }
+    latent: dict[str, st.SearchStrategy[Any]] = {"heads": st.just({"sharing": "mqa"}), "backward": st.just(False)}
+    wide = {
+        **latent,
+        "cache": pages.map(lambda pages: _cache(pages, OF_8_BITS[0])),
+        "dtype": two,
+        "head_dim": st.just({"qk": 576, "v": 512}),
+        "kv": st.just({"latent": {"rope": 64}}),
+    }
+    narrow = {**latent, "head_dim": st.sampled_from(LATENTS), "kv": st.just({"latent": {"rope": 16}})}
+    ways = [*[{}] * 6, *[eight] * 6, *[narrow] * 3, wide]
+    return st.integers(0, 15).flatmap(lambda n: st.fixed_dictionaries({**keys, **ways[n]})).map(_precision)
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:

@@ -13,11 +13,11 @@ import json
 import random
 import re
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 
 import pytest
 import sympy
@@ -28,11 +28,12 @@ from attngen.emit.render import render
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module
+from attngen.over_cache import CacheCase, run_cache_case
 from attngen.spec import Spec, load_spec, make_spec
-from attngen.testing import Case, cli_cases, heads_for, load_module, run_case
+from attngen.testing import Case, Result, cli_cases, heads_for, load_module, run_case
 from attngen.verify import verify
 from tests.conftest import CUDA
-from tests.spec_strategies import Data, drawn, spec_data
+from tests.spec_strategies import Data, cache_data, drawn, spec_data
 
 CI_SEEDS, CI_SPECS = (4, 2, 7), 24  # of each seed
 LENGTHS = (17, 33, 70, 135)  # of queries and keys, which differ
@@ -43,7 +44,23 @@ def as_yaml(data: Data) -> str:
     return "\n".join(f"{key}: {json.dumps(value)}" for key, value in data.items())
 
 
-def outcome(data: Data, path: Path, device: str) -> str:
+Held = Callable[[ModuleType, Spec, random.Random, str], list[Result]]  # a module against naive attention, in some calls on a device
+
+
+def one_call(module: ModuleType, spec: Spec, chance: random.Random, device: str) -> list[Result]:
+    case, dtype, seed = problem(spec, chance)
+    return [run_case(module, spec, case, dtype, device, seed)]
+
+
+def calls_over_a_cache(module: ModuleType, spec: Spec, chance: random.Random, device: str) -> list[Result]:
+    """The same of each way to call `with_kvcache`, and of a usual call, if there are gradients."""
+    results = one_call(module, spec, chance, device) if spec.trains else []
+    for case in cache_problems(spec, chance):
+        results.append(run_cache_case(module, spec, case, chance.choice(dtypes(spec, spec.dtype)), device, chance.randrange(1000)))
+    return results
+
+
+def outcome(data: Data, path: Path, device: str, held: Held = one_call) -> str:
     """`built` if the module is right, or the sentence that the spec gets; all else is raised, as are sentences without a line."""
     path.write_text(as_yaml(data))
     try:
@@ -57,16 +74,15 @@ def outcome(data: Data, path: Path, device: str) -> str:
         return str(error).splitlines()[0].partition(": ")[2]
     assert max(len(line) for name, text in files.items() if name.endswith(".py") for line in text.splitlines()) <= 140
     emit(files, path.parent / "emitted")
-    case, dtype, seed = problem(spec, random.Random(as_yaml(data)))
     module = load_module(path.parent / "emitted")
     unfit = {f"attention: {row}" for rows in module.kernels.SCHEDULES.values() for row in rows.values() if isinstance(row, str)}
     try:
-        result = run_case(module, spec, case, dtype, device, seed)
+        results = held(module, spec, random.Random(as_yaml(data)), device)
     except ValueError as error:  # no tile fits this device, which the table of schedules says
         if str(error) not in unfit:
             raise
         return str(error)
-    assert result.ok, str(result)
+    assert (wrong := [str(result) for result in results if not result.ok]) == [], "\n".join(wrong)
     return "built"
 
 
@@ -79,31 +95,62 @@ def emit(files: dict[str, str], folder: Path) -> None:
 def problem(spec: Spec, chance: random.Random) -> tuple[Case, str, int]:
     """A small case of ragged sizes, a dtype that `attngen test` runs the spec in, and a seed of the inputs.
 
-    One query is of eight sequences: the error of few rows is rounding's luck. Where scores have a tanh, fp32 is not drawn if there is
-    another dtype, nor one key alone: the LSE of a query that sees one key is a score, no sum, and that of `softcap` in fp32 has twice
-    the error of torch's.
+    One query is of eight sequences: the error of few rows is rounding's luck.
     """
     n_q = chance.choice((1, *LENGTHS))
     n_kv = chance.choice([n for n in LENGTHS if n != n_q])
     heads = heads_for(spec, 4 if spec.heads.sharing == "gqa" else chance.randint(2, 3))
     case = Case(8 if n_q == 1 else chance.randint(1, 2), *heads, n_q, n_kv, chance.choice(["bhnd", "bnhd", "island"]))
-    dtypes = [dtype for _, dtype in cli_cases(spec, CUDA)]
+    return case, chance.choice(dtypes(spec, [dtype for _, dtype in cli_cases(spec, CUDA)])), chance.randrange(1000)
+
+
+def dtypes(spec: Spec, given: Sequence[str]) -> Sequence[str]:
+    """Those to draw from. Where scores have a tanh, fp32 is not one if there is another dtype: the LSE of a query that sees one key is a
+    score, no sum, and that of `softcap` in fp32 has twice the error of torch's."""
     rough = any(part.sink() is None and part.expression().has(sympy.tanh) for part in spec.score)
-    dtypes = [dtype for dtype in dtypes if not (rough and dtype == "fp32")] or dtypes
-    return case, chance.choice(dtypes), chance.randrange(1000)
+    return [dtype for dtype in given if not (rough and dtype == "fp32")] or given
 
 
-def outcomes(number: int, count: int, device: str) -> Iterator[tuple[Data, str | Exception]]:
+def cache_problems(spec: Spec, chance: random.Random) -> Iterator[CacheCase]:
+    """Small calls over a cache: of one query, of a few over keys that are there, and of many that are new. Some sequences have no key, or
+    end at an edge of a page or a tile; there are several, as in `problem`."""
+    assert spec.cache is not None
+    page = {"": 0, "page_rows": chance.choice((3, 16, 80))}.get(spec.cache.page)
+    page = int(spec.cache.page) if page is None else page
+    q_heads, kv_heads = heads_for(spec, 4 if spec.heads.sharing == "gqa" else 2)
+    edges = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, *([page - 1, page, page + 1] if page else []))
+    for n_q, new, sequences in ((1, 1, 5), (chance.randint(2, 5), 0, 3), (many := chance.choice((21, 70)), many, 2)):
+        lengths = [chance.choice([n for n in (*edges, chance.randint(0, 150)) if n <= 150]) for _ in range(sequences)]
+        if not new:  # queries stand at the last keys
+            lengths = [max(n, n_q) for n in lengths]
+        room = max(lengths) + new
+        room = -(-room // page) * page if page else room
+        shared = bool(page) and chance.random() < 0.3
+        yield CacheCase(q_heads, kv_heads, n_q, tuple(lengths), new, room, page, chance.random() < 0.3, shared)
+
+
+Outcomes = Iterator[tuple[Data, str | Exception]]
+
+
+def outcomes(number: int, count: int, device: str) -> Outcomes:
     """Drawn specs, each with its outcome or the exception that it should not have raised."""
-    for data in drawn(spec_data(), count, number):
+    yield from _outcomes(drawn(spec_data(), count, number), one_call, device)
+
+
+def of_caches(number: int, count: int, device: str) -> Outcomes:
+    """The same of specs with a cache of keys and values."""
+    yield from _outcomes(drawn(cache_data(), count, number), calls_over_a_cache, device)
+
+
+def _outcomes(specs: list[Data], held: Held, device: str) -> Outcomes:
+    for data in specs:
         with TemporaryDirectory() as folder:
             try:
-                yield data, outcome(data, Path(folder) / "drawn.yaml", device)
+                yield data, outcome(data, Path(folder) / "drawn.yaml", device, held)
             except Exception as error:
                 yield data, error
 
 
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning:triton")  # numpy's, of scores that are drawn large
 @pytest.mark.parametrize("number", CI_SEEDS)
 def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> None:
     found = list(outcomes(number, CI_SPECS, device))
@@ -203,11 +250,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="draws specs, and says which neither give a right module nor get one sentence")
     parser.add_argument("--specs", type=int, default=1000, help="how many")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--caches", action="store_true", help="specs with a cache of keys and values")
     given = parser.parse_args()
-    warnings.filterwarnings("ignore", module="triton")  # numpy's in the interpreter, at rows that see nothing
     start, failures = time.time(), 0
     counts: Counter[str] = Counter()
-    for i, (data, what) in enumerate(outcomes(given.seed, given.specs, "cuda" if CUDA else "cpu"), 1):
+    found = (of_caches if given.caches else outcomes)(given.seed, given.specs, "cuda" if CUDA else "cpu")
+    for i, (data, what) in enumerate(found, 1):
         if i % 100 == 0:
             print(f"{i} of {given.specs}, {failures} failures; {time.time() - start:.0f} s", flush=True)
         if isinstance(what, Exception):

@@ -26,13 +26,12 @@ from attngen.ir.names import OF_CACHE
 from attngen.ir.numeric import value
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
-from attngen.over_cache import CacheCase, make_call
+from attngen.over_cache import CacheCase, attend_sequence, make_call
 from attngen.passes.deal_keys import DealKeys
 from attngen.passes.pipeline import lower
 from attngen.passes.simplify import simplify_condition
 from attngen.policy import WAVES
 from attngen.printing.printer import to_triton
-from attngen.reference import naive_attention, reference_mask, reference_scores
 from attngen.spec import Spec, make_spec
 from tests.helpers import SPECS, changes, edit, lowered, spec, target
 
@@ -217,10 +216,8 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
         new = {f"{name.upper()}_NEW": call.arguments[name].numpy() for name in ("k", "v") if name in call.arguments}
         execute_host(module, module.host("append"), {**given, **new}, tiles, DOUBLE)
     found = execute_host(module, module.host("decode"), {**given, "scale": 0.1, "Nn": case.new}, tiles, DOUBLE)
-    for b, (k, v, inputs) in enumerate(call.sequences):
-        row = call.q[b : b + 1]
-        modify, sink = reference_scores(made.score, row, k, inputs)
-        out, lse = naive_attention(row, k.double(), v.double(), reference_mask(made.mask, row, k, inputs), 0.1, None, modify, sink)
+    for b in range(len(call.sequences)):
+        out, lse = attend_sequence(made, call, b, torch.float64, scale=0.1)
         np.testing.assert_allclose(found["O"][b : b + 1], out.numpy(), atol=near)
         np.testing.assert_allclose(found["LSE"][b : b + 1], lse.numpy(), atol=near)
 
