@@ -207,7 +207,7 @@ def _cache(pages: Any, more: Data) -> Any:
 def cache_data() -> st.SearchStrategy[Data]:
     """Specs with a cache as plain data: kind of cache, beside any mask, modifier, backward, dtype and schedule.
 
-    Masks of `packed` documents and of tensors with an element for each row, which calls over a cache do not take, are left out, and dropout.
+    Masks of `packed` documents and of tensors with an element for each row are left out, and dropout: calls over a cache do not take them.
     Of eight caches three have q's elements, three have numbers of 8 bits, and two are of latents, of which one in four is kept in 8 bits.
     """
     pages = st.sampled_from(PAGES)

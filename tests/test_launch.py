@@ -91,7 +91,7 @@ class Stage:
         active = SimpleNamespace(get_current_stream={1: 7}.__getitem__)
         self.knobs = runtime_knobs()
         fakes = {"runtime": SimpleNamespace(driver=SimpleNamespace(active=active)), "knobs": SimpleNamespace(runtime=self.knobs)}
-        monkeypatch.setattr(self.runtime, "triton", SimpleNamespace(**fakes, next_power_of_2=triton.next_power_of_2))
+        monkeypatch.setattr(self.runtime, "triton", SimpleNamespace(**fakes, next_power_of_2=triton.next_power_of_2, JITFunction=Kernel))
         monkeypatch.setattr(self.runtime, "LAUNCHES", {})
         monkeypatch.setattr(self.runtime, "LAST", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
