@@ -146,9 +146,16 @@ def over_cache(mask: Any, cache: Any) -> Spec:
     return make_spec({"name": "cached", "head_dim": 32, "heads": {"sharing": "gqa"}, "mask": mask, "cache": cache, "backward": False})
 
 
-@pytest.mark.parametrize("n_q", [1, 33])
-@pytest.mark.parametrize("cache", ["contiguous", {"paged": {"page_size": 16}}, EIGHT_BITS], ids=str)
-@pytest.mark.parametrize("what", CACHED)
+def cache_cases() -> list[Any]:
+    """Masks, kinds of caches and numbers of queries; on each push all masks, all kinds, and both kernels."""
+    kinds = {"rows": "contiguous", "pages": {"paged": {"page_size": 16}}, "8 bits": EIGHT_BITS}
+    often = {("window", "pages", 1), ("window", "8 bits", 1), ("window", "rows", 33), ("documents", "rows", 1), ("padding", "rows", 1)}
+    often |= {("lengths", "pages", 33)}
+    every = [(what, kind, n_q) for what in CACHED for kind in kinds for n_q in (1, 33)]
+    return [pytest.param(x[0], kinds[x[1]], x[2], id="-".join(map(str, x)), marks=() if x in often else NIGHTLY) for x in every]
+
+
+@pytest.mark.parametrize(("what", "cache", "n_q"), cache_cases())
 def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, cache: Any, n_q: int, tmp_path: Path) -> None:
     """Such as those that a window has left: a server may have given their pages to others."""
     spec = over_cache(CACHED[what], cache)
