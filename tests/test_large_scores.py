@@ -12,8 +12,6 @@ import pytest
 import torch
 
 import attngen
-
-
 from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
 from attngen.testing import Case, heads_for, run_case

@@ -270,7 +270,7 @@ def compute_lse2(b: KernelBuilder, block: str) -> None:
 def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed.
 
-    A large LSE has an error of its rounding, which is a factor of p. So p is 2^(score - maximum) / sum, as in the forward, for `exact_sums`.
+    A large LSE has an error of its rounding, which is a factor of p. So for `exact_sums` p is 2^(score - maximum) / sum, as in the forward.
     """
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sympy
-
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Yield

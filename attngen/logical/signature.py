@@ -87,7 +87,11 @@ def with_sums(signature: Signature, exact: bool) -> Signature:
         at = next((i for i, name in enumerate(writes) if name in map(OUTPUTS.get, FLAT)), len(writes))
         writes[at:at] = SUMS
     about = signature.about
-    for said, here in ((", and the LSE in base 2 (+inf for empty rows)", ""), ("delta and LSE2", "delta"), ("delta, LSE2 and", "delta and")):
+    for said, here in (
+        (", and the LSE in base 2 (+inf for empty rows)", ""),
+        ("delta and LSE2", "delta"),
+        ("delta, LSE2 and", "delta and"),
+    ):
         about = about.replace(said, here)
     return signature._replace(reads=reads, writes=tuple(writes), about=about)
 

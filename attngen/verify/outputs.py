@@ -14,7 +14,11 @@ from attngen.verify.algebra import normal, same
 from attngen.verify.joins import LN2, ONE, is_
 from attngen.verify.meaning import LOG2E, Header, Values, softmaxes
 
-KEPT = {"entropy": ("m", "l", "e"), "max_score": ("m",), **dict.fromkeys(SUMS, ("m", "l"))}  # what a loop over keys carries of each row for it
+KEPT = {
+    "entropy": ("m", "l", "e"),
+    "max_score": ("m",),
+    **dict.fromkeys(SUMS, ("m", "l")),
+}  # what a loop over keys carries of each row for it
 
 
 def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
