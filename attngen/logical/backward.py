@@ -539,7 +539,7 @@ def build_dq_end(spec: Spec) -> Kernel:
     if ordered:
         number = b.load(seen.lower(), seen, rows[:3])
         there = symbol(number) > 0 if exact else symbol(number) < sympy.oo
-        dq = b.map("dq_seen", select(there, symbol("dq"), sympy.Integer(0)), dq="dq", **{number: number})
+        dq = b.map("dq_seen", select(there, symbol("dq"), sympy.Integer(0)), "entry", "f32", False, dq="dq", **{number: number})
     _scaled(b, "dq_out", dq, "scale", "keep_scale", *_left_to_the_end(b, common))
     b.store("dQ", rows, "dq_out")
     if gradients:

@@ -209,8 +209,9 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
         b.map("o", acc * inv_l / factor, dtype="T", acc=end["acc"], inv_l="inv_l")
     b.store("O", ("b", own, "q", "d_v"), "o")
     if sink is not None:
+        uses = {"m": end["m"], "m_all": "m_all", "l_all": "l_all", **dict(b.uses((sink,)))}
         lse = sympy.Max((symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), sink)  # which to base 2 may be too large
-        b.map("lse", select(m > -sympy.oo, lse, sink), m=end["m"], m_all="m_all", l_all="l_all", **dict(b.uses((sink,))))
+        b.map("lse", select(m > -sympy.oo, lse, sink), "entry", "f32", False, **uses)
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
     b.store("LSE", ("b", own, "q"), "lse")
@@ -231,7 +232,7 @@ def store_sums(b: KernelBuilder, rows: tuple[Any, ...], m: str, l: str, maximum:
         return
     total, maximum = symbol("l"), maximum or symbol("m")
     scaled = {"qk_scale": "qk_scale"} if maximum.has(symbol("qk_scale")) else {}
-    b.map("m_out", select(total > 0, maximum, sympy.oo), m=m, l=l, **scaled)
+    b.map("m_out", select(total > 0, maximum, sympy.oo), "entry", "f32", False, m=m, l=l, **scaled)
     b.store("M_ALL", rows, "m_out")
     b.map("inv_l_out", select(total > 0, 1 / total, 0), l=l)
     b.store("INV_L_ALL", rows, "inv_l_out")
