@@ -270,7 +270,7 @@ def compute_lse2(b: KernelBuilder, block: str) -> None:
 def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed.
 
-    A large LSE has an error of its rounding, which is a factor of p. So p is 2^(score - maximum) / sum, as in the forward, for `exact_sums`.
+    A large LSE has an error of its rounding, which is a factor of p. So for `exact_sums` p is 2^(score - maximum) / sum, as in the forward.
     """
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
@@ -539,7 +539,7 @@ def build_dq_end(spec: Spec) -> Kernel:
     if ordered:
         number = b.load(seen.lower(), seen, rows[:3])
         there = symbol(number) > 0 if exact else symbol(number) < sympy.oo
-        dq = b.map("dq_seen", select(there, symbol("dq"), sympy.Integer(0)), dq="dq", **{number: number})
+        dq = b.map("dq_seen", select(there, symbol("dq"), sympy.Integer(0)), "entry", "f32", False, dq="dq", **{number: number})
     _scaled(b, "dq_out", dq, "scale", "keep_scale", *_left_to_the_end(b, common))
     b.store("dQ", rows, "dq_out")
     if gradients:

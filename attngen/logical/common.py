@@ -10,7 +10,7 @@ import sympy
 
 from attngen.bounds.turns import turn_of
 from attngen.errors import BuildError
-from attngen.ir.expr import Bool, cdiv, floordiv, mod, select, span, symbol, to_text
+from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol, to_text
 from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
@@ -46,7 +46,7 @@ from attngen.ir.ops import (
 )
 from attngen.ir.prove import prove_le
 from attngen.ir.shares import sharing
-from attngen.logical.semantics import S, listed_blocks, modified, of_product, shared, varies, whole_numbers
+from attngen.logical.semantics import S, keeps_extremes, listed_blocks, modified, of_product, shared, varies, whole_numbers
 from attngen.logical.signature import Signature, grid, parts_of, tensor_args
 from attngen.parts import NATURAL
 from attngen.spec import Spec
@@ -435,7 +435,12 @@ def scores(b: KernelBuilder, *more: Any) -> list[Any]:
     made, (first, *rest) = shared(*(whole_numbers(of_product(e)) for e in (b.score, *more)))
     for name, e in made:
         b.compute(name, e)
-    b.compute("score", sympy.Add(*(symbol("LOG2E") * term for term in sympy.Add.make_args(first))), score=True)
+    to_base_two = sympy.Add(*(symbol("LOG2E") * term for term in sympy.Add.make_args(first)))
+    if keeps_extremes(b.spec):
+        b.compute("score_base", first)
+        lowest = select(symbol("score_base") > -sympy.oo, -LARGEST, -sympy.oo)
+        to_base_two = sympy.Min(sympy.Max(symbol("LOG2E") * symbol("score_base"), lowest), LARGEST)
+    b.compute("score", to_base_two, score=True)
     return rest
 
 

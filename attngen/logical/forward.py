@@ -209,8 +209,9 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
         b.map("o", acc * inv_l / factor, dtype="T", acc=end["acc"], inv_l="inv_l")
     b.store("O", ("b", own, "q", "d_v"), "o")
     if sink is not None:
+        uses = {"m": end["m"], "m_all": "m_all", "l_all": "l_all", **dict(b.uses((sink,)))}
         lse = sympy.Max((symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), sink)  # which to base 2 may be too large
-        b.map("lse", select(m > -sympy.oo, lse, sink), m=end["m"], m_all="m_all", l_all="l_all", **dict(b.uses((sink,))))
+        b.map("lse", select(m > -sympy.oo, lse, sink), "entry", "f32", False, **uses)
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
     b.store("LSE", ("b", own, "q"), "lse")
@@ -222,15 +223,16 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
         b.store("MAX_SCORE", ("b", own, "q"), "max_score")
 
 
-def store_sums(b: KernelBuilder, rows: tuple[Any, ...], m: str, l: str, maximum: Expr = symbol("m")) -> None:  # noqa: E741
+def store_sums(b: KernelBuilder, rows: tuple[Any, ...], m: str, l: str, maximum: Expr | None = None) -> None:  # noqa: E741
     """What weights are made of again, if the kernel writes it: each query's maximum to base 2, and one over its sum of weights.
 
-    m, l: the values with the maximum and the sum; maximum: the first, to base 2.
+    m, l: the values with the maximum and the sum; maximum: the first, to base 2, where it is not.
     """
     if "M_ALL" not in b.signature.writes:
         return
-    total = symbol("l")
-    b.map("m_out", select(total > 0, maximum, sympy.oo), m=m, l=l, **({"qk_scale": "qk_scale"} if maximum.has(symbol("qk_scale")) else {}))
+    total, maximum = symbol("l"), maximum or symbol("m")
+    scaled = {"qk_scale": "qk_scale"} if maximum.has(symbol("qk_scale")) else {}
+    b.map("m_out", select(total > 0, maximum, sympy.oo), "entry", "f32", False, m=m, l=l, **scaled)
     b.store("M_ALL", rows, "m_out")
     b.map("inv_l_out", select(total > 0, 1 / total, 0), l=l)
     b.store("INV_L_ALL", rows, "inv_l_out")

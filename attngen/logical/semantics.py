@@ -103,6 +103,14 @@ def exact_sums(spec: Spec) -> bool:
     return by_precision(spec.dtype) and (spec.trains or "key_mass" in spec.outputs)
 
 
+def keeps_extremes(spec: Spec) -> bool:
+    """Whether a score that is too large or too low for fp32 to base 2 stays finite there: a row of the lowest alone has their mean.
+
+    It takes four operations for each score. Modules that are for 16 bits, too, do without: a row of such scores sees no key.
+    """
+    return all(by_precision([dtype]) for dtype in spec.dtype) and unbounded(spec)
+
+
 def of_product(e: Expr) -> Expr:
     """An expression in the scaled score, rewritten in the product q k^T, which kernels name `s`."""
     return e.xreplace({S: S * SCALE})

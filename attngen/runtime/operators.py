@@ -104,8 +104,8 @@ class Operators:
 
     The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q, k, v, out,
     *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the rows that have one, and of these
-    too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They get
-    tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
+    too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They
+    get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
     module has registered NAME, a `_` is added to it.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 
 from attngen.bounds.intervals import implies
-from attngen.ir.expr import Bool, Expr, conjuncts, exp2, finite, floordiv, log2, mod, select, span, symbol, to_text
+from attngen.ir.expr import LARGEST, Bool, Expr, conjuncts, exp2, finite, floordiv, log2, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import SCALES, SUMS
@@ -286,8 +286,8 @@ def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[E
 def power_of(op: Map) -> Expr | None:
     """The power of 2 that a map is, or is times a number of each row; None for other maps."""
     e = op.expr
-    if e.is_Mul and len(e.args) == 2:
-        e = next((x for x in e.args if isinstance(x, exp2)), e)
+    if e.is_Mul and len(e.args) == 2 and any(x.is_Symbol for x in e.args):
+        e = next((x for x in e.args if not x.is_Symbol), e)
     return e if isinstance(e, exp2) else None
 
 
@@ -331,15 +331,33 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
         }
         factor = sympy.expand(exponent).coeff(next(iter(masked))) if masked else sympy.Integer(1)
         number, rest = factor.as_coeff_Mul()
-        made = exponent.xreplace({s: values.conditions(ref)[1] for s, ref in masked.items()})
+        made = _unlimited(exponent.xreplace({s: values.conditions(ref)[1] for s, ref in masked.items()}))
         right = LOG2E * header.here(module.meaning.score)
         rising = len(masked) < 2 and number > 0 and rest in (sympy.Integer(1), SCALE, LOG2E, LOG2E * SCALE)
         if isinstance(op, Map) and not _normalised(op, values):
-            yield f"%{op.name} is `{to_text(values.of(op.name))}`; expected weights times INV_L_ALL of their row if they are of M_ALL, else alone"
+            said = "expected weights times INV_L_ALL of their row if they are of M_ALL, else alone"
+            yield f"%{op.name} is `{to_text(values.of(op.name))}`; {said}"
         if not (rising and any(same(normal(made), normal(right - x)) for x in subtracted)):
             expected = to_text(right - subtracted[0])
             yield f"%{op.name} weighs scores by exp2({to_text(made)}); expected exp2({expected}), by the header's score"
     yield from _sinks(kernel, header, values)
+
+
+def _unlimited(e: Expr) -> Expr:
+    """An expression without the limits of fp32: LOG2E * x for min(LARGEST, max(LOG2E * x, -LARGEST if x > -inf else -inf))."""
+
+    def limited(x: Any) -> Expr | None:
+        top = x.args if isinstance(x, sympy.Min) and len(x.args) == 2 and LARGEST in x.args else ()
+        inner = next((y for y in top if isinstance(y, sympy.Max) and len(y.args) == 2), None)
+        lowest = next((y for y in inner.args if isinstance(y, select)), None) if inner is not None else None
+        if inner is None or lowest is None:
+            return None
+        (value,) = (y for y in inner.args if y is not lowest)
+        natural = lowest.args[0].args[0] if lowest.args[0].is_Relational else value
+        holds = lowest.args == (natural > -sympy.oo, -LARGEST, -sympy.oo) and same(normal(value), normal(LOG2E * natural))
+        return value if holds else None
+
+    return e.replace(lambda x: limited(x) is not None, limited)
 
 
 def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
