@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -17,7 +17,7 @@ class AttentionModule(torch.nn.Module):
     spec: ClassVar[str]
     drops: ClassVar[bool]  # whether the spec has dropout, which applies in training
 
-    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0, **unknown: object) -> None:
+    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0, **unknown: NoReturn) -> None:
         super().__init__()
         if unknown:
             refuse_arguments("Attention", type(self).__init__, unknown)
