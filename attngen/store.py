@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from attngen.errors import AttngenError
 from attngen.sources import digest, hashed
 
 VARIABLE = "ATTNGEN_CACHE_DIR"  # in the environment: the folder that holds modules/
+PATIENCE = 5.0  # seconds of waiting for another build, after which a line says so
 _TAG = "CACHEDIR.TAG"  # which tells programs that make backups what is a cache (https://bford.info/cachedir/), and us that it is ours
 _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Modules that attngen has built. `attngen cache --clear` removes them.\n"
 
@@ -78,14 +80,18 @@ def building(spec_hash: str) -> Iterator[None]:
 
     AttngenError if the folder cannot be written.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     try:
         (root() / ".locks").mkdir(parents=True, exist_ok=True)
         if not (root() / _TAG).exists():
             write_file(root() / _TAG, _TAG_TEXT)
         lock = FileLock(root() / ".locks" / f"{spec_hash.rpartition(':')[2]}.lock")
-        lock.acquire()
+        try:
+            lock.acquire(timeout=PATIENCE)
+        except Timeout:
+            print(f"attngen: waits for another process that builds the same spec ({lock.lock_file})", file=sys.stderr)
+            lock.acquire()
     except OSError as error:
         raise AttngenError(f"{root()}: cannot be written ({error.strerror}); name another folder in {VARIABLE}") from error
     try:
