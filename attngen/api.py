@@ -11,8 +11,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,23 @@ def build_completed(data: dict[str, Any], complete: Callable[[dict[str, Any]], d
 
 def _built(asked: bytes, read: Callable[[], Spec], path: Path | None) -> ModuleType:
     """The module of what `_request` says."""
-    with _LOCK:
+    with _alone():
         if asked not in _LOADED:
             key = store.key_of(asked)
             _LOADED[asked] = _import(*(store.find(key) or _compile(key, read(), path)))
         return _LOADED[asked]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hold the lock of this process, and say so once if another thread has it for long."""
+    if not _LOCK.acquire(timeout=store.PATIENCE):
+        print("attngen: waits for another thread of this process that builds or loads a module", file=sys.stderr)
+        _LOCK.acquire()
+    try:
+        yield
+    finally:
+        _LOCK.release()
 
 
 def load(path: str | os.PathLike[str]) -> ModuleType:
@@ -99,7 +111,7 @@ def load(path: str | os.PathLike[str]) -> ModuleType:
         code = read_source(folder)
     except OSError as error:
         raise AttngenError(f"{folder}: cannot be read ({error.strerror}); expected what `attngen build` writes") from None
-    with _LOCK:
+    with _alone():
         return _import(folder.resolve(), code)
 
 

@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from attngen.sources import digest, hashed
 
 VARIABLE = "ATTNGEN_CACHE_DIR"  # in the environment: the folder that holds modules/
 TRUST = "ATTNGEN_TRUST_CACHE"  # in the environment: 1 where a folder that others own or can write is trusted
+PATIENCE = 5.0  # seconds of waiting for another build, after which a line says so
 _TAG = "CACHEDIR.TAG"  # which tells programs that make backups what is a cache (https://bford.info/cachedir/), and us that it is ours
 _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Modules that attngen has built. `attngen cache --clear` removes them.\n"
 _NAME = re.compile(r"[A-Za-z0-9_]+_([0-9a-f]{16})")  # of a module's folder
@@ -174,7 +176,7 @@ def building(spec_hash: str) -> Iterator[None]:
 
     AttngenError if the folder cannot be written, or if others can write it.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     _check()
     with _writing():
@@ -185,7 +187,11 @@ def building(spec_hash: str) -> Iterator[None]:
         held = _own_folder(root() / ".locks") / f"{spec_hash.rpartition(':')[2]}.lock"
         _clear_way(held)
         lock = FileLock(held)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=PATIENCE)
+        except Timeout:
+            print(f"attngen: waits for another process that builds the same spec ({lock.lock_file})", file=sys.stderr)
+            lock.acquire()
     try:
         yield
     finally:

@@ -21,6 +21,9 @@ from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 from attngen.ir.prove import excess, prove_le
 
 MOST_TERMS = 8  # of a union; a union with more becomes one unsolved literal
+MOST_SOLVED = 24  # comparisons that are solved of a condition; a split gives more of them, in a nest twice as many each time
+MOST_BOUNDS = 8  # of a term; each is compared with each
+MOST_NODES = 150  # of a bound
 GREATEST = 2**31 - 1  # greatest value of an i32
 
 
@@ -71,16 +74,58 @@ class Term(NamedTuple):
 def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
     """The condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved literal.
 
+    So does what is left of a condition after MOST_SOLVED comparisons, and each bound beyond MOST_BOUNDS of a term or of more than
+    MOST_NODES parts. These limits are numbers of steps and sizes, so that what is solved depends on the condition alone.
+
     A conjunction is left out if no pair inside the tensors meets it: one bound alone (`q_idx > q_len`), or two (`q_idx < 3`, `q_idx == 3`).
     """
+    return _solved_terms(where, scene)[0]
+
+
+def is_cut_short(where: Bool, scene: Scene) -> bool:
+    """Whether `terms` reaches a limit before all of a condition is solved."""
+    return _solved_terms(where, scene)[1]
+
+
+@cache
+def _solved_terms(where: Bool, scene: Scene) -> tuple[tuple[Term, ...], bool]:
+    """The terms, and whether a limit left something unsolved."""
     found = []
-    for literals in _union(_plain(where, scene), scene):
+    budget = _Budget()
+    for literals in _union(_plain(where, scene), scene, budget):
         each = dict.fromkeys(literals)
-        solved = tuple(x for x in each if isinstance(x, Bound))
+        short = [x for x in each if isinstance(x, Bound) and size(x.rest) <= MOST_NODES]
+        solved = tuple(short[:MOST_BOUNDS])
+        budget.exceeded |= len(solved) < sum(isinstance(x, Bound) for x in each)
         free = [x.rest for x in solved if x.side == 0] + [a.rest + b.rest for a, b in combinations(solved, 2) if a.side + b.side == 0]
         if not any(_positive_in_all_rows(rest, scene) for rest in free):
-            found.append(Term(solved, tuple(x for x in each if not isinstance(x, Bound))))
-    return tuple(dict.fromkeys(found))
+            found.append(Term(solved, tuple(_condition(x, scene) for x in each if x not in solved)))
+    return tuple(dict.fromkeys(found)), budget.exceeded
+
+
+def _condition(literal: Bound | Bool, scene: Scene) -> Bool:
+    """A literal as a condition."""
+    return sympy.Le(literal.side * scene.loop_idx + literal.rest, 0) if isinstance(literal, Bound) else literal
+
+
+@cache
+def size(e: Any) -> int:
+    """The number of nodes of an expression, written out."""
+    return 1 + sum(map(size, e.args))
+
+
+@dataclass
+class _Budget:
+    """How many comparisons of a condition may yet be solved, and whether more are left unsolved."""
+
+    left: int = MOST_SOLVED
+    exceeded: bool = False
+
+    def take(self) -> bool:
+        """Whether one more may be solved; it counts."""
+        self.left -= 1
+        self.exceeded |= self.left < 0
+        return self.left >= 0
 
 
 def _positive_in_all_rows(rest: Expr, scene: Scene) -> bool:
@@ -92,26 +137,28 @@ def _positive_in_all_rows(rest: Expr, scene: Scene) -> bool:
 Literals = tuple[Any, ...]
 
 
-def _union(e: Bool, scene: Scene) -> list[Literals]:
+def _union(e: Bool, scene: Scene, budget: _Budget) -> list[Literals]:
     """The condition in disjunctive normal form. Its literals are `Bound`s, and conditions that are not solved."""
     if e == sympy.true:
         return [()]
     if e == sympy.false:
         return []
     if isinstance(e, sympy.Or):
-        found = [term for a in _sorted(e) for term in _union(a, scene)]
+        found = [term for a in _sorted(e) for term in _union(a, scene, budget)]
         return found if len(found) <= MOST_TERMS else [(e,)]
     if isinstance(e, sympy.And):
-        parts = [_union(a, scene) for a in _sorted(e)]
+        parts = [_union(a, scene, budget) for a in _sorted(e)]
         while math.prod(map(len, parts)) > MOST_TERMS:  # the largest union gives way to the whole condition, unsolved
             parts[max(range(len(parts)), key=lambda i: len(parts[i]))] = [(e,)]
         return [tuple(x for literals in choice for x in literals) for choice in product(*parts)]
+    if isinstance(e, INEQUALITIES) and not budget.take():
+        return [(e,)]
     if (parts := apart(e)) != e:
-        return _union(parts, scene)
+        return _union(parts, scene, budget)
     if isinstance(e, INEQUALITIES):
         solved = solve(e, scene)
         if solved is not None:
-            return [(solved,)] if isinstance(solved, Bound) else _union(_plain(solved, scene), scene)
+            return [(solved,)] if isinstance(solved, Bound) else _union(_plain(solved, scene), scene, budget)
     return [(e,)]
 
 
@@ -224,7 +271,8 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
     """Least and greatest value of an expression over the rows of the own tile that count, in closed form; None if unknown.
 
     The rows that count are those from the first to the last of `rows`, else the valid ones, or all if `scene.whole`. The bounds are
-    exact if the own index occurs once in the expression. Otherwise they may be too wide, but never too narrow.
+    exact if the own index occurs once in the expression. Otherwise they may be too wide, but never too narrow. Those of more than
+    MOST_NODES parts are not known.
     """
     first = symbol(f"{scene.own}_start")
     first, last = rows or (first, first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own))
@@ -245,6 +293,8 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
         if any(part is None for part in parts):
             return None
         lows, highs = [part[0] for part in parts], [part[1] for part in parts]  # type: ignore[index]
+        if sum(map(size, (*lows, *highs))) > MOST_NODES:  # before what is nested is written out again and again
+            return None
         if e.is_Add or isinstance(e, (sympy.Min, sympy.Max)):
             return e.func(*lows), e.func(*highs)
         if isinstance(e, clamp):
@@ -263,6 +313,7 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
     return bound(sympy.expand(e))
 
 
+@cache
 def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
     """(a, c, rest) such that the condition is a*own_idx + c*loop_idx + rest <= 0 over integers; None if it is not linear."""
     if not isinstance(condition, INEQUALITIES):
@@ -276,6 +327,7 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
     return int(a), int(c), rest
 
 
+@cache
 def _without_rests(p: Bool) -> Bool:
     """A comparison that follows from p, in which no rest of a division is added or subtracted: it is from 0 to the divisor less 1."""
     if not isinstance(p, INEQUALITIES):
@@ -293,6 +345,11 @@ def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
     index. In p there may be what is left of a row's number in a division."""
     first, second = linear_parts(_without_rests(p), own, loop), linear_parts(q, own, loop)
     if first is None or second is None or first[1] != second[1]:
+        return False
+    (c, x), (d, y) = first[2].as_coeff_Add(), second[2].as_coeff_Add()
+    if x == y and second[0] <= first[0]:  # they differ by a number; `expand` would take long for many pairs
+        return bool(d <= c)
+    if x == y:  # the last row's number has no bound
         return False
     slope = second[0] - first[0]  # q's left side is at most p's plus slope*own + difference
     last = symbol(AXIS_EXTENT[own]) - 1

@@ -16,7 +16,7 @@ from itertools import permutations
 
 import sympy
 
-from attngen.bounds.intervals import Scene, Term, extremes, last_row, mentions, terms, with_rows
+from attngen.bounds.intervals import Scene, Term, extremes, is_cut_short, last_row, mentions, size, terms, with_rows
 from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.names import INTEGERS
@@ -25,6 +25,7 @@ from attngen.ir.prove import entails, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
 MOST_RUNS = 3
+MOST_IN_BOUNDS = 1000  # nodes of all bounds; with more, all tiles are partial
 MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
 
 
@@ -113,9 +114,18 @@ def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
 
 def shows_nothing(where: Bool) -> bool:
     """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers of a call are."""
+    return any(not terms(sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])), scene) for scene in _scenes(where))
+
+
+def is_too_long(where: Bool) -> bool:
+    """Whether a mask has more parts than are solved for the tiles that it leaves."""
+    return any(is_cut_short(where, scene) for scene in _scenes(where))
+
+
+def _scenes(where: Bool) -> tuple[Scene, Scene]:
+    """The scenes of kernels that own queries and of those that own keys, with nothing known of what is no position or length."""
     others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys())
-    scenes = (Scene("q", "kv", others=others), Scene("kv", "q", others=others))
-    return any(not terms(sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])), scene) for scene in scenes)
+    return Scene("q", "kv", others=others), Scene("kv", "q", others=others)
 
 
 def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
@@ -151,7 +161,15 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # the bounds rise; a maximum makes this provable where it is not
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
             bounds[i + 1] = sympy.Max(before, after)
-    return tuple(flattened(e) for e in bounds)
+    ends = [sympy.Integer(0), *(flattened(e) for e in bounds)]
+    known = [with_rows(e, scene.own, scene.rows) for e in ends]
+    proven = sum(map(size, ends)) <= MOST_IN_BOUNDS and all(
+        prove_le(first, e) for at, e in enumerate(known) for first in (known[0], known[max(0, at - 1)])
+    )
+    if not proven:  # within the steps that a proof has: all tiles are partial, which needs none
+        zero = sympy.Integer(0)
+        return zero, zero, zero, cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop]))
+    return tuple(ends[1:])
 
 
 def _run(term: Term, scene: Scene) -> Run:
@@ -201,13 +219,11 @@ def _run(term: Term, scene: Scene) -> Run:
 
 def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
     """Two conditions on the unsolved literals of a term, each as a single term: one that they imply, and one that implies all of them."""
-    needs: list[Bool] = []
-    enough: list[Bool] = []
-    for literal in term.unsolved:
-        fact = next((f for f in scene.facts if f.literal == literal), None)
-        needs.append(fact.needs if fact else sympy.true)
-        enough.append(fact.enough if fact else literal)
-    return _single(sympy.And(*needs), scene), _single(sympy.And(*enough), scene)
+    facts = [next((f for f in scene.facts if f.literal == literal), None) for literal in term.unsolved]
+    needs = _single(sympy.And(*(fact.needs for fact in facts if fact)), scene)
+    enough = _single(sympy.And(*(fact.enough for fact in facts if fact)), scene)
+    unknown = tuple(literal for fact, literal in zip(facts, term.unsolved) if fact is None)
+    return needs, enough._replace(unsolved=(*enough.unsolved, *unknown))
 
 
 def _single(e: Bool, scene: Scene) -> Term:

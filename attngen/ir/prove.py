@@ -2,49 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import sympy
 
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select
 
+MOST_STEPS = 400  # of the proof of one question; then it is not proven
+
+LessEqual = Callable[[Expr, Expr], bool]
+
+
+def prove_le(a: Expr, b: Expr) -> bool:
+    """True only if a <= b for every value of the symbols; False means not proven.
+
+    A proof goes through the cases of a minimum, a maximum and a choice, and their number may be exponential. So a question has MOST_STEPS
+    steps. An answer depends on the question alone: one that is known from before costs the steps that it took then.
+    """
+    return _proof(a, b)[0]
+
 
 @cache
-def prove_le(a: Expr, b: Expr) -> bool:
-    """True only if a <= b for every value of the symbols; False means not proven."""
+def _proof(a: Expr, b: Expr) -> tuple[bool, int]:
+    """Whether a <= b is proven, and the steps that this takes, those of known answers included."""
+    steps = 1
+
+    def le(x: Expr, y: Expr) -> bool:
+        nonlocal steps
+        if steps >= MOST_STEPS:
+            return False
+        proven, taken = _proof(x, y)
+        steps += taken
+        return proven
+
+    proven = _decide(a, b, le)
+    return proven and steps < MOST_STEPS, min(steps, MOST_STEPS)
+
+
+def _decide(a: Expr, b: Expr, le: LessEqual) -> bool:
+    """Whether a <= b is proven, by answers of `le` to simpler questions."""
     if a == b:
         return True
     if isinstance(a, sympy.Max):
-        return all(prove_le(x, b) for x in a.args)
+        return all(le(x, b) for x in a.args)
     if isinstance(b, sympy.Min):
-        return all(prove_le(a, x) for x in b.args)
+        return all(le(a, x) for x in b.args)
     difference = b - a
     if difference.is_nonnegative:
         return True
-    if isinstance(a, sympy.Min) and any(prove_le(x, b) for x in a.args):
+    if isinstance(a, sympy.Min) and any(le(x, b) for x in a.args):
         return True
-    if isinstance(b, sympy.Max) and any(prove_le(a, x) for x in b.args):
+    if isinstance(b, sympy.Max) and any(le(a, x) for x in b.args):
         return True
     if isinstance(a, (floordiv, cdiv)) and isinstance(b, (floordiv, cdiv)) and a.args[1] == b.args[1]:
-        return not (isinstance(a, cdiv) and isinstance(b, floordiv)) and prove_le(a.args[0], b.args[0])
+        return not (isinstance(a, cdiv) and isinstance(b, floordiv)) and le(a.args[0], b.args[0])
     if a.is_zero and isinstance(b, (floordiv, cdiv)):
-        return prove_le(a, b.args[0])
+        return le(a, b.args[0])
     (m, x), (n, y) = a.as_coeff_Mul(), b.as_coeff_Mul()
     if m == n and m != 1 and not m.is_zero and (x.is_Function or y.is_Function):
-        return prove_le(x, y) if m > 0 else prove_le(y, x)
+        return le(x, y) if m > 0 else le(y, x)
     if isinstance(a, select) and isinstance(b, select) and a.args[0] == b.args[0]:
-        return prove_le(a.args[1], b.args[1]) and prove_le(a.args[2], b.args[2])
-    if isinstance(a, select) and isinstance(b, select) and entails(a.args[0], b.args[0]):
-        return prove_le(a.args[1], _chosen(b.args[1], a.args[0])) and all(prove_le(a.args[2], x) for x in b.args[1:])
+        return le(a.args[1], b.args[1]) and le(a.args[2], b.args[2])
+    if isinstance(a, select) and isinstance(b, select) and _entails(a.args[0], b.args[0], le):
+        return le(a.args[1], _chosen(b.args[1], a.args[0], le)) and all(le(a.args[2], x) for x in b.args[1:])
     if isinstance(a, select):
-        return all(prove_le(x, b) for x in a.args[1:])
+        return all(le(x, b) for x in a.args[1:])
     if isinstance(b, select):
-        return all(prove_le(a, x) for x in b.args[1:])
+        return all(le(a, x) for x in b.args[1:])
     for term in sympy.Add.make_args(difference):  # the extremes inside a sum, one by one
         factor, extreme = term.as_coeff_Mul()
         if isinstance(extreme, (sympy.Min, sympy.Max)) and difference != extreme:
             enough = all if isinstance(extreme, sympy.Min) == (factor > 0) else any
-            return enough(prove_le(sympy.Integer(0), difference - term + factor * x) for x in extreme.args)
+            return enough(le(sympy.Integer(0), difference - term + factor * x) for x in extreme.args)
     if difference.has(floordiv):
         return bool(sympy.factor_terms(difference).is_nonnegative)
     return bool(_at_least(difference) >= 0)
@@ -69,13 +99,17 @@ def excess(comparison: Bool) -> Expr:
 
 def entails(first: Bool, second: Bool) -> bool:
     """True only if the second comparison of integers holds wherever the first does."""
+    return _entails(first, second, prove_le)
+
+
+def _entails(first: Bool, second: Bool, le: LessEqual) -> bool:
     if not all(isinstance(c, INEQUALITIES) for c in (first, second)):
         return bool(first == second)
-    return prove_le(excess(second), excess(first))
+    return le(excess(second), excess(first))
 
 
-def _chosen(e: Expr, condition: Bool) -> Expr:
+def _chosen(e: Expr, condition: Bool, le: LessEqual) -> Expr:
     """What a choice gives where a condition holds that implies its own; any other expression as it is."""
-    while isinstance(e, select) and entails(condition, e.args[0]):
+    while isinstance(e, select) and _entails(condition, e.args[0], le):
         e = e.args[1]
     return e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import sympy
@@ -16,6 +17,7 @@ from attngen.policy import LISTED
 from attngen.spec import Spec
 
 S, SCALE = symbol("s"), symbol("scale")
+MOST_BRANCHED = 2000  # nodes of an expression that has choices in place of abs, min and max
 SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos, sympy.Pow)  # functions that are computed once if they occur twice
 
 
@@ -127,7 +129,46 @@ def derivative(e: Expr, by: Expr) -> Expr:
 
     abs has 0 at 0; min and max of equals give half to each; clamp has 1 at its bounds; conditions, `//` and `%` have 0.
     """
-    return sympy.diff(_branches(e), by)
+    return sympy.diff(_branches(e), by) if _branched_size(e) <= MOST_BRANCHED else _by_chain_rule(e, by)
+
+
+@cache
+def _branched_size(e: Any) -> int:
+    """About how many nodes `_branches` makes: what is inside an abs, a min or a max is written out several times."""
+    if isinstance(e, (sympy.Min, sympy.Max)):
+        sizes = [_branched_size(a) for a in e.args]
+        return int(sum(5 * x * 4 ** (len(sizes) - 1) for x in sizes)) if len(sizes) < 32 else MOST_BRANCHED + 1
+    times = 4 if isinstance(e, sympy.Abs) else 3 if isinstance(e, clamp) else 1
+    return 1 + times * sum(map(_branched_size, e.args))
+
+
+@cache
+def _by_chain_rule(e: Any, by: Expr) -> Any:
+    """The same derivative with the slope of an abs, a min or a max as a factor, so that a nest of them gives a product."""
+    if not e.has(by) or e == by:
+        return sympy.Integer(int(e == by))
+    if isinstance(e, sympy.Abs):
+        (x,) = e.args
+        return select(x > 0, sympy.Integer(1), select(x < 0, sympy.Integer(-1), sympy.Integer(0))) * _by_chain_rule(x, by)
+    if isinstance(e, (sympy.Min, sympy.Max)):
+        value, *rest = sorted(e.args, key=sympy.default_sort_key)
+        slope, half = _by_chain_rule(value, by), sympy.Rational(1, 2)
+        for other in rest:
+            ahead, behind = (value < other, other < value) if isinstance(e, sympy.Min) else (value > other, other > value)
+            share = select(ahead, sympy.Integer(1), select(behind, sympy.Integer(0), half))
+            slope = share * slope + (1 - share) * _by_chain_rule(other, by)
+            value = e.func(value, other)
+        return slope
+    if isinstance(e, clamp):
+        x, low, high = e.args
+        slopes = [_by_chain_rule(a, by) for a in e.args]
+        return select(sympy.Or(x > high, low > high), slopes[2], select(x < low, slopes[1], slopes[0]))
+    if isinstance(e, select):
+        return select(e.args[0], *(_by_chain_rule(a, by) for a in e.args[1:]))
+    marks = [sympy.Dummy(extended_real=True) if a.has(by) else a for a in e.args]
+    back = dict(zip(marks, e.args))
+    outer = e.func(*marks)
+    return sympy.Add(*(outer.diff(m).xreplace(back) * _by_chain_rule(a, by) for m, a in zip(marks, e.args) if a.has(by)))
 
 
 def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from attngen import document
-from attngen.bounds.ranges import shows_nothing
+from attngen.bounds.ranges import is_too_long, shows_nothing
 from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, agree, by_precision
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Derived, Input, Read
@@ -207,6 +207,12 @@ def _needed(part: Mask | Score) -> set[str]:
         if read.name in names:
             names |= {read.tensor, *(str(s) for e in read.index for s in e.free_symbols)}
     return names | {source for d in part.derived() if names & set(d.names) for source in d.sources}
+
+
+TOO_LONG = (
+    "has more cases than are solved for the tiles that it leaves; what is not solved is computed for each pair, which is right and may "
+    "be slower; a shorter condition is solved in full"
+)
 
 
 class Spec(BaseModel):
@@ -508,9 +514,10 @@ class Spec(BaseModel):
 
     def notes(self) -> tuple[tuple[document.Path, str], ...]:
         """What may not be what the author means: the path of the key, and the sentence that follows its name."""
-        of_parts = [(path, note) for path, part in self._parts() for note in part.notes()]
+        found = [(path, note) for path, part in self._parts() for note in part.notes()]
+        found += [(("mask",), TOO_LONG)] if is_too_long(self.mask.expression()) else []
         of_union = union_note(self.mask)
-        return unique(iter(of_parts + ([(("mask",), of_union)] if of_union else [])))
+        return unique(iter(found + ([(("mask",), of_union)] if of_union else [])))
 
     def canonical(self) -> dict[str, Any]:
         """The spec as plain data with every default filled in; `score`, `backward`, `outputs`, the backend and the order of loops only

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import sympy
@@ -428,15 +429,18 @@ def _masked_again(kernel: Kernel, op: Mask) -> bool:
 
 def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[Bool]:
     """The conclusions that are not among the premises and follow from none of them, for rows that exist."""
-    loop, known = "kv" if own == "q" else "q", [normal(p) for p in premises]
+    loop, known = "kv" if own == "q" else "q", dict.fromkeys(normal(p) for p in premises)
     left = []
     for c in conclusions:
         wanted = normal(c)
+        if wanted in known:
+            continue
         if wanted != sympy.true and not any(same(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
             left.append(c)
     return left
 
 
+@cache
 def _whole(*conditions: Bool) -> bool:
     """Whether conditions are only about integers."""
     return all(s.is_integer for c in conditions for s in c.free_symbols)
