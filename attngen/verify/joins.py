@@ -11,7 +11,7 @@ from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
-from attngen.verify.algebra import normal, same
+from attngen.verify.algebra import equal
 from attngen.verify.meaning import LOG2E, Header, Values, scale_of
 
 LN2 = symbol("LN2")
@@ -76,7 +76,7 @@ def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     def over_parts(how: str, of: Expr) -> Expr:
         """What a turn has of its parts: the value of the one reduction of this expression over them."""
         made = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == (how, PARTS)]
-        return next((values.of(op.name) for op in made if same(normal(values.of(op.value)), normal(of))), symbol(f"{how}_of_parts"))
+        return next((values.of(op.name) for op in made if equal(values.of(op.value), of)), symbol(f"{how}_of_parts"))
 
     greatest = sympy.Max(m, over_parts("max", lse2))
     base = select(greatest > NONE, greatest, 0)
@@ -114,7 +114,7 @@ def _items(kernel: Kernel, op: Load | Store) -> Expr:
 
 def is_(values: Values, ref: str, expected: Expr) -> Iterator[str]:
     """A value is equal to an expression."""
-    if not same(normal(values.of(ref)), normal(expected)):
+    if not equal(values.of(ref), expected):
         yield f"%{ref} is `{to_text(values.of(ref))}`; expected `{to_text(expected)}`"
 
 
@@ -122,7 +122,7 @@ def _divided(values: Values, last: Loop, ref: str, by: Expr, more: Expr = ONE) -
     """A value is what the loop summed, times these factors."""
     found = values.of(ref)
     sums = [s for s in found.free_symbols if s in values.others and len(values.kernel.type_of(values.others[s]).dims) == 2]
-    if len(sums) != 1 or not same(normal(found), normal(sums[0] * by * more)):
+    if len(sums) != 1 or not equal(found, sums[0] * by * more):
         yield f"%{ref} is `{to_text(found)}`; expected the loop's sums times `{to_text(by * more)}`"
 
 
@@ -142,5 +142,5 @@ def _sums(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep) -> Iter
         product = values.of(products[0].name) if products else symbol(field)
         rest = values.of(made.acc) if isinstance(made, Dot) and made.acc else values.of(made.name)
         rest = rest if isinstance(made, Dot) else sympy.expand(rest) - sympy.expand(rest).coeff(product) * product
-        if len(products) != 1 or not same(normal(rest), normal(values.of(field) * alpha)):
+        if len(products) != 1 or not equal(rest, values.of(field) * alpha):
             yield f"%{given[field]} is `{to_text(rest)}` and a product; expected {field}*{step.name}.alpha, and one product of weights"

@@ -1,7 +1,8 @@
 """Rules across kernels: each kernel masks and scores as the module's header says.
 
 The header's expressions are rewritten in a kernel's coordinates: which query head a program has, how packed rows are numbered. The kernel's
-values are written out in positions, sizes and elements of tensors. Both are then compared in one form (see `algebra`).
+values are written out in positions, sizes and elements of tensors. Both are then compared in one form (see `algebra`), and by their values
+at many points where the forms differ (see `points`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from attngen.ir.ops import (
     Zip,
     dimension,
 )
-from attngen.verify.algebra import normal, same
+from attngen.verify.algebra import equal, normal, same
+from attngen.verify.points import follows
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
 ROW_SUMS = ("LSE", "LSE2", "M_ALL")  # tensors with the logarithm of each row's sum of weights, natural and to base 2; or with its maximum
@@ -338,7 +340,7 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
         if isinstance(op, Map) and not _normalised(op, values):
             said = "expected weights times INV_L_ALL of their row if they are of M_ALL, else alone"
             yield f"%{op.name} is `{to_text(values.of(op.name))}`; {said}"
-        if not (rising and any(same(normal(made), normal(right - x)) for x in subtracted)):
+        if not (rising and any(equal(made, right - x) for x in subtracted)):
             expected = to_text(right - subtracted[0])
             yield f"%{op.name} weighs scores by exp2({to_text(made)}); expected exp2({expected}), by the header's score"
     yield from _sinks(kernel, header, values)
@@ -377,7 +379,7 @@ def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
         return positive == (positive.args[0] > 0) and otherwise == 0 and logarithm == log2(positive.args[0])
     else:
         return False
-    return positive == (positive.args[0] > 0) and otherwise == 0 and same(normal(values.expression(logarithm, op)), normal(expected))
+    return positive == (positive.args[0] > 0) and otherwise == 0 and equal(values.expression(logarithm, op), expected)
 
 
 def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
@@ -394,7 +396,7 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
     for op in joined if sink is not None else ():
         maxima = [values.of(ref) for _, ref in op.uses if isinstance(kernel.op(ref), Loop)]
         right = (sympy.Max(scale * m, finite(LOG2E * header.here(sink))) for m in maxima)
-        if not any(same(normal(values.of(op.name)), normal(x)) for x in right):
+        if not any(equal(values.of(op.name), x) for x in right):
             yield f"%{op.name} is `{to_text(values.of(op.name))}`; expected the row's maximum and the header's sink, `{to_text(sink)}`"
 
 
@@ -428,7 +430,7 @@ def _masked_again(kernel: Kernel, op: Mask) -> bool:
 
 
 def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[Bool]:
-    """The conclusions that are not among the premises and follow from none of them, for rows that exist."""
+    """The conclusions that are not among the premises and follow from none of them, for rows that exist; nor from all, at many points."""
     loop, known = "kv" if own == "q" else "q", dict.fromkeys(normal(p) for p in premises)
     left = []
     for c in conclusions:
@@ -437,7 +439,7 @@ def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[B
             continue
         if wanted != sympy.true and not any(same(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
             left.append(c)
-    return left
+    return [c for c in left if follows(c, sympy.And(*premises)) is not True]
 
 
 @cache

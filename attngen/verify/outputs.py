@@ -10,7 +10,7 @@ from attngen.ir.expr import Expr, exp2, finite, log2, select, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import SUMS
 from attngen.ir.ops import AXIS_DIM, Init, Loop, Reduce, SoftmaxStep, Store, Yield
-from attngen.verify.algebra import normal, same
+from attngen.verify.algebra import equal
 from attngen.verify.joins import LN2, ONE, is_
 from attngen.verify.meaning import LOG2E, Header, Values, softmaxes
 
@@ -84,7 +84,7 @@ def _next(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep, scale: 
     p, alpha, greatest = (values.of(f"{step.name}.{field}") for field in ("p", "alpha", "m"))
     term = p * select(p > 0, scale * (values.of(step.s) - greatest), 0)
     sums = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["kv"])]
-    tile = next((values.of(op.name) for op in sums if same(normal(values.of(op.value)), normal(term))), symbol("sum_of_terms"))
+    tile = next((values.of(op.name) for op in sums if equal(values.of(op.value), term)), symbol("sum_of_terms"))
     grown = select(alpha > 0, scale * (greatest - values.of("m")), 0)
     return alpha * (values.of("e") - grown * values.of("l")) + tile
 

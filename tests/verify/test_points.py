@@ -1,0 +1,70 @@
+"""Where normal forms differ, values decide: equal expressions agree, near misses are refuted, and what is defined nowhere is not equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attngen.ir.expr import parse
+from attngen.passes.pipeline import lower
+from attngen.spec import make_spec
+from attngen.verify.algebra import equal
+from attngen.verify.points import agree, follows
+
+EQUAL = [
+    ("20*tanh((s - x*abs(q_idx - kv_idx))/20)", "-20*tanh((x*abs(q_idx - kv_idx) - s)/20)"),
+    ("tanh(s)", "1 - 2/(1 + exp2(2*LOG2E*s))"),
+    ("sigmoid(-s)", "1 - sigmoid(s)"),
+    ("abs(s)", "max(s, -s)"),
+    ("0.1*(s + 3*x)", "0.1*s + 0.30000000000000004*x"),
+    ("select(kv_idx <= q_idx, s, x)", "select(q_idx < kv_idx, x, s)"),
+    ("(q_idx + 5) // 5", "1 + q_idx // 5"),
+]
+NEAR = [
+    ("20*tanh(s/20)", "20.02*tanh(s/20)"),
+    ("20*tanh(s/20)", "20*tanh(s/20.02)"),
+    ("s + 0.00001*kv_idx", "s + 0.00001001*kv_idx"),
+    ("tanh(s - x)", "tanh(s + x)"),
+    ("tanh(s - x)", "tanh(x - s)"),
+    ("select(q_idx == kv_idx, s, x)", "x"),
+    ("select(q_idx > kv_idx, s, x)", "select(q_idx >= kv_idx, s, x)"),
+    ("select(kv_idx > 12345, s, x)", "select(kv_idx >= 12345, s, x)"),
+    ("select(s > 0.5, s, x)", "select(s >= 0.5, s, x)"),
+    ("clamp(s, -2, 2)", "clamp(s, -2, 2.002)"),
+    ("min(s, x)", "max(s, x)"),
+    ("(q_idx + 1) // 2", "q_idx // 2"),
+    ("bitand(q_idx, 5)", "bitor(q_idx, 5)"),
+    ("erf(s)", "erf(1.001*s)"),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), EQUAL)
+def test_equal_expressions_agree(a: str, b: str) -> None:
+    assert agree(parse(a), parse(b)) is True and equal(parse(a), parse(b))
+
+
+@pytest.mark.parametrize(("a", "b"), NEAR)
+def test_near_misses_are_refuted(a: str, b: str) -> None:
+    assert agree(parse(a), parse(b)) is False and not equal(parse(a), parse(b))
+
+
+def test_what_is_defined_nowhere_is_not_known() -> None:
+    a, b = parse("log(-1 - x*x)"), parse("1 + log(-1 - x*x)")
+    assert agree(a, b) is None and not equal(a, b)
+
+
+def test_conditions_follow_or_are_refuted() -> None:
+    said = parse("Nk - Nq + q_idx >= kv_idx")
+    assert follows(parse("kv_idx - q_idx <= Nk - Nq"), said) is True
+    assert [follows(parse(c), said) for c in ("Nk - Nq + q_idx > kv_idx", "kv_idx != 12345", "kv_idx < Nk")] == [False] * 3
+    assert follows(parse("kv_idx < 3"), parse("kv_idx < 0")) is None
+
+
+SLOPE = {"slope": {"tensor": ["H"], "grad": True}}
+
+
+@pytest.mark.parametrize("mask", ["none", "document", {"expr": "(q_idx - kv_idx) % 3 == 0"}], ids=str)
+def test_a_soft_cap_of_a_modified_score_builds(mask: Any) -> None:
+    text = "20 * tanh((s - slope[h] * abs(q_idx - kv_idx)) / 20)"
+    lower(make_spec({"name": "x", "head_dim": 16, "dtype": "fp32", "mask": mask, "score": [{"expr": text, "params": SLOPE}]}))
