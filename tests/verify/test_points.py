@@ -58,7 +58,13 @@ def test_conditions_follow_or_are_refuted() -> None:
     said = parse("Nk - Nq + q_idx >= kv_idx")
     assert follows(parse("kv_idx - q_idx <= Nk - Nq"), said) is True
     assert [follows(parse(c), said) for c in ("Nk - Nq + q_idx > kv_idx", "kv_idx != 12345", "kv_idx < Nk")] == [False] * 3
-    assert follows(parse("kv_idx < 3"), parse("kv_idx < 0")) is None
+    assert follows(parse("kv_idx < 3"), parse("kv_idx < -1 - q_idx and kv_idx > Nk")) is None
+    assert [follows(parse("seen"), parse(c)) for c in ("true", "kv_idx < Nk", "seen and kv_idx < Nk", "not seen")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 SLOPE = {"slope": {"tensor": ["H"], "grad": True}}
