@@ -41,7 +41,6 @@ from attngen.ir.ops import (
     dimension,
 )
 from attngen.verify.algebra import equal, normal, same
-from attngen.verify.points import follows
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
 ROW_SUMS = ("LSE", "LSE2", "M_ALL")  # tensors with the logarithm of each row's sum of weights, natural and to base 2; or with its maximum
@@ -430,7 +429,7 @@ def _masked_again(kernel: Kernel, op: Mask) -> bool:
 
 
 def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[Bool]:
-    """The conclusions that are not among the premises and follow from none of them, for rows that exist; nor from all, at many points."""
+    """The conclusions that are not among the premises and follow from none of them, for rows that exist."""
     loop, known = "kv" if own == "q" else "q", dict.fromkeys(normal(p) for p in premises)
     left = []
     for c in conclusions:
@@ -439,7 +438,7 @@ def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[B
             continue
         if wanted != sympy.true and not any(same(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
             left.append(c)
-    return [c for c in left if follows(c, sympy.And(*premises)) is not True]
+    return left
 
 
 @cache

@@ -43,7 +43,7 @@ from attngen.ir.expr import (
 
 TOLERANCE = 1e-9  # relative error of a number that passes multiplied in another order
 NARROW = 1e-6  # relative width of an enclosure that says that values agree
-DRAWN, ENOUGH = 96, 24  # points; those that have to agree
+DRAWN, ENOUGH = 192, 24  # points; those that have to agree
 CONSTANTS = {"LOG2E": 1 / math.log(2), "LN2": math.log(2)}
 Point = dict[str, Any]
 
@@ -148,11 +148,11 @@ def value(e: Any, at: Point) -> Any:
     if e.is_Number:
         return _number(float(e))
     if isinstance(e, select):
-        return value(e.args[1 if value(e.args[0], at) else 2], at)
+        return value(e.args[1 if _holds(e.args[0], at) else 2], at)
     if isinstance(e, (sympy.And, sympy.Or)):
-        return (all if isinstance(e, sympy.And) else any)([value(a, at) for a in e.args])
+        return (all if isinstance(e, sympy.And) else any)([_holds(a, at) for a in e.args])
     if isinstance(e, sympy.Not):
-        return not value(e.args[0], at)
+        return not _holds(e.args[0], at)
     args = [value(a, at) for a in e.args]
     try:
         if e.func in _COMPARED:
@@ -168,17 +168,34 @@ def value(e: Any, at: Point) -> Any:
     return found
 
 
+def _holds(e: Any, at: Point) -> bool:
+    """Whether a condition holds at a point: an element that is one itself where it is not 0. Raises Unknown."""
+    found = value(e, at)
+    return found if isinstance(found, bool) else bool(found != 0)
+
+
+def _conditions(e: Any) -> set[Any]:
+    """The symbols that are conditions themselves in an expression."""
+    found: set[Any] = set()
+    for x in sympy.preorder_traversal(e):
+        if isinstance(x, (sympy.And, sympy.Or, sympy.Not, select)):
+            found |= {a for a in (x.args[:1] if isinstance(x, select) else x.args) if a.is_Symbol}
+    return found
+
+
 def points(*expressions: Any) -> Iterator[Point]:
     """Points for these expressions, the same ones each time."""
     chance = Random("\n".join(map(to_text, expressions)))
     symbols = sorted({s for e in expressions for s in e.free_symbols}, key=str)
     numbers = sorted({x for e in expressions for x in e.atoms(sympy.Number) if x.is_finite}, key=lambda x: (float(x), str(x)))
     near = [int(x) + d for x in numbers if x.is_Integer for d in (-1, 0, 1)]
+    flags = set().union(*(_conditions(e) for e in expressions))
     relations = sorted({r for e in expressions for r in e.atoms(sympy.core.relational.Relational)}, key=sympy.default_sort_key)
     lines = [line for r in relations if not any(a.is_Boolean for a in r.args) for line in _lines(r.lhs - r.rhs, symbols)]
     for i in range(DRAWN):
         pool = [chance.randrange((2, 9, 70, 5000)[i % 4]) for _ in range(2)]
         plain: dict[str, Any] = {s.name: _drawn(s, chance, pool, near, [float(x) for x in numbers]) for s in symbols}
+        plain |= {s.name: chance.randrange(2) for s in sorted(flags, key=str)}
         yield {name: _around(CONSTANTS[name]) if name in CONSTANTS else iv.mpf(x) for name, x in plain.items()}
         for x, factor, rest in lines if i < 8 else ():
             for d in (-1, 0, 1):
@@ -231,20 +248,4 @@ def agree(a: Expr, b: Expr) -> bool | None:
             return False
         else:
             count += all(v.a == v.b or v.delta <= NARROW * max(abs(v.a), abs(v.b)) for v in (x, y))
-    return True if count >= ENOUGH else None
-
-
-@cache
-def follows(conclusion: Bool, premise: Bool) -> bool | None:
-    """Whether a condition holds wherever another does: False where a point refutes it, None if it holds at too few points."""
-    count = 0
-    for at in points(conclusion, premise):
-        try:
-            if not value(premise, at):
-                continue
-            if not value(conclusion, at):
-                return False
-        except Unknown:
-            continue
-        count += 1
     return True if count >= ENOUGH else None
