@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from attngen import store
 from attngen.collector import paused
 from attngen.errors import AttngenError, SpecError, last_line
-from attngen.imported import import_source, read_source
+from attngen.imported import forget, import_source, read_source
 from attngen.sources import hashed
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 FILES = ("__init__.py", "kernels.py", "runtime.py")  # of every generated module
 _LOADED: dict[bytes, ModuleType] = {}  # by what was asked for
+MOST = 64  # modules of traced functions that are held; what was used longest ago is forgotten
+_RECENT: OrderedDict[ModuleType, set[bytes]] = OrderedDict()  # these, that used last at the end, and what was asked for
+_STAYING: set[ModuleType] = set()  # the others: callers or graphs may hold something of them
 _LOCK = threading.RLock()
 
 
@@ -48,19 +52,56 @@ def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
     ~/.cache/attngen, or what the user's system has instead; the environment variable ATTNGEN_CACHE_DIR names another folder. One that other
     users own or can write is refused, as its modules are code, unless ATTNGEN_TRUST_CACHE=1 is set. Modules are
     found in it by the spec and by attngen's own files, so that another version, or an edited one, compiles anew. Processes that ask for one
-    spec at once wait for the first, which compiles it. `attngen cache` shows the cache and clears it.
+    spec at once wait for the first, which compiles it. The cache keeps the 512 modules that were used last. `attngen cache` shows it and
+    clears it.
     """
-    return _built(*_request(spec))
+    with _LOCK:
+        return stay(_built(*_request(spec)))
 
 
 def build_completed(data: dict[str, Any], complete: Callable[[dict[str, Any]], dict[str, Any]]) -> ModuleType:
     """The module of the spec `complete(data)`, as `build` gives it. One that is in the cache is found by `data`, and nothing is completed.
 
+    It is held while it is among the MOST that were used last. Who keeps it asks `is_held` at each use, and builds it again if it is not.
+
     Args:
         data: plain data.
         complete: adds to a spec what follows from its data, and may need the compiler for it.
     """
-    return _built(b"part" + marshal.dumps(data, 2), lambda: _spec_of(complete(data)), None)
+    asked = b"part" + marshal.dumps(data, 2)
+    with _LOCK:
+        module = _built(asked, lambda: _spec_of(complete(data)), None)
+        if module not in _STAYING:
+            _RECENT.setdefault(module, set()).add(asked)
+            _RECENT.move_to_end(module)
+            while len(_RECENT) > MOST:
+                _forget(*_RECENT.popitem(last=False))
+        return module
+
+
+def is_held(module: ModuleType) -> bool:
+    """Whether a module of `build_completed` is still held, and note that it is used."""
+    try:
+        _RECENT.move_to_end(module)
+    except KeyError:
+        return module in _STAYING
+    return True
+
+
+def stay(module: ModuleType) -> ModuleType:
+    """Hold a module until the process ends: a caller has it, or a graph that holds its operators or its memory and not the module."""
+    with _LOCK:
+        _RECENT.pop(module, None)
+        _STAYING.add(module)
+    return module
+
+
+def _forget(module: ModuleType, asked: set[bytes]) -> None:
+    """Hold a module no longer, nor its operators. Calls that autograd recorded still do."""
+    for request in asked:
+        _LOADED.pop(request, None)
+    forget(module.__name__)
+    module.OPERATORS.release()
 
 
 def _built(asked: bytes, read: Callable[[], Spec], path: Path | None) -> ModuleType:
@@ -112,7 +153,7 @@ def load(path: str | os.PathLike[str]) -> ModuleType:
     except OSError as error:
         raise AttngenError(f"{folder}: cannot be read ({error.strerror}); expected what `attngen build` writes") from None
     with _alone():
-        return _import(folder.resolve(), code)
+        return stay(_import(folder.resolve(), code))
 
 
 def _request(spec: Any) -> tuple[bytes, Callable[[], Spec], Path | None]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib.abc import ExecutionLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 class _Source(ExecutionLoader):
@@ -38,7 +40,9 @@ class _Source(ExecutionLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Run a module. Triton, which compiles the text of functions, and tracebacks find the same text, not what the file has by then."""
         path, text = self.get_filename(module.__name__), self.get_source(module.__name__)
-        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # None: it is not compared with the file
+        entry = len(text), None, text.splitlines(keepends=True), path  # None: it is not compared with the file
+        linecache.cache[path] = entry
+        weakref.finalize(module, _forget_text, module.__name__, path, entry).atexit = False
         super().exec_module(module)
 
 
@@ -71,7 +75,7 @@ def spec_of(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleSpec:
 
 def import_source(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleType:
     """Import a generated module from the text of its files, under an absolute name, anew. Nothing of it stays if that fails."""
-    _forget(name)
+    forget(name)
     spec = spec_of(name, folder, files)
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -79,7 +83,7 @@ def import_source(name: str, folder: Path, files: Mapping[str, bytes]) -> Module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        _forget(name)
+        forget(name)
         raise
     return module
 
@@ -89,7 +93,20 @@ def import_folder(folder: Path, name: str) -> ModuleType:
     return import_source(name, folder, read_source(folder))
 
 
-def _forget(name: str) -> None:
+def forget(name: str) -> None:
     """Remove a package and what is below it from the imported modules."""
-    for stale in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+    for stale in [m for m in list(sys.modules) if m == name or m.startswith(f"{name}.")]:
         del sys.modules[stale]
+
+
+def _forget_text(name: str, path: str, entry: Any) -> None:
+    """Remove the text of a module that nothing holds any longer, and its kernels from where Triton, in this version, keeps them."""
+    if linecache.cache.get(path) is entry:  # and not that of a newer copy
+        del linecache.cache[path]
+    registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})
+    for key in [key for key in list(registry) if key.startswith(f"{name}:")]:
+        registry.pop(key, None)
+    interpreted = getattr(sys.modules.get("triton.runtime.interpreter"), "InterpretedFunction", None)
+    rewritten = getattr(interpreted, "rewritten_fn", {})
+    for function in [function for function in list(rewritten) if function.__module__ == name]:
+        rewritten.pop(function, None)

@@ -2,11 +2,14 @@
 
     modules/causal_mqa_0123456789abcdef/    a module, under its name and a digest of its code
     modules/.receipts/KEY                   the name of that folder; KEY is a digest of what was asked for and of attngen's own files
-    modules/.locks/HASH.lock                held by the process that compiles the spec with this hash
+    modules/.locks/HH.lock                  held by the process that compiles a spec whose hash begins so
 
 A module is written beside its place and moved there. Its code is read once, held against the digest in its name, and run from memory: what
 is half-written or damaged counts as absent, whatever is in its place, and bytecode beside it is not read. What another version of attngen
 has built is found by no key of this one.
+
+At most MOST modules are kept. One more takes the place of that which was used longest ago, of any version: the time of a folder is when a
+process last imported it.
 
 The digest tells damage, not malice: whoever can write in the folder can have this user's processes run their code. So the folder is this
 user's alone, and one in which others can write is refused. docs/security.md says what is trusted.
@@ -36,6 +39,7 @@ PATIENCE = 5.0  # seconds of waiting for another build, after which a line says 
 _TAG = "CACHEDIR.TAG"  # which tells programs that make backups what is a cache (https://bford.info/cachedir/), and us that it is ours
 _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Modules that attngen has built. `attngen cache --clear` removes them.\n"
 _NAME = re.compile(r"[A-Za-z0-9_]+_([0-9a-f]{16})")  # of a module's folder
+MOST = 512  # modules that are kept, of about 0.2 MB each
 _LONGEST = 2**24  # bytes of a file of a module; those that are written have 2**18
 
 
@@ -147,7 +151,11 @@ def kept(name: str) -> Kept | None:
         code = {path.name: _read(path, _LONGEST) for path in folder.glob("*.py")}
     except OSError:
         return None
-    return Kept(folder, code) if "__init__.py" in code and hashed(code) == named[1] else None
+    if "__init__.py" not in code or hashed(code) != named[1]:
+        return None
+    with suppress(OSError):  # of a cache that can only be read
+        os.utime(folder)  # used now
+    return Kept(folder, code)
 
 
 def keep(name: str, files: dict[str, str]) -> Kept:
@@ -159,7 +167,28 @@ def keep(name: str, files: dict[str, str]) -> Kept:
             root().mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove(made.folder)
             write_module(files, made.folder)
+            _make_room(made.folder)
     return made
+
+
+def _make_room(kept: Path) -> None:
+    """Remove the modules beyond MOST that were used longest ago, but not the one that is kept now; and receipts that lead nowhere."""
+    used = sorted((_used(folder), folder) for folder in modules() if folder != kept)
+    if len(used) < MOST:
+        return
+    for _, folder in used[: len(used) + 1 - MOST]:
+        _remove(folder)
+    for receipt in _own_folder(root() / ".receipts").iterdir():
+        with suppress(OSError, UnicodeDecodeError):
+            if not (root() / _read(receipt, 256).decode("ascii")).is_dir():
+                _remove(receipt)
+
+
+def _used(folder: Path) -> float:
+    """When a module was written, or imported by a process, the last time; 0 of one that another process has removed."""
+    with suppress(OSError):
+        return folder.stat().st_mtime
+    return 0.0
 
 
 def note(key: str, folder: Path) -> None:
@@ -184,7 +213,7 @@ def building(spec_hash: str) -> Iterator[None]:
         _clear_way(root() / _TAG)
         if not (root() / _TAG).exists():
             write_file(root() / _TAG, _TAG_TEXT)
-        held = _own_folder(root() / ".locks") / f"{spec_hash.rpartition(':')[2]}.lock"
+        held = _own_folder(root() / ".locks") / f"{spec_hash.rpartition(':')[2][:2]}.lock"  # so there are 256 files at most
         _clear_way(held)
         lock = FileLock(held)
         try:

@@ -113,6 +113,7 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="remove all module
     """Show the modules that `attngen.build` keeps, or remove them.
 
     They are in the user's cache folder, or in the one that ATTNGEN_CACHE_DIR names, of every version of attngen that has built some.
+    There are at most 512: one more takes the place of that which was used longest ago.
     A cache that other users own or can write is not loaded, unless ATTNGEN_TRUST_CACHE=1 is set.
 
     \b

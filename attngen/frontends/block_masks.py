@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Masked:
 
     mask_mod: Mod | None
     lists: tuple[int, int] = (1, 1)
-    plans: dict[Any, Any] = field(default_factory=dict)
+    plans: weakref.WeakKeyDictionary[ModuleType, dict[Any, Any]] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 _MASKS: weakref.WeakKeyDictionary[Any, Masked] = weakref.WeakKeyDictionary()

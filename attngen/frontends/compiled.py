@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.torch_version import TorchVersion
 
+from attngen.api import stay
 from attngen.errors import AttngenError
 from attngen.frontends import pairs
 from attngen.frontends.block_masks import is_block_mask
@@ -106,7 +107,7 @@ def _found(
         masked, pair = pairs.found(score_mod, block_mask, of_call)
         if pair.apart[1]:
             return "", (), "flex_attention: products of rows become columns of q and k outside of torch.compile alone"
-        module = pairs.module_of(pair, pair.whole, dtype, widths, of_call, largest)
+        module = stay(pairs.module_of(pair, pair.whole, dtype, widths, of_call, largest))
     except (AttngenError, ValueError, TypeError, IndexError) as error:
         return "", (), str(error)
     mods = (score_mod, block_mask.mask_mod if masked else block_mask)

@@ -56,7 +56,8 @@ def flex_attention(
 
     The first call with a pair of functions traces them and builds a module, in seconds; later calls and processes take it from the
     cache (see `attngen.build`). The module's element type, head dimension and head sharing are those of the call. Captured tensors may
-    change their values between calls, and numbers and tensors may be exchanged: then the functions are traced again.
+    change their values between calls, and numbers and tensors may be exchanged: then the functions are traced again. The 64 modules that
+    were used last are held in memory (docs/cookbook/flexattention.md says what stays longer).
     """
     _check(query, key, value, enable_gqa, return_lse, return_aux)
     arguments = (query, key, value, score_mod, block_mask, scale, return_lse, return_aux)

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from attngen.api import build_completed
+from attngen.api import build_completed, is_held, stay
 from attngen.frontends.block_masks import Masked, check_fits, is_block_mask, masked_of
 from attngen.frontends.products import Product, fits, longer, taken_apart
 from attngen.frontends.reach import check_reads
 from attngen.frontends.specs import data_of, dims_of, settled, title_of
 from attngen.frontends.trace import Mod, Traced, leaves, trace
 from attngen.lang.limits import WIDEST_HEAD
+from attngen.runtime.private import dispatch_modes, is_tracing
 from attngen.sizes import Sizes
 
 
 @dataclass
 class Pair:
-    """A traced pair of functions, what these depended on, and the modules that were built for it."""
+    """A traced pair of functions, what these depended on, and the modules that were built for it, while these are held."""
 
     whole: Traced
     apart: tuple[Traced, tuple[Product, ...]]  # the same without products of rows, and these
     held: tuple[Any, ...]
     title: str
-    modules: dict[Any, ModuleType] = field(default_factory=dict)
+    modules: weakref.WeakValueDictionary[Any, ModuleType] = field(default_factory=weakref.WeakValueDictionary)
     within: set[Sizes] = field(default_factory=set)  # of calls in which nothing is read outside of a tensor
 
 
@@ -68,6 +69,8 @@ def call(
     lse = return_lse or bool(return_aux is not None and return_aux.lse)
     largest = bool(return_aux is not None and return_aux.max_scores)
     module = module_of(pair, traced, query.dtype, (query.shape[3], value.shape[3]), sizes, largest)
+    if _is_recorded(query):
+        stay(module)
     inputs: dict[str, Any] = {table.name: as_input(table.tensor) for table in traced.tables}
     if masked and hasattr(module, "LISTS"):  # the mask is evaluated once, to find blocks
         inputs["plan"] = planned(masked, module, query, key, inputs, sizes)
@@ -91,11 +94,18 @@ def found(score_mod: Mod | None, block_mask: Any, sizes: Sizes) -> tuple[Masked 
 
 def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any], sizes: Sizes) -> Any:
     """The plan of a block mask for calls of these sizes, made at the first one."""
-    at = (id(module), sizes, query.device)
-    if at not in masked.plans:
+    plans, at = masked.plans.setdefault(module, {}), (sizes, query.device)
+    if at not in plans:
         given = {name: x for name, x in inputs.items() if name in of_plan(module)}
-        masked.plans[at] = module.attention.plan(query, key, **given)
-    return masked.plans[at]
+        plans[at] = module.attention.plan(query, key, **given)
+    return plans[at]
+
+
+def _is_recorded(x: torch.Tensor) -> bool:
+    """Whether something records a call and keeps operators or addresses, but not the module: a tracer, or a CUDA graph."""
+    return (
+        torch.compiler.is_compiling() or is_tracing() or bool(dispatch_modes()) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def without_products(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,17 +172,17 @@ def module_of(pair: Pair, traced: Traced, dtype: torch.dtype, widths: tuple[int,
     tf32 = wide and torch.get_float32_matmul_precision() != "highest"
     sharing = "mha" if sizes.q_heads == sizes.kv_heads else "mqa" if sizes.kv_heads == 1 else "gqa"
     at = (wide, tf32, sharing, widths, largest, *(dims_of(table, sizes) for table in traced.tables))
-    if at not in pair.modules:
+    module = pair.modules.get(at)
+    if module is None or not is_held(module):
         more = ({"fp32_precision": "tf32"} if tf32 else {}) | ({"outputs": ["max_score"]} if largest else {})
         dtypes = ("fp32",) if wide else ("bf16", "fp16")
         data = data_of(traced, pair.title, widths, sharing, dtypes, sizes, **more)
         with warnings.catch_warnings():  # of how positions count, which is FlexAttention's way
             warnings.simplefilter("ignore")
-            pair.modules[at] = build_completed(data, settled)
-    return pair.modules[at]
+            pair.modules[at] = module = build_completed(data, settled)
+    return module
 
 
-@cache
 def of_plan(module: ModuleType) -> frozenset[str]:
     """The keyword arguments of a module's plan."""
     return frozenset(inspect.signature(module.attention.plan).parameters)

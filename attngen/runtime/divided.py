@@ -64,6 +64,7 @@ def counter_of(device: int) -> torch.Tensor:
         if device not in _OF_GRAPHS:
             _OF_GRAPHS.setdefault(device, map(_zeros(device, CAPTURED).__getitem__, range(CAPTURED)))
         _COUNTERS[key] = _zeros(device, 1)[0]
+        _COUNTERS[key].record_stream(torch.cuda.current_stream(device))  # launches may still run where the module is forgotten
     return _COUNTERS[key]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -64,7 +66,7 @@ def _of_tangents(*args: Any) -> Any:
     )
 
 
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+def _refuse_vmap(*args: Any) -> Any:
     raise NotImplementedError(
         "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
     )
@@ -107,6 +109,8 @@ class Operators:
     too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They
     get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
     module has registered NAME, a `_` is added to it.
+
+    Operators stay until the process ends, as graphs of torch hold them and not the module; but see `release`.
     """
 
     def __init__(
@@ -119,6 +123,9 @@ class Operators:
         interpreted: bool,
     ) -> None:
         self.library = torch.library.Library("attngen", "FRAGMENT")
+        self._registered: list[Callable[..., Any]] = []
+        self._root = [self]  # the dispatcher holds this list, and by it this object
+        self._traced = False
         while hasattr(torch.ops.attngen, f"{name}_forward"):
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
@@ -165,10 +172,34 @@ class Operators:
         """Define an operator: `kernel` runs it, `fake` gives results of the right shapes under tracers."""
         self.library.define(f"{self.name}_{what}{schema}")
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
-        self.library.impl(op, on_its_device(kernel), "CompositeExplicitAutograd")
-        torch.library.register_fake(op.name(), fake, lib=self.library)
-        torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
+        self.library.impl(op, self._weak(on_its_device(kernel)), "CompositeExplicitAutograd")
+        torch.library.register_fake(op.name(), self._weak(self._noting(fake)), lib=self.library)
+        torch.library.register_vmap(op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library)
         return op
+
+    def _weak(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long as this object."""
+        self._registered.append(function)
+        made: Callable[..., Any] = weakref.proxy(function)
+        return made
+
+    def _noting(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, which notes that a tracer has called it: the operators stay from then on."""
+
+        def traced(*args: Any) -> Any:
+            self._traced, self._root[:] = True, [self]
+            return fake(*args)
+
+        return traced
+
+    def release(self) -> None:
+        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded hold it.
+
+        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The caller knows that
+        none was traced with real tensors, which is not seen here, and that no CUDA graph has captured a call.
+        """
+        if not self._traced:
+            self._root.clear()
 
     def __call__(
         self, shapes: Shapes | None, return_rows: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
@@ -301,10 +332,10 @@ class Operators:
                 name = self.forward.name()
                 torch.library.register_autograd(name, _without_backward, setup_context=_without_backward, lib=self.library)
             return
-        self.library.impl(self.forward, _where_recorded(self.forward, self._record), "Autograd")
+        self.library.impl(self.forward, self._weak(_where_recorded(self.forward, self._record)), "Autograd")
         if self.backward:
-            self.library.impl(self.backward, _where_recorded(self.backward, self.recorded_backward.apply), "Autograd")
-            self.library.impl(self.jvp, _where_recorded(self.jvp, self.recorded_jvp.apply), "Autograd")
+            self.library.impl(self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd")
+            self.library.impl(self.jvp, self._weak(_where_recorded(self.jvp, self.recorded_jvp.apply)), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
         """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that they read."""

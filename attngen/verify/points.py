@@ -20,7 +20,6 @@ from mpmath import iv
 
 from attngen.ir.expr import (
     BITS,
-    Bool,
     Expr,
     cdiv,
     clamp,
