@@ -157,8 +157,8 @@ class _Tracer:
         where, names = self.where, {table.name for table in self.tables.values()}
 
         def note(made: ast.expr, index: ast.expr, length: int) -> None:
-            of_table = isinstance(made, ast.Subscript) and isinstance(made.value, ast.Name) and made.value.id in names
-            self.places[Place(where, made.value.id if of_table else "", ast.unparse(index), length)] = None
+            table = made.value.id if isinstance(made, ast.Subscript) and isinstance(made.value, ast.Name) else ""
+            self.places[Place(where, table if table in names else "", ast.unparse(index), length)] = None
 
         return note
 

@@ -94,6 +94,8 @@ def promised_of_plan(plan: Any, *names: str) -> Promises:
 
 def listed(blocks: Any) -> Promises:
     """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as attention.plan makes them."""
+    expected: dict[str, tuple[torch.Tensor, ...]]
+    names: tuple[str, ...]
     first = getattr(blocks, "kv_full_rank", None)
     if first is None:
         seen = blocks.kv_rank.diff(dim=-1) > 0

@@ -28,7 +28,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 def on_shards(
     call: Callable[..., Sequence[torch.Tensor]],
     shards: Sequence[str],
-    tensors: Sequence[torch.Tensor | None],
+    tensors: Sequence[Any],
     dims: Sequence[Sequence[str]],
     numbers: Sequence[Any],
 ) -> list[torch.Tensor]:
@@ -44,26 +44,26 @@ def on_shards(
 
     q, k, v, *_ = tensors
     for name, x in zip("qkv", (q, k, v)):
-        if not is_dtensor(x) or x.device_mesh != q.device_mesh:  # type: ignore[union-attr]
+        if not is_dtensor(x) or x.device_mesh != q.device_mesh:
             given = f"{name} is on another mesh" if is_dtensor(x) else f"{name} is a {type(x).__name__}"
             raise TypeError(f"attention: q, k or v is a DTensor, and {given}; expected DTensors of one mesh for all three")
-    mesh: Any = q.device_mesh  # type: ignore[union-attr]
-    one_head = k.shape[1] == 1  # type: ignore[union-attr]
-    split = [_split(placement, shards) for placement in q.placements]  # type: ignore[union-attr]
+    mesh: Any = q.device_mesh
+    one_head = k.shape[1] == 1
+    split = [_split(placement, shards) for placement in q.placements]
     for dim in dict.fromkeys(filter(None, split)):
         ranks = 1
         for of_mesh, name in enumerate(split):
             ranks *= mesh.size(of_mesh) if name == dim else 1
         for name, x in (("q", q), ("k", k)):
             whole = name == "k" and (dim == "Nq" or (dim == "Hq" and one_head))
-            count = x.shape[_DIMS.index(dim)]  # type: ignore[union-attr]
+            count = x.shape[_DIMS.index(dim)]
             if count % ranks and not whole:
                 raise ValueError(
                     f"attention: {name} has {count} {_SAID[dim]}, sharded over {ranks} ranks; expected a multiple of {ranks}, so that each "
                     "rank has the keys of its queries"
                 )
 
-    def part(at: int, x: torch.Tensor | None) -> torch.Tensor | None:
+    def part(at: int, x: Any) -> torch.Tensor | None:
         if x is None:
             return None
         names = _DIMS if at == 0 else _KV if at < 3 else dims[at - 3]
@@ -76,16 +76,16 @@ def on_shards(
             summed.append(Partial() if dim and not shard else placed[-1])
         if not is_dtensor(x):
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        if at < 3 and any(have != want and not have.is_replicate() for have, want in zip(x.placements, placed)):  # type: ignore[union-attr]
+        if at < 3 and any(have != want and not have.is_replicate() for have, want in zip(x.placements, placed)):
             raise ValueError(
-                f"attention: {'qkv'[at]} has placements {list(x.placements)} and q {list(q.placements)}; "  # type: ignore[union-attr]
+                f"attention: {'qkv'[at]} has placements {list(x.placements)} and q {list(q.placements)}; "
                 f"expected {placed} of it, or a DTensor that is replicated"
             )
-        local: torch.Tensor = x.redistribute(mesh, placed).to_local(grad_placements=summed)  # type: ignore[union-attr]
+        local: torch.Tensor = x.redistribute(mesh, placed).to_local(grad_placements=summed)
         return local
 
     results = call(*(part(at, x) for at, x in enumerate(tensors)), *numbers)
-    return [DTensor.from_local(x, mesh, q.placements, run_check=False) for x in results]  # type: ignore[union-attr]
+    return [DTensor.from_local(x, mesh, q.placements, run_check=False) for x in results]
 
 
 def _split(placement: Any, shards: Sequence[str]) -> str:

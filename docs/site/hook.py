@@ -8,10 +8,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from docs.site.committed import ROOT, spec_files
 from docs.site.notebook import notebook_page
-from docs.site.pages import NOTEBOOK_PAGE, OUTSIDE, ROOT, figures_css, relinked, variants_page
+from docs.site.pages import NOTEBOOK_PAGE, OUTSIDE, figures_css, relinked, variants_page
 from docs.site.reference import reference_pages
-from docs.site.specs import spec_files, spec_pages
+from docs.site.specs import spec_pages
 
 SPECS = "Specs"  # the part of the navigation that lists specs
 
