@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
+import inspect
 import math
 import numbers
 import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from math import gcd
 from operator import itemgetter, or_
+from pathlib import Path
 from torch.autograd import forward_ad
 from types import CellType, FunctionType, ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import triton
@@ -171,7 +175,7 @@ def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[
     return launcher, before, packed, encode
 
 
-# -------------------- Calls whose tensors are DTensors: each rank computes its sequences, heads or queries, without communication in the forward.
+# -------------------- Calls of DTensors: each rank computes its sequences, heads or queries; the forward communicates nothing.
 
 # What dimensions 0, 1 and 2 of q are called. The same names stand for the dimensions of the other tensors.
 _DIMS = ("B", "Hq", "Nq")
@@ -193,7 +197,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 def on_shards(
     call: Callable[..., Sequence[torch.Tensor]],
     shards: Sequence[str],
-    tensors: Sequence[torch.Tensor | None],
+    tensors: Sequence[Any],
     dims: Sequence[Sequence[str]],
     numbers: Sequence[Any],
 ) -> list[torch.Tensor]:
@@ -209,26 +213,26 @@ def on_shards(
 
     q, k, v, *_ = tensors
     for name, x in zip("qkv", (q, k, v)):
-        if not is_dtensor(x) or x.device_mesh != q.device_mesh:  # type: ignore[union-attr]
+        if not is_dtensor(x) or x.device_mesh != q.device_mesh:
             given = f"{name} is on another mesh" if is_dtensor(x) else f"{name} is a {type(x).__name__}"
             raise TypeError(f"attention: q, k or v is a DTensor, and {given}; expected DTensors of one mesh for all three")
-    mesh: Any = q.device_mesh  # type: ignore[union-attr]
-    one_head = k.shape[1] == 1  # type: ignore[union-attr]
-    split = [_split(placement, shards) for placement in q.placements]  # type: ignore[union-attr]
+    mesh: Any = q.device_mesh
+    one_head = k.shape[1] == 1
+    split = [_split(placement, shards) for placement in q.placements]
     for dim in dict.fromkeys(filter(None, split)):
         ranks = 1
         for of_mesh, name in enumerate(split):
             ranks *= mesh.size(of_mesh) if name == dim else 1
         for name, x in (("q", q), ("k", k)):
             whole = name == "k" and (dim == "Nq" or (dim == "Hq" and one_head))
-            count = x.shape[_DIMS.index(dim)]  # type: ignore[union-attr]
+            count = x.shape[_DIMS.index(dim)]
             if count % ranks and not whole:
                 raise ValueError(
                     f"attention: {name} has {count} {_SAID[dim]}, sharded over {ranks} ranks; expected a multiple of {ranks}, so that each "
                     "rank has the keys of its queries"
                 )
 
-    def part(at: int, x: torch.Tensor | None) -> torch.Tensor | None:
+    def part(at: int, x: Any) -> torch.Tensor | None:
         if x is None:
             return None
         names = _DIMS if at == 0 else _KV if at < 3 else dims[at - 3]
@@ -241,16 +245,16 @@ def on_shards(
             summed.append(Partial() if dim and not shard else placed[-1])
         if not is_dtensor(x):
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        if at < 3 and any(have != want and not have.is_replicate() for have, want in zip(x.placements, placed)):  # type: ignore[union-attr]
+        if at < 3 and any(have != want and not have.is_replicate() for have, want in zip(x.placements, placed)):
             raise ValueError(
-                f"attention: {'qkv'[at]} has placements {list(x.placements)} and q {list(q.placements)}; "  # type: ignore[union-attr]
+                f"attention: {'qkv'[at]} has placements {list(x.placements)} and q {list(q.placements)}; "
                 f"expected {placed} of it, or a DTensor that is replicated"
             )
-        local: torch.Tensor = x.redistribute(mesh, placed).to_local(grad_placements=summed)  # type: ignore[union-attr]
+        local: torch.Tensor = x.redistribute(mesh, placed).to_local(grad_placements=summed)
         return local
 
     results = call(*(part(at, x) for at, x in enumerate(tensors)), *numbers)
-    return [DTensor.from_local(x, mesh, q.placements, run_check=False) for x in results]  # type: ignore[union-attr]
+    return [DTensor.from_local(x, mesh, q.placements, run_check=False) for x in results]
 
 
 def _split(placement: Any, shards: Sequence[str]) -> str:
@@ -687,6 +691,38 @@ def _is_near(x: torch.Tensor, rows: int) -> bool:
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
 
 
+def _repeats_elements(x: torch.Tensor) -> bool:
+    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie inside one another."""
+    end = 0
+    for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
+        if step <= end:
+            return True
+        end += step * (n - 1)
+    return False
+
+
+def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides, whether the first is.
+
+    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie inside one another,
+    the difference in the widest is one of two, and so on.
+    """
+    dims = [(a, b, n, m) for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1]
+    apart = y.data_ptr() - x.data_ptr()
+    if any(a != b for a, b, _, _ in dims) or apart % x.element_size():
+        return apart == 0
+    left = {apart // x.element_size()}
+    for step, _, n, m in sorted(dims, reverse=True):
+        left = {rest - d * step for rest in left for d in (rest // step, rest // step + 1) if -m < d < n}
+    return 0 in left
+
+
+def _apart(caches: Tensors) -> tuple[int, int]:
+    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share none."""
+    ends = (sum(step * (n - 1) for n, step in zip(x.shape, x.stride())) + 1 for x in caches)
+    return caches[-1].data_ptr() - caches[0].data_ptr(), max(ends) * caches[0].element_size() if len(caches) > 1 else 0
+
+
 def without_backward(*tensors: Any) -> None:
     """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call over a cache."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
@@ -716,6 +752,7 @@ class CacheRules:
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
         self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
         self.last_scales: list[Any] = []  # of the same
+        self.apart = 0, 0  # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
 
     def admit(
         self,
@@ -746,6 +783,7 @@ class CacheRules:
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
                 q = q.resolve_neg().contiguous()
             self._remember(q, *caches, *rest)
+            self.apart = _apart(caches) if given_new else (0, 0)
             self.last_scales = [_kind_of(x) for x in scales]
         if self.scale == "columns":
             return q, self._parts_of_rows(caches[0].transpose(1, 2), q.dtype), given_new
@@ -764,7 +802,7 @@ class CacheRules:
 
     def _knows(self, *tensors: Any) -> bool:
         """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with caches at multiples of 16
-        bytes. It is the fast way to what `_check` says in sentences."""
+        bytes, which share no memory if they are stored in. It is the fast way to what `_check` says in sentences."""
         like, layouts = self.last
         try:
             alike = [(x.shape, x.stride()) for x in tensors] == layouts
@@ -772,7 +810,11 @@ class CacheRules:
             return False
         caches = tensors[1 : 1 + len(self.widths)]
         odd = any(x.storage_offset() % self.whole for x in caches)
-        return alike and not odd and not is_watched() and like(*tensors) and not any(x.data_ptr() % 16 for x in caches)
+        if not alike or odd or is_watched() or not like(*tensors):
+            return False
+        starts, (known, enough) = [x.data_ptr() for x in caches], self.apart
+        between = starts[-1] - starts[0]
+        return not any(start % 16 for start in starts) and (between == known or abs(between) >= enough)
 
     def _knows_scales(self, scales: Tensors) -> bool:
         """Whether factors are as those of the last valid call; one tensor may be both."""
@@ -809,6 +851,8 @@ class CacheRules:
             self._check_new(name, x, q, cache, [rows])
             assert x is not None
             rows = x.shape[2]
+        if rows is not None:
+            self._check_stored(caches, page_table)
 
     def _check_scales(self, q: torch.Tensor, k_cache: torch.Tensor, scales: Tensors) -> None:
         shape = [k_cache.shape[0], k_cache.shape[2]] if self.scale == "page" else [k_cache.shape[2]]
@@ -869,6 +913,18 @@ class CacheRules:
             raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
         if x.shape[1] > MAX_ROWS or (self.page is not None and x.shape[1] < 1):
             raise _error(ValueError, name, f"has {x.shape[1]} rows", "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1")
+
+    def _check_stored(self, caches: Tensors, page_table: torch.Tensor | None) -> None:
+        """Raise ValueError, in one sentence, if keys that are stored would overwrite others."""
+        for name, x in zip(self.shapes, caches):
+            if x.numel() and _repeats_elements(x):
+                given = f"has strides {list(x.stride())}, by which elements share memory"
+                raise _error(ValueError, name, given, "a place for each element, as new keys are stored: call .contiguous()")
+        if any(map(torch.Tensor.numel, caches)) and _share_memory(caches[0], caches[-1]) and len(caches) > 1:
+            raise _error(ValueError, "k_cache and v_cache", "share memory", "two caches that share none, as new keys are stored")
+        if page_table is not None and page_table.shape[0] > 1 and not page_table.stride(0):
+            given = f"has strides {list(page_table.stride())}, by which all sequences have the same pages"
+            raise _error(ValueError, "page_table", given, "pages of its own for each, as new keys are stored")
 
     def _check_numbers(self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
@@ -974,6 +1030,7 @@ def counter_of(device: int) -> torch.Tensor:
         if device not in _OF_GRAPHS:
             _OF_GRAPHS.setdefault(device, map(_zeros(device, CAPTURED).__getitem__, range(CAPTURED)))
         _COUNTERS[key] = _zeros(device, 1)[0]
+        _COUNTERS[key].record_stream(torch.cuda.current_stream(device))  # launches may still run where the module is forgotten
     return _COUNTERS[key]
 
 
@@ -1141,6 +1198,23 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
+@contextlib.contextmanager
+def interpreting(kernel: Any) -> Iterator[None]:
+    """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
+
+    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a kernel runs. The lock is
+    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero.
+    """
+    if isinstance(kernel, triton.JITFunction):
+        yield
+        return
+    import numpy
+    from triton.runtime import interpreter
+
+    with vars(interpreter).setdefault("attngen_lock", threading.RLock()), numpy.errstate(all="ignore"):
+        yield
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """The number of multiprocessors of a device; 1 for the interpreter."""
@@ -1268,7 +1342,8 @@ class Launch:
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
         """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
         function = getattr(self.file, self.name)
-        compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
+        with interpreting(function):
+            compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
         if compiled is None:  # the interpreter compiles nothing
             return
         constants = tuple(self.config[p.name] for p in function.params if p.is_constexpr)
@@ -1582,7 +1657,7 @@ def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any]
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
 
 
-# -------------------- Checks of what the data of a call promises: lengths, starts, ids, tables of pages, lists of blocks. They wait for the device once.
+# -------------------- Checks of what the data of a call promises: lengths, starts, ids, tables of pages, lists of blocks.
 
 CHECK = "ATTNGEN_CHECK"  # in the environment: 1 checks all calls, 0 none of them
 # (where a promise is broken: a tensor of conditions, what an error says of one such place) of each promise
@@ -1667,6 +1742,8 @@ def promised_of_plan(plan: Any, *names: str) -> Promises:
 
 def listed(blocks: Any) -> Promises:
     """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as attention.plan makes them."""
+    expected: dict[str, tuple[torch.Tensor, ...]]
+    names: tuple[str, ...]
     first = getattr(blocks, "kv_full_rank", None)
     if first is None:
         seen = blocks.kv_rank.diff(dim=-1) > 0
@@ -1819,7 +1896,8 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
             batch, heads, n_q, n_kv = shape
             tiles = triton.cdiv(n_q, 32) * triton.cdiv(n_kv, 32)
             draw = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
-            on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
+            with interpreting(keep_mask):
+                on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
         return keep
 
     return dropout_mask
@@ -1898,6 +1976,7 @@ class Signature(NamedTuple):
     unordered: the names of those whose gradients are added up atomically, in no fixed order.
     results: the dtype of outputs, if it is not that of q.
     rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
+    kept: those of the rows that the backward and forward mode read; empty where these are those that have a gradient.
     dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a call: neither its
     mask nor its scores count along these.
     """
@@ -1911,12 +1990,13 @@ class Signature(NamedTuple):
     results: torch.dtype | None = None
     rows: tuple[str, ...] = ("lse",)
     flat: int = 0
+    kept: tuple[str, ...] = ()
     dims: tuple[str, ...] = ()
     shards: tuple[str, ...] = ("B", "Hq")
 
     @property
     def smooth(self) -> tuple[str, ...]:
-        """Those of the rows that have a gradient. The backward reads them, and their gradients."""
+        """Those of the rows that have a gradient."""
         return self.rows[: len(self.rows) - self.flat]
 
 
@@ -1934,7 +2014,7 @@ def _of_tangents(*args: Any) -> Any:
     )
 
 
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+def _refuse_vmap(*args: Any) -> Any:
     raise NotImplementedError(
         "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
     )
@@ -1973,10 +2053,12 @@ class Operators:
     """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run its host programs.
 
     The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q, k, v, out,
-    *rows, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, of the rows that have gradients, and of these too
-    `jvp(q, k, v, out, *rows, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They get
-    tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
+    *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the rows that have one, and of these
+    too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They
+    get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
     module has registered NAME, a `_` is added to it.
+
+    Operators stay until the process ends, as graphs of torch hold them and not the module; but see `release`.
     """
 
     def __init__(
@@ -1989,6 +2071,9 @@ class Operators:
         interpreted: bool,
     ) -> None:
         self.library = torch.library.Library("attngen", "FRAGMENT")
+        self._registered: list[Callable[..., Any]] = []
+        self._root = [self]  # the dispatcher holds this list, and by it this object
+        self._traced = False
         while hasattr(torch.ops.attngen, f"{name}_forward"):
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
@@ -2001,13 +2086,15 @@ class Operators:
         operands, learned = signature.schema, signature.learned
         results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
         needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
-        rows, smooth = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, signature.smooth))
+        read = signature.kept or signature.smooth
+        rows, kept = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, read))
         upstream = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
-        found = f"Tensor q, Tensor k, Tensor v, Tensor out, {smooth}"
+        found = f"Tensor q, Tensor k, Tensor v, Tensor out, {kept}"
         saved = f"{found}, {operands}"
         along = "".join(f", Tensor t_{i}" for i in range(len(learned)))
         tangents = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
-        self.smooth = len(signature.smooth)
+        self.smooth, self.kept = len(signature.smooth), len(read)
+        self.keep = itemgetter(0, *(1 + signature.rows.index(name) for name in read))  # of results: the output and the rows that are kept
         self.forward = self.define(
             "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})", self._forward, self.fake_forward
         )
@@ -2033,10 +2120,34 @@ class Operators:
         """Define an operator: `kernel` runs it, `fake` gives results of the right shapes under tracers."""
         self.library.define(f"{self.name}_{what}{schema}")
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
-        self.library.impl(op, on_its_device(kernel), "CompositeExplicitAutograd")
-        torch.library.register_fake(op.name(), fake, lib=self.library)
-        torch.library.register_vmap(op.name(), _refuse_vmap, lib=self.library)
+        self.library.impl(op, self._weak(on_its_device(kernel)), "CompositeExplicitAutograd")
+        torch.library.register_fake(op.name(), self._weak(self._noting(fake)), lib=self.library)
+        torch.library.register_vmap(op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library)
         return op
+
+    def _weak(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long as this object."""
+        self._registered.append(function)
+        made: Callable[..., Any] = weakref.proxy(function)
+        return made
+
+    def _noting(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, which notes that a tracer has called it: the operators stay from then on."""
+
+        def traced(*args: Any) -> Any:
+            self._traced, self._root[:] = True, [self]
+            return fake(*args)
+
+        return traced
+
+    def release(self) -> None:
+        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded hold it.
+
+        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The caller knows that
+        none was traced with real tensors, which is not seen here, and that no CUDA graph has captured a call.
+        """
+        if not self._traced:
+            self._root.clear()
 
     def __call__(
         self, shapes: Shapes | None, return_rows: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
@@ -2124,7 +2235,7 @@ class Operators:
 
     def _jvp(self, q: torch.Tensor, *args: Any) -> Results:
         """`args`: k, v, the output, the rows; tangents of q, k and v; the operands; tangents of learned inputs."""
-        rows, numbers = 3 + self.smooth, len(self.signature.learned)
+        rows, numbers = 3 + self.kept, len(self.signature.learned)
         k, v, out = map(addressable, args[:3])
         tangents = map(addressable, args[rows : rows + 3])
         operands, learned = args[rows + 3 : len(args) - numbers], map(_by_elements, args[len(args) - numbers :])
@@ -2140,7 +2251,7 @@ class Operators:
 
     def _fake_backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
         (q, k, v), learned = args[self.smooth : self.smooth + 3], self.signature.learned
-        operands = args[2 * self.smooth + 4 :]  # after the output and the rows
+        operands = args[self.smooth + 4 + self.kept :]  # after the output and the rows
         need_inputs = bool(learned) and operands[-1]
         need_q, need_kv = operands[-3:-1] if learned else operands[-2:]
         width_qk, width_v = self.signature.widths
@@ -2169,14 +2280,14 @@ class Operators:
                 name = self.forward.name()
                 torch.library.register_autograd(name, _without_backward, setup_context=_without_backward, lib=self.library)
             return
-        self.library.impl(self.forward, _where_recorded(self.forward, self._record), "Autograd")
+        self.library.impl(self.forward, self._weak(_where_recorded(self.forward, self._record)), "Autograd")
         if self.backward:
-            self.library.impl(self.backward, _where_recorded(self.backward, self.recorded_backward.apply), "Autograd")
-            self.library.impl(self.jvp, _where_recorded(self.jvp, self.recorded_jvp.apply), "Autograd")
+            self.library.impl(self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd")
+            self.library.impl(self.jvp, self._weak(_where_recorded(self.jvp, self.recorded_jvp.apply)), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
-        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that have gradients."""
-        saved = (*results[: 1 + self.smooth], *args[: self.numbers_at])
+        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that they read."""
+        saved = (*self.keep(results), *args[: self.numbers_at])
         ctx.save_for_backward(*saved)
         if in_forward_ad(*saved):
             ctx.save_for_forward(*saved)
@@ -2191,7 +2302,7 @@ class Operators:
         """
         if self.jvp is None:
             _without_forward_mode()
-        saved, at = ctx.saved_tensors, 1 + self.smooth
+        saved, at = ctx.saved_tensors, 1 + self.kept
         q, k, v, *tensors = saved[at:]
         for i, tangent in enumerate(tangents[3 : self.numbers_at]):
             if tangent is not None and i not in self.signature.learned:
@@ -2214,7 +2325,7 @@ class Operators:
         if grad_out is None and all(x is None for x in grad_rows):
             return None, None, None, *rest
         saved = ctx.saved_tensors
-        (out, *rows), (q, k, v, *tensors) = saved[: 1 + self.smooth], saved[1 + self.smooth :]
+        (out, *rows), (q, k, v, *tensors) = saved[: 1 + self.kept], saved[1 + self.kept :]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         learned = self.signature.learned
@@ -2259,17 +2370,17 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows: bool) -> type[torch.autograd.Function]:
     """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
-    kept, numbers_at, flat = 1 + operators.smooth, operators.numbers_at, operators.signature.flat
+    keep, numbers_at, flat, smooth = operators.keep, operators.numbers_at, operators.signature.flat, 1 + operators.smooth
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             results = run(*args)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*results[:kept] + args[:numbers_at])  # as `save` does
+            ctx.save_for_backward(*keep(results) + args[:numbers_at])  # as `save` does
             ctx.numbers = args[numbers_at:-1]
             if flat:
-                ctx.mark_non_differentiable(*results[kept:])
+                ctx.mark_non_differentiable(*results[smooth:])
             return results if with_rows else results[0]  # fewer outputs for autograd to track
 
         @staticmethod
@@ -2389,6 +2500,81 @@ class ServedOperators:
         return self.served(q, *caches, *rest) if all(x is None for x in new) else self.stored(q, *caches, *new, *rest)
 
 
+# -------------------- Arguments that a call does not have: one sentence, with the key of a spec that does the same.
+
+_SPEC = "a module does what its spec says: write "
+_CAUSAL = f"{_SPEC}`mask: causal`"
+_ALLOWED = "{expr: 'allowed[b, q_idx, kv_idx]', params: {allowed: {tensor: [B, Nq, Nk], dtype: bool}}}"
+_MASK = f"{_SPEC}a mask, such as `mask: causal`, or `mask: {_ALLOWED}`"
+_BIAS = f"{_SPEC}`score: [dense_bias]`"
+_DROPOUT = f"{_SPEC}`dropout: true`"
+_SCALE = "write `scale`"
+_SINK = f"{_SPEC}`score: [sink]`"
+_PADDING = f"{_SPEC}`mask: key_padding`"
+_LENGTHS = f"{_SPEC}`mask: {{key_padding: {{lengths: true}}}}`"
+_PACKED = f"{_SPEC}`mask: {{document: {{packed: true, causal: true}}}}`"
+_WEIGHTS = "kernels do not keep weights; naive attention does"
+_CACHE = f"{_SPEC}`cache: contiguous`, and call `attention.with_kvcache`"
+# Names of arguments of SDPA, FlashAttention, FlexAttention, xformers, transformers and of modules of other specs.
+HINTS = {
+    **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask"), f"{_MASK}; a mask of numbers is `score: [dense_bias]`"),
+    **dict.fromkeys(("attn_bias", "bias", "position_bias"), _BIAS),
+    **dict.fromkeys(("dropout_p", "dropout", "p", "seed"), _DROPOUT),
+    **dict.fromkeys(
+        ("enable_gqa", "num_heads", "num_kv_heads"), f"{_SPEC}`heads: {{sharing: gqa}}`; numbers of heads are those of the tensors"
+    ),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), _SCALE),
+    **dict.fromkeys(("window_size", "sliding_window", "window"), f"{_SPEC}`mask: {{sliding_window: {{left: 1023, right: 0}}}}`"),
+    **dict.fromkeys(("softcap", "logits_soft_cap"), f"{_SPEC}`score: [{{softcap: 30.0}}]`"),
+    **dict.fromkeys(("sink", "sinks", "s_aux", "learnable_sink"), _SINK),
+    "alibi_slopes": f"{_SPEC}`score: [{{alibi: {{slopes: given}}}}]`",
+    "relative_bias": f"{_SPEC}`score: [{{relative_bias: {{max_distance: 128}}}}]`",
+    "temperature": f"{_SPEC}`score: [temperature]`",
+    "score_mod": f"{_SPEC}`score: [{{expr: 's - abs(q_pos - kv_idx)'}}]`, or call `attngen.flex_attention`",
+    "mask_mod": f"{_SPEC}`mask: {{expr: 'kv_idx <= q_pos'}}`, or call `attngen.flex_attention`",
+    "block_mask": f"{_SPEC}`mask: {{block_sparse: {{block: 128}}}}`, or call `attngen.flex_attention`",
+    "kernel_options": f"{_SPEC}`schedule: {{block_q: 64}}`",
+    **dict.fromkeys(("key_padding", "key_padding_mask"), _PADDING),
+    **dict.fromkeys(("kv_lengths", "seqlens", "seqlens_k", "seqused_k"), _LENGTHS),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k", "max_seqlen"), _PACKED),
+    "document_ids": f"{_SPEC}`mask: {{all_of: [causal, document]}}`",
+    "prefix_length": f"{_SPEC}`mask: prefix_lm`",
+    "tree_mask": f"{_SPEC}`mask: tree`, with `cache: contiguous`",
+    "deterministic": f"{_SPEC}`backward: {{deterministic: false}}`; without it gradients are deterministic",
+    **dict.fromkeys(("return_attn_probs", "output_attentions", "need_weights"), _WEIGHTS),
+    **dict.fromkeys(("return_softmax_lse", "return_aux"), "write `return_lse=True`"),
+    **{f"return_{name}": f"{_SPEC}`outputs: [lse, {name}]`" for name in ("entropy", "max_score", "key_mass")},
+    **dict.fromkeys(("k_cache", "v_cache", "cache_seqlens", "page_table", "block_table", "past_key_values"), _CACHE),
+    **dict.fromkeys(("tensor_layout", "layout"), "tensors are [B, H, N, D], and `x.transpose(1, 2)` of others costs no copy"),
+    "plan": "a plan is of masks that read data; this one reads none",
+}
+
+
+def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
+    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as nothing is to check."""
+    for name in unknown:
+        if name == "check":
+            continue
+        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near and name not in HINTS else HINTS.get(name, "an argument for each input comes from the spec")
+        )
+        raise TypeError(f"{call}: {name} is no argument; expected {', '.join(known)}; {hint}")
+
+
+# -------------------- Whether a module's folder is whole.
+
+def check_files(module: str, *names: str) -> None:
+    """Raise ImportError, in one sentence, if the folder of a module, whose `__file__` is given, lacks one of its files."""
+    folder = Path(module).parent
+    if folder.is_dir() and (missing := [name for name in names if not (folder / name).is_file()]):
+        raise ImportError(
+            f"attention: {folder} lacks {' and '.join(missing)}; expected all files that attngen has written there: build it again"
+        )
+
+
 # -------------------- `attention` as a torch.nn.Module.
 
 class AttentionModule(torch.nn.Module):
@@ -2398,13 +2584,17 @@ class AttentionModule(torch.nn.Module):
     spec: ClassVar[str]
     drops: ClassVar[bool]  # whether the spec has dropout, which applies in training
 
-    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0) -> None:
+    def __init__(self, *, scale: float | None = None, dropout_p: float = 0.0, **unknown: NoReturn) -> None:
         super().__init__()
+        if unknown:
+            refuse_arguments("Attention", type(self).__init__, unknown)
         if dropout_p and not self.drops:
             raise TypeError(f"attention: dropout_p is {dropout_p}; expected none, as the spec has no dropout")
         self.scale, self.dropout_p = scale, dropout_p
 
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if held := next((name for name in ("scale", "dropout_p") if name in inputs), ""):
+            raise TypeError(f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)")
         dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(*args, **inputs, **dropping, scale=self.scale)
         return found

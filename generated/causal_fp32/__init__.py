@@ -11,9 +11,15 @@ dropout:   no
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "attention"]
 
@@ -43,7 +49,7 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (6, "BLOCK_Q"), (7, "BLOCK_KV"), (8, "BLOCK_KV")),
     heads=(1,),
 )
 
@@ -55,6 +61,7 @@ def attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -71,9 +78,11 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
-    out, lse = OPERATORS(shapes, return_lse, q, k, v, scale)
+    out, lse, *_ = OPERATORS(shapes, return_lse, q, k, v, scale)
     return (out, lse) if return_lse else out
 
 
@@ -84,87 +93,90 @@ class Attention(runtime.AttentionModule):
 
 
 def _forward(q, k, v, scale, shapes=None):
-    """Launch the forward kernels: (out, lse)."""
+    """Launch the forward kernels: (out, lse, m_all, inv_l_all)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     out = runtime.empty_rows(q, HEAD_DIM_V)
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    m_all = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
+    inv_l_all = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         FWD(
             q, Nq, B * Hq,
-            (q, k, v, out, lse),
+            (q, k, v, out, lse, m_all, inv_l_all),
             (scale, Hq, Nq, Nk),
-            (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
+            (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-    return out, lse
+    return out, lse, m_all, inv_l_all
 
 
-@runtime.remembered(7)
-def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
+@runtime.remembered(8)
+def _backward(grad_out, grad_lse, q, k, v, out, m_all, inv_l_all, scale, need_q, need_kv):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
     Nlse = grad_lse.shape[2]
-    q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
-        q, k, v, out, grad_out, lse, grad_lse,
+    q_strides, k_strides, v_strides, out_strides, grad_out_strides, m_all_strides, inv_l_all_strides, grad_lse_strides = runtime.strides(
+        q, k, v, out, grad_out, m_all, inv_l_all, grad_lse,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
     dk = runtime.empty_rows(k, HEAD_DIM_QK) if need_kv else runtime.nothing(k)
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if dq.numel():
         DQ(
             q, Nq, B * Hq,
-            (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
+            (q, k, v, out, grad_out, m_all, inv_l_all, grad_lse, dq, delta),
             (scale, Hq, Nq, Nk, Nlse),
             (
-                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *lse_strides,
-                *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq, Hq * Nq, Nq,
+                *q_strides, *k_strides, *v_strides, *out_strides, *grad_out_strides, *m_all_strides,
+                *inv_l_all_strides, *grad_lse_strides, *dq.stride()[:3], Hq * Nq, Nq,
             ),
         )
     elif out.numel():
         DELTA(
             q, Nq, B * Hq,
-            (out, grad_out, lse, grad_lse, delta, lse2),
+            (out, grad_out, inv_l_all, grad_lse, delta),
             (Hq, Nq, Nlse),
-            (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
+            (*out_strides, *grad_out_strides, *inv_l_all_strides, *grad_lse_strides, Hq * Nq, Nq),
         )
     if dk.numel():
         DKDV(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, dk, dv),
+            (q, k, v, grad_out, m_all, inv_l_all, delta, dk, dv),
             (scale, Hq, Nq, Nk),
             (
-                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk.stride()[:3],
-                *dv.stride()[:3],
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, *m_all_strides, *inv_l_all_strides, Hq * Nq,
+                Nq, *dk.stride()[:3], *dv.stride()[:3],
             ),
         )
     return dq, dk, dv
 
 
-def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
+def _jvp(q, k, v, out, m_all, inv_l_all, tq, tk, tv, scale):
     """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    q_strides, k_strides, v_strides, out_strides, lse_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
-        q, k, v, out, lse, tq, tk, tv,
+    q_strides, k_strides, v_strides, out_strides, m_all_strides, inv_l_all_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+        q, k, v, out, m_all, inv_l_all, tq, tk, tv,
     )
     tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
     tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if tangent_out.numel():
         JVP(
             q, Nq, B * Hq,
-            (q, k, v, out, lse, tq, tk, tv, tangent_out, tangent_lse),
+            (q, k, v, out, m_all, inv_l_all, tq, tk, tv, tangent_out, tangent_lse),
             (scale, Hq, Nq, Nk),
             (
-                *q_strides, *k_strides, *v_strides, *out_strides, *lse_strides, *tq_strides, *tk_strides,
-                *tv_strides, *tangent_out.stride()[:3], Hq * Nq, Nq,
+                *q_strides, *k_strides, *v_strides, *out_strides, *m_all_strides, *inv_l_all_strides, *tq_strides,
+                *tk_strides, *tv_strides, *tangent_out.stride()[:3], Hq * Nq, Nq,
             ),
         )
     return tangent_out, tangent_lse
 
 
 OPERANDS = "float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_fp32_a39998474537", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+SIGNATURE = runtime.Signature(
+    OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "m_all", "inv_l_all"), flat=2, kept=("m_all", "inv_l_all"),
+)
+OPERATORS = runtime.Operators("causal_fp32_c9386e01ee40", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -123,11 +123,23 @@ OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 4
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "stride_lse_b", "stride_lse_h"])
+@triton.jit(
+    do_not_specialize=[
+        "Nq",
+        "Nk",
+        "stride_lse_b",
+        "stride_lse_h",
+        "stride_m_all_b",
+        "stride_m_all_h",
+        "stride_inv_l_all_b",
+        "stride_inv_l_all_h",
+    ],
+)
 def fwd(
-    Q, K, V, O, LSE, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n, stride_k_b, stride_k_h,
-    stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b, stride_o_h, stride_o_n,
-    stride_lse_b, stride_lse_h,
+    Q, K, V, O, LSE, M_ALL, INV_L_ALL, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
+    stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b, stride_o_h,
+    stride_o_n, stride_lse_b, stride_lse_h, stride_m_all_b, stride_m_all_h, stride_inv_l_all_b,
+    stride_inv_l_all_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
@@ -151,6 +163,8 @@ def fwd(
 
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
+    M_ALL_head = M_ALL + tl.cast(b, tl.int64) * stride_m_all_b + tl.cast(h, tl.int64) * stride_m_all_h
+    INV_L_ALL_head = INV_L_ALL + tl.cast(b, tl.int64) * stride_inv_l_all_b + tl.cast(h, tl.int64) * stride_inv_l_all_h
     if not TMA:
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
@@ -235,20 +249,24 @@ def fwd(
     )
     lse = tl.where(l > 0, (m * qk_scale + tl.log2(l)) * LN2, float("-inf"))
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
+    m_out = tl.where(l > 0, m * qk_scale, float("inf"))
+    tl.store(M_ALL_head + q_start + q_off, m_out, mask=q_idx < Nq)
+    inv_l_out = tl.where(l > 0, 1.0 / l, 0)
+    tl.store(INV_L_ALL_head + q_start + q_off, inv_l_out, mask=q_idx < Nq)
 
 
-@triton.jit(do_not_specialize=["Nq", "Nk", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
+@triton.jit(do_not_specialize=["Nq", "Nk", "Nlse", "stride_delta_b", "stride_delta_h"])
 def dq(
-    Q, K, V, O, dO, LSE, dLSE, dQ, DELTA, LSE2, scale, Hq, Nq, Nk, Nlse, stride_q_b, stride_q_h,
-    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b,
-    stride_o_h, stride_o_n, stride_do_b, stride_do_h, stride_do_n, stride_lse_b, stride_lse_h,
-    stride_dlse_b, stride_dlse_h, stride_dq_b, stride_dq_h, stride_dq_n, stride_delta_b,
-    stride_delta_h, stride_lse2_b, stride_lse2_h,
+    Q, K, V, O, dO, M_ALL, INV_L_ALL, dLSE, dQ, DELTA, scale, Hq, Nq, Nk, Nlse, stride_q_b,
+    stride_q_h, stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n,
+    stride_o_b, stride_o_h, stride_o_n, stride_do_b, stride_do_h, stride_do_n, stride_m_all_b,
+    stride_m_all_h, stride_inv_l_all_b, stride_inv_l_all_h, stride_dlse_b, stride_dlse_h,
+    stride_dq_b, stride_dq_h, stride_dq_n, stride_delta_b, stride_delta_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Backward, dQ: one program per query tile, over key tiles; and delta and LSE2, for dK and dV.
+    # Backward, dQ: one program per query tile, over key tiles; and delta, for dK and dV.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
@@ -266,9 +284,9 @@ def dq(
     d_v = tl.arange(0, D_V)
 
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
-    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
+    M_ALL_head = M_ALL + tl.cast(b, tl.int64) * stride_m_all_b + tl.cast(h, tl.int64) * stride_m_all_h
+    INV_L_ALL_head = INV_L_ALL + tl.cast(b, tl.int64) * stride_inv_l_all_b + tl.cast(h, tl.int64) * stride_inv_l_all_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     dQ_head = dQ + tl.cast(b, tl.int64) * stride_dq_b + tl.cast(h, tl.int64) * stride_dq_h
     if not TMA:
         Q_head = Q + tl.cast(b, tl.int64) * stride_q_b + tl.cast(h, tl.int64) * stride_q_h
@@ -281,7 +299,8 @@ def dq(
         mask=(q_idx < Nq)[:, None],
         other=0.0,
     )
-    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    m_all = tl.load(M_ALL_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
+    inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     dlse = tl.load(
         dLSE + tl.cast(b, tl.int64) * stride_dlse_b + tl.cast(h, tl.int64) * stride_dlse_h + q_idx,
         mask=q_idx < Nlse,
@@ -305,10 +324,8 @@ def dq(
         )
     product = do.to(tl.float32) * o.to(tl.float32)
     o_do = tl.sum(product, 1)
-    delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
-    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    delta = o_do - tl.where(inv_l_all > 0, dlse, 0)
     tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
-    tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV
@@ -322,7 +339,7 @@ def dq(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
             )
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p = tl.exp2(s * qk_scale - lse2[:, None])
+        p = tl.exp2(s * qk_scale - m_all[:, None]) * inv_l_all[:, None]
         if TMA:
             v = V.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_V)
         else:
@@ -347,7 +364,7 @@ def dq(
             )
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         s = tl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-        p = tl.exp2(s * qk_scale - lse2[:, None])
+        p = tl.exp2(s * qk_scale - m_all[:, None]) * inv_l_all[:, None]
         if TMA:
             v = V.load([b, h, kv_start, 0]).reshape(BLOCK_KV, D_V)
         else:
@@ -368,14 +385,14 @@ def dq(
     )
 
 
-@triton.jit(do_not_specialize=["Nq", "Nlse", "stride_delta_b", "stride_delta_h", "stride_lse2_b", "stride_lse2_h"])
+@triton.jit(do_not_specialize=["Nq", "Nlse", "stride_delta_b", "stride_delta_h"])
 def delta(
-    O, dO, LSE, dLSE, DELTA, LSE2, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n, stride_do_b,
-    stride_do_h, stride_do_n, stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h,
-    stride_delta_b, stride_delta_h, stride_lse2_b, stride_lse2_h,
+    O, dO, INV_L_ALL, dLSE, DELTA, Hq, Nq, Nlse, stride_o_b, stride_o_h, stride_o_n, stride_do_b,
+    stride_do_h, stride_do_n, stride_inv_l_all_b, stride_inv_l_all_h, stride_dlse_b, stride_dlse_h,
+    stride_delta_b, stride_delta_h,
     BLOCK_Q: tl.constexpr,
 ):
-    # Before dK and dV, where no dQ is wanted: delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows).
+    # Before dK and dV, where no dQ is wanted: delta = rowsum(o * do) - dlse.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
@@ -386,16 +403,15 @@ def delta(
     d_v = tl.arange(0, D_V)
 
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
-    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
+    INV_L_ALL_head = INV_L_ALL + tl.cast(b, tl.int64) * stride_inv_l_all_b + tl.cast(h, tl.int64) * stride_inv_l_all_h
     dO_head = dO + tl.cast(b, tl.int64) * stride_do_b + tl.cast(h, tl.int64) * stride_do_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
     o = tl.load(
         O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
         mask=(q_idx < Nq)[:, None],
         other=0.0,
     )
-    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     dlse = tl.load(
         dLSE + tl.cast(b, tl.int64) * stride_dlse_b + tl.cast(h, tl.int64) * stride_dlse_h + q_idx,
         mask=q_idx < Nlse,
@@ -408,18 +424,17 @@ def delta(
     )
     product = do.to(tl.float32) * o.to(tl.float32)
     o_do = tl.sum(product, 1)
-    delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
-    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    delta = o_do - tl.where(inv_l_all > 0, dlse, 0)
     tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
-    tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
 
 
 @triton.jit(do_not_specialize=["Nq", "Nk"])
 def dkdv(
-    Q, K, V, dO, LSE2, DELTA, dK, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
-    stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
-    stride_do_h, stride_do_n, stride_lse2_b, stride_lse2_h, stride_delta_b, stride_delta_h,
-    stride_dk_b, stride_dk_h, stride_dk_n, stride_dv_b, stride_dv_h, stride_dv_n,
+    Q, K, V, dO, M_ALL, INV_L_ALL, DELTA, dK, dV, scale, Hq, Nq, Nk, stride_q_b, stride_q_h,
+    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_do_b,
+    stride_do_h, stride_do_n, stride_m_all_b, stride_m_all_h, stride_inv_l_all_b,
+    stride_inv_l_all_h, stride_delta_b, stride_delta_h, stride_dk_b, stride_dk_h, stride_dk_n,
+    stride_dv_b, stride_dv_h, stride_dv_n,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
@@ -443,7 +458,8 @@ def dkdv(
 
     dK_head = dK + tl.cast(b, tl.int64) * stride_dk_b + tl.cast(h, tl.int64) * stride_dk_h
     dV_head = dV + tl.cast(b, tl.int64) * stride_dv_b + tl.cast(h, tl.int64) * stride_dv_h
-    LSE2_head = LSE2 + tl.cast(b, tl.int64) * stride_lse2_b + tl.cast(h, tl.int64) * stride_lse2_h
+    M_ALL_head = M_ALL + tl.cast(b, tl.int64) * stride_m_all_b + tl.cast(h, tl.int64) * stride_m_all_h
+    INV_L_ALL_head = INV_L_ALL + tl.cast(b, tl.int64) * stride_inv_l_all_b + tl.cast(h, tl.int64) * stride_inv_l_all_h
     DELTA_head = DELTA + tl.cast(b, tl.int64) * stride_delta_b + tl.cast(h, tl.int64) * stride_delta_h
     if not TMA:
         K_head = K + tl.cast(b, tl.int64) * stride_k_b + tl.cast(h, tl.int64) * stride_k_h
@@ -488,11 +504,12 @@ def dkdv(
             do = tl.load(
                 dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
             )
-        lse2 = tl.load(LSE2_head + q_start + q_off)
+        m_all = tl.load(M_ALL_head + q_start + q_off)
+        inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off)
         delta = tl.load(DELTA_head + q_start + q_off)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
-        p = tl.exp2(s * qk_scale - lse2[None, :])
+        p = tl.exp2(s * qk_scale - m_all[None, :]) * inv_l_all[None, :]
         ds = p * (dp - delta[None, :])
         p_cast = p.to(dtype)
         dv = tl.dot(p_cast, do, dv, input_precision="ieee")
@@ -519,12 +536,13 @@ def dkdv(
                 mask=(q_idx < Nq)[:, None],
                 other=0.0,
             )
-        lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
+        m_all = tl.load(M_ALL_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
+        inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
         s = tl.where(q_idx[None, :] >= (kv_idx + Nq - Nk)[:, None], s, float("-inf"))
-        p = tl.exp2(s * qk_scale - lse2[None, :])
+        p = tl.exp2(s * qk_scale - m_all[None, :]) * inv_l_all[None, :]
         ds = p * (dp - delta[None, :])
         p_cast = p.to(dtype)
         dv = tl.dot(p_cast, do, dv, input_precision="ieee")
@@ -546,11 +564,11 @@ def dkdv(
 
 @triton.jit(do_not_specialize=["Nq", "Nk", "stride_tlse_b", "stride_tlse_h"])
 def jvp(
-    Q, K, V, O, LSE, tQ, tK, tV, tO, tLSE, scale, Hq, Nq, Nk, stride_q_b, stride_q_h, stride_q_n,
-    stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b, stride_o_h,
-    stride_o_n, stride_lse_b, stride_lse_h, stride_tq_b, stride_tq_h, stride_tq_n, stride_tk_b,
-    stride_tk_h, stride_tk_n, stride_tv_b, stride_tv_h, stride_tv_n, stride_to_b, stride_to_h,
-    stride_to_n, stride_tlse_b, stride_tlse_h,
+    Q, K, V, O, M_ALL, INV_L_ALL, tQ, tK, tV, tO, tLSE, scale, Hq, Nq, Nk, stride_q_b, stride_q_h,
+    stride_q_n, stride_k_b, stride_k_h, stride_k_n, stride_v_b, stride_v_h, stride_v_n, stride_o_b,
+    stride_o_h, stride_o_n, stride_m_all_b, stride_m_all_h, stride_inv_l_all_b, stride_inv_l_all_h,
+    stride_tq_b, stride_tq_h, stride_tq_n, stride_tk_b, stride_tk_h, stride_tk_n, stride_tv_b,
+    stride_tv_h, stride_tv_n, stride_to_b, stride_to_h, stride_to_n, stride_tlse_b, stride_tlse_h,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
@@ -572,7 +590,8 @@ def jvp(
     d_qk = tl.arange(0, D_QK)
     d_v = tl.arange(0, D_V)
 
-    LSE_head = LSE + tl.cast(b, tl.int64) * stride_lse_b + tl.cast(h, tl.int64) * stride_lse_h
+    M_ALL_head = M_ALL + tl.cast(b, tl.int64) * stride_m_all_b + tl.cast(h, tl.int64) * stride_m_all_h
+    INV_L_ALL_head = INV_L_ALL + tl.cast(b, tl.int64) * stride_inv_l_all_b + tl.cast(h, tl.int64) * stride_inv_l_all_h
     O_head = O + tl.cast(b, tl.int64) * stride_o_b + tl.cast(h, tl.int64) * stride_o_h
     tO_head = tO + tl.cast(b, tl.int64) * stride_to_b + tl.cast(h, tl.int64) * stride_to_h
     tLSE_head = tLSE + tl.cast(b, tl.int64) * stride_tlse_b + tl.cast(h, tl.int64) * stride_tlse_h
@@ -584,7 +603,8 @@ def jvp(
         tV_head = tV + tl.cast(b, tl.int64) * stride_tv_b + tl.cast(h, tl.int64) * stride_tv_h
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
-    lse = tl.load(LSE_head + q_start + q_off, mask=q_idx < Nq, other=float("-inf"))
+    m_all = tl.load(M_ALL_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
+    inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     if TMA:
         q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
     else:
@@ -601,7 +621,6 @@ def jvp(
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
-    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     tlse = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - Nq)), BLOCK_KV)
@@ -624,7 +643,7 @@ def jvp(
         ts_part = tl.dot(tq, tl.trans(k), input_precision="ieee")
         ts = tl.dot(q, tl.trans(tk), ts_part, input_precision="ieee")
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p = tl.exp2(s * qk_scale - lse2[:, None])
+        p = tl.exp2(s * qk_scale - m_all[:, None]) * inv_l_all[:, None]
         tscore = ts * scale
         tp = p * tscore
         if TMA:
@@ -669,7 +688,7 @@ def jvp(
         ts = tl.dot(q, tl.trans(tk), ts_part, input_precision="ieee")
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         s = tl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-        p = tl.exp2(s * qk_scale - lse2[:, None])
+        p = tl.exp2(s * qk_scale - m_all[:, None]) * inv_l_all[:, None]
         tscore = ts * scale
         tp = p * tscore
         if TMA:

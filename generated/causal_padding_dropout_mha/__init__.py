@@ -11,11 +11,15 @@ dropout:   yes
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py", "hopper.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "Plan", "attention"]
 
@@ -86,6 +90,7 @@ def attention(
     seed: int | torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -107,6 +112,8 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
@@ -327,5 +334,5 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B", ""))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_e00c5688c172", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_dropout_mha_81092a7d775a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

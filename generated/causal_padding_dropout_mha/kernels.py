@@ -163,7 +163,7 @@ SCHEDULES = {
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
 
@@ -313,6 +313,7 @@ def fwd(
             tl.minimum(tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run), 1 + Nk + q_start - Nq),
         ) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, key_padding_end)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -356,7 +357,7 @@ def fwd(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if DROPOUT:
@@ -373,7 +374,7 @@ def fwd(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_kept = dropped(p, keep_words, dropout_threshold, 0.0 * keep_scale, False) if DROPOUT else p
@@ -498,6 +499,7 @@ def dq(
             tl.minimum(tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run), 1 + Nk + q_start - Nq),
         ) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, key_padding_end)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -537,7 +539,7 @@ def dq(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -548,7 +550,7 @@ def dq(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         dp = tl.dot(do, tl.trans(v))
@@ -906,6 +908,7 @@ def jvp(
             tl.minimum(tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run), 1 + Nk + q_start - Nq),
         ) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, key_padding_end)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -964,7 +967,7 @@ def jvp(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -972,7 +975,7 @@ def jvp(
         else:
             tk = tl.load(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if DROPOUT:
@@ -991,7 +994,7 @@ def jvp(
         else:
             tv = tl.load(
                 tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -999,7 +1002,7 @@ def jvp(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_kept_cast = p_kept.to(dtype)

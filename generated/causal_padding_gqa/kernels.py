@@ -201,7 +201,7 @@ SCHEDULES = {
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
 
@@ -255,6 +255,7 @@ def fwd(
         BLOCK_KV,
     )
     kv_full_end = tl.maximum(0, tl.minimum(tl.minimum(Nk, kv_lengths), 1 + Nk + q_start - Nq)) // BLOCK_KV
+    kv_needed_end = tl.minimum(Nk, kv_lengths)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(0, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -289,7 +290,7 @@ def fwd(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -304,7 +305,7 @@ def fwd(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)
@@ -402,6 +403,7 @@ def dq(
         BLOCK_KV,
     )
     kv_full_end = tl.maximum(0, tl.minimum(tl.minimum(Nk, kv_lengths), 1 + Nk + q_start - Nq)) // BLOCK_KV
+    kv_needed_end = tl.minimum(Nk, kv_lengths)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(0, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -432,7 +434,7 @@ def dq(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -443,7 +445,7 @@ def dq(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         dp = tl.dot(do, tl.trans(v))
@@ -822,6 +824,7 @@ def jvp(
         BLOCK_KV,
     )
     kv_full_end = tl.maximum(0, tl.minimum(tl.minimum(Nk, kv_lengths), 1 + Nk + q_start - Nq)) // BLOCK_KV
+    kv_needed_end = tl.minimum(Nk, kv_lengths)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(0, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -870,7 +873,7 @@ def jvp(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         if TMA:
@@ -878,7 +881,7 @@ def jvp(
         else:
             tk = tl.load(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         ts_part = tl.dot(tq, tl.trans(k))
@@ -893,7 +896,7 @@ def jvp(
         else:
             tv = tl.load(
                 tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         if TMA:
@@ -901,7 +904,7 @@ def jvp(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=(kv_idx < kv_needed_end)[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)
@@ -962,6 +965,7 @@ def packed(
     kv_lengths = tl.load(KV_LENGTHS + b)
     kv_end = tl.cdiv(tl.maximum(0, tl.minimum(Nk, kv_lengths)), BLOCK_KV)
     kv_full_end = tl.maximum(0, tl.minimum(kv_lengths, 1 + Nk - queries)) // BLOCK_KV
+    kv_needed_end = tl.minimum(Nk, kv_lengths)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(0, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -987,7 +991,7 @@ def packed(
         kv_idx = kv_start + kv_off
         k = tl.load(
             K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-            mask=(kv_idx < Nk)[:, None],
+            mask=(kv_idx < kv_needed_end)[:, None],
             other=0.0,
         )
         s = tl.dot(q, tl.trans(k))
@@ -1003,7 +1007,7 @@ def packed(
         rescaled = acc * alpha[:, None]
         v = tl.load(
             V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-            mask=(kv_idx < Nk)[:, None],
+            mask=(kv_idx < kv_needed_end)[:, None],
             other=0.0,
         )
         p_cast = p.to(dtype)

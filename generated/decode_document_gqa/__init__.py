@@ -11,11 +11,15 @@ dropout:   no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py", "hopper.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "Plan", "attention"]
 
@@ -52,6 +56,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     check: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, without a backward.
 
@@ -73,6 +78,8 @@ def attention(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     runtime.refuse_gradients(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
@@ -157,6 +164,7 @@ def with_kvcache(
     scale: float | None = None,
     return_lse: bool = False,
     check: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of queries over the keys and values that each sequence has in a cache; a forward alone. Nothing waits for the device.
 
@@ -185,6 +193,8 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
         out, lse = SERVED(
             q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, document_ids, SCALE if scale is None else scale,
@@ -364,7 +374,7 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nq", "B Nq", "B Nk", "B Nk"))
-OPERATORS = runtime.Operators("decode_document_gqa_e24c89cd8c83", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_document_gqa_711758c7bc96", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

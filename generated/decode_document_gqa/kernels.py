@@ -452,6 +452,7 @@ def fwd(
         kv_full_first,
         tl.maximum(0, tl.minimum(tl.minimum(Nk, document_end_least), 1 + Nk + q_start - Nq)) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -487,7 +488,7 @@ def fwd(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -508,7 +509,7 @@ def fwd(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)
@@ -756,6 +757,7 @@ def decode(
         kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(document_end_least, 1 + Nk - queries)) // BLOCK_KV)
         kv_full_from = kv_full_first + portion(kv_full_end - kv_full_first, part, parts)
         kv_full_to = kv_full_first + portion(kv_full_end - kv_full_first, 1 + part, parts)
+        kv_needed_end = tl.minimum(Nk, document_end_greatest)
         page_ahead = page_of(
             PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
             kv_full_from * BLOCK_KV,
@@ -847,7 +849,7 @@ def decode(
                         hkv,
                         tl.int64,
                     ) * stride_k_h + (kv_idx % 64)[:, None] * stride_k_n + d_qk[None, :],
-                    mask=(kv_idx < Nk)[:, None],
+                    mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                     other=0.0,
                 )
             s = tl.dot(q, tl.trans(k))
@@ -864,14 +866,18 @@ def decode(
             alpha = tl.exp2((m - m_seen) * qk_scale)
             rescaled = acc * alpha[:, None]
             if TMA:
-                v = tl.where((kv_idx < Nk)[:, None], V.load([page_of_tile, hkv, kv_start % 64, 0]).reshape(BLOCK_KV, D_V), 0.0)
+                v = tl.where(
+                    ((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
+                    V.load([page_of_tile, hkv, kv_start % 64, 0]).reshape(BLOCK_KV, D_V),
+                    0.0,
+                )
             else:
                 v = tl.load(
                     V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(
                         hkv,
                         tl.int64,
                     ) * stride_v_h + (kv_idx % 64)[:, None] * stride_v_n + d_v[None, :],
-                    mask=(kv_idx < Nk)[:, None],
+                    mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                     other=0.0,
                 )
             p_cast = p.to(dtype)
@@ -1106,6 +1112,7 @@ def prefill(
         kv_full_first,
         tl.maximum(0, tl.minimum(tl.minimum(Nk, document_end_least), 1 + Nk + q_start - Nq)) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     page_ahead = page_of(
         PAGE_TABLE + tl.cast(b, tl.int64) * stride_page_table_b,
         kv_full_first * BLOCK_KV,
@@ -1193,7 +1200,7 @@ def prefill(
                     h // group,
                     tl.int64,
                 ) * stride_k_h + (kv_idx % 64)[:, None] * stride_k_n + d_qk[None, :],
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -1210,14 +1217,18 @@ def prefill(
         alpha = tl.exp2((m - m_seen) * qk_scale)
         rescaled = acc * alpha[:, None]
         if TMA:
-            v = tl.where((kv_idx < Nk)[:, None], V.load([page_of_tile, h // group, kv_start % 64, 0]).reshape(BLOCK_KV, D_V), 0.0)
+            v = tl.where(
+                ((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
+                V.load([page_of_tile, h // group, kv_start % 64, 0]).reshape(BLOCK_KV, D_V),
+                0.0,
+            )
         else:
             v = tl.load(
                 V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(
                     h // group,
                     tl.int64,
                 ) * stride_v_h + (kv_idx % 64)[:, None] * stride_v_n + d_v[None, :],
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)

@@ -11,9 +11,15 @@ dropout:   no
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "attention"]
 
@@ -57,6 +63,7 @@ def attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, without a backward.
 
@@ -74,6 +81,8 @@ def attention(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     runtime.refuse_gradients(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
@@ -91,6 +100,7 @@ def with_kvcache(
     scale: float | None = None,
     return_lse: bool = False,
     check: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of queries over the keys and values that each sequence has in a cache; a forward alone. Nothing waits for the device.
 
@@ -117,6 +127,8 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
         out, lse = SERVED(q, (k_cache,), (k,), cache_seqlens, page_table, SCALE if scale is None else scale)
         return (out, lse) if return_lse else out

@@ -11,9 +11,15 @@ dropout:   no
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py", "hopper.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "attention"]
 
@@ -46,6 +52,7 @@ def attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, without a backward.
 
@@ -63,6 +70,8 @@ def attention(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     runtime.refuse_gradients(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
@@ -82,6 +91,7 @@ def with_kvcache(
     scale: float | None = None,
     return_lse: bool = False,
     check: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of queries over the keys and values that each sequence has in a cache; a forward alone. Nothing waits for the device.
 
@@ -108,6 +118,8 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
         out, lse = SERVED(q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, SCALE if scale is None else scale)
         return (out, lse) if return_lse else out

@@ -12,9 +12,15 @@ dropout:   no
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "attention"]
 
@@ -48,6 +54,7 @@ def attention(
     sink: torch.Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scores of scale * q @ k^T, masked) @ v, without a backward.
 
@@ -66,6 +73,8 @@ def attention(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     runtime.refuse_gradients(q, k, v, sink)
     scale = SCALE if scale is None else RULES.check_scale(scale)
@@ -88,6 +97,7 @@ def with_kvcache(
     scale: float | None = None,
     return_lse: bool = False,
     check: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`attention` of queries over the keys and values that each sequence has in a cache; a forward alone. Nothing waits for the device.
 
@@ -115,6 +125,8 @@ def with_kvcache(
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
         NotImplementedError: a gradient is wanted.
     """
+    if unknown:
+        runtime.refuse_arguments("attention.with_kvcache", with_kvcache, unknown)
     if torch.compiler.is_compiling():
         out, lse = SERVED(q, (k_cache, v_cache), (k, v), cache_seqlens, page_table, sink, SCALE if scale is None else scale)
         return (out, lse) if return_lse else out
@@ -237,7 +249,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), dims=("Hq",))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_906351168053", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_e55c3ecb031b", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

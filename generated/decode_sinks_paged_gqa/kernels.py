@@ -310,7 +310,12 @@ def fwd(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    sink2 = LOG2E * sink
+    sink2_base = LOG2E * sink
+    sink2 = tl.where(
+        tl.where(sink2_base > 3.4028234663852886e+38, 1, 0) == 1,
+        3.4028234663852886e+38,
+        tl.where(tl.where(sink2_base < -3.4028234663852886e+38, 1, 0) == 1, -3.4028234663852886e+38, sink2_base),
+    )
     m_all = tl.maximum(sink2, m * qk_scale)
     shrunk = tl.exp2(m * qk_scale - m_all)
     l_all = l * shrunk + tl.exp2(sink2 - m_all)
@@ -321,7 +326,7 @@ def fwd(
         o,
         mask=(q_idx < Nq)[:, None],
     )
-    lse = (m_all + tl.log2(l_all)) * LN2
+    lse = tl.where(m * qk_scale > float("-inf"), tl.maximum(sink, (m_all + tl.log2(l_all)) * LN2), sink)
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
@@ -440,6 +445,7 @@ def decode(
         kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, 1 + Nk - queries) // BLOCK_KV)
         kv_full_from = kv_full_first + portion(kv_full_end - kv_full_first, part, parts)
         kv_full_to = kv_full_first + portion(kv_full_end - kv_full_first, 1 + part, parts)
+        kv_needed_first = Nk - 127 - queries
         # tiles with nothing to mask: no mask, no bounds checks
         for kv_tile in tl.range(kv_full_from, kv_full_to):
             kv_start = kv_tile * BLOCK_KV
@@ -487,7 +493,7 @@ def decode(
                 K + page.to(tl.int64)[:, None] * stride_k_p + tl.cast(hkv, tl.int64) * stride_k_h + (
                     kv_idx % page_rows
                 ).to(tl.int64)[:, None] * stride_k_n + d_qk[None, :],
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
                 other=0.0,
             )
             s = tl.dot(q, tl.trans(k))
@@ -507,7 +513,7 @@ def decode(
                 V + page.to(tl.int64)[:, None] * stride_v_p + tl.cast(hkv, tl.int64) * stride_v_h + (
                     kv_idx % page_rows
                 ).to(tl.int64)[:, None] * stride_v_n + d_v[None, :],
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
                 other=0.0,
             )
             p_cast = p.to(dtype)
@@ -605,7 +611,12 @@ def combine(
         o_sum = tl.sum(weighed, 0)
         acc = o_sum + acc * alpha[:, None]
         m = m_next
-    sink2 = sink * LOG2E
+    sink2_base = sink * LOG2E
+    sink2 = tl.where(
+        sink2_base > 3.4028234663852886e+38,
+        3.4028234663852886e+38,
+        tl.where(sink2_base < -3.4028234663852886e+38, -3.4028234663852886e+38, sink2_base),
+    )
     m_all = tl.maximum(m, sink2)
     shrunk = tl.exp2(m - m_all)
     l_all = l * shrunk + tl.exp2(sink2 - m_all)
@@ -616,7 +627,7 @@ def combine(
         o,
         mask=(q_idx < Nq)[:, None],
     )
-    lse = (m_all + tl.log2(l_all)) * LN2
+    lse = tl.where(m > float("-inf"), tl.maximum(sink, (m_all + tl.log2(l_all)) * LN2), sink)
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
@@ -668,6 +679,7 @@ def prefill(
     kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 127 - Nq) // BLOCK_KV)
     kv_full_first = tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 128 - Nq), BLOCK_KV)
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
+    kv_needed_first = Nk + q_start - 127 - Nq
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -714,7 +726,7 @@ def prefill(
                 h // group,
                 tl.int64,
             ) * stride_k_h + (kv_idx % page_rows).to(tl.int64)[:, None] * stride_k_n + d_qk[None, :],
-            mask=(kv_idx < Nk)[:, None],
+            mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
             other=0.0,
         )
         s = tl.dot(q, tl.trans(k))
@@ -733,7 +745,7 @@ def prefill(
                 h // group,
                 tl.int64,
             ) * stride_v_h + (kv_idx % page_rows).to(tl.int64)[:, None] * stride_v_n + d_v[None, :],
-            mask=(kv_idx < Nk)[:, None],
+            mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
             other=0.0,
         )
         p_cast = p.to(dtype)
@@ -741,7 +753,12 @@ def prefill(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    sink2 = LOG2E * sink
+    sink2_base = LOG2E * sink
+    sink2 = tl.where(
+        tl.where(sink2_base > 3.4028234663852886e+38, 1, 0) == 1,
+        3.4028234663852886e+38,
+        tl.where(tl.where(sink2_base < -3.4028234663852886e+38, 1, 0) == 1, -3.4028234663852886e+38, sink2_base),
+    )
     m_all = tl.maximum(sink2, m * qk_scale)
     shrunk = tl.exp2(m * qk_scale - m_all)
     l_all = l * shrunk + tl.exp2(sink2 - m_all)
@@ -752,5 +769,5 @@ def prefill(
         o,
         mask=(q_idx < Nq)[:, None],
     )
-    lse = (m_all + tl.log2(l_all)) * LN2
+    lse = tl.where(m * qk_scale > float("-inf"), tl.maximum(sink, (m_all + tl.log2(l_all)) * LN2), sink)
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)

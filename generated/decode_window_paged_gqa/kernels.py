@@ -579,6 +579,7 @@ def decode(
         kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, 1 + Nk - queries) // BLOCK_KV)
         kv_full_from = kv_full_first + portion(kv_full_end - kv_full_first, part, parts)
         kv_full_to = kv_full_first + portion(kv_full_end - kv_full_first, 1 + part, parts)
+        kv_needed_first = Nk - 1023 - queries
         # tiles with nothing to mask: no mask, no bounds checks
         for kv_tile in tl.range(kv_full_from, kv_full_to):
             kv_start = kv_tile * BLOCK_KV
@@ -629,7 +630,7 @@ def decode(
                     hkv,
                     tl.int64,
                 ) * stride_k_h + (kv_idx % 16)[:, None] * stride_k_n + d_qk[None, :],
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
                 other=0.0,
             )
             s = tl.dot(q, tl.trans(k))
@@ -650,7 +651,7 @@ def decode(
                     hkv,
                     tl.int64,
                 ) * stride_v_h + (kv_idx % 16)[:, None] * stride_v_n + d_v[None, :],
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
                 other=0.0,
             )
             p_cast = p.to(dtype)
@@ -805,6 +806,7 @@ def prefill(
     kv_first = tl.minimum(kv_end, tl.maximum(0, Nk + q_start - 1023 - Nq) // BLOCK_KV)
     kv_full_first = tl.cdiv(tl.maximum(0, Nk + tl.minimum(Nq, q_start + BLOCK_Q) - 1024 - Nq), BLOCK_KV)
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, 1 + Nk + q_start - Nq)) // BLOCK_KV)
+    kv_needed_first = Nk + q_start - 1023 - Nq
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -851,7 +853,7 @@ def prefill(
                 h // group,
                 tl.int64,
             ) * stride_k_h + (kv_idx % 16)[:, None] * stride_k_n + d_qk[None, :],
-            mask=(kv_idx < Nk)[:, None],
+            mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
             other=0.0,
         )
         s = tl.dot(q, tl.trans(k))
@@ -870,7 +872,7 @@ def prefill(
                 h // group,
                 tl.int64,
             ) * stride_v_h + (kv_idx % 16)[:, None] * stride_v_n + d_v[None, :],
-            mask=(kv_idx < Nk)[:, None],
+            mask=((kv_idx >= kv_needed_first) & (kv_idx < Nk))[:, None],
             other=0.0,
         )
         p_cast = p.to(dtype)

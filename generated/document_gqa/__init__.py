@@ -11,11 +11,15 @@ dropout:   no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py", "hopper.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "Plan", "attention"]
 
@@ -71,6 +75,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     check: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -91,6 +96,8 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
@@ -416,7 +423,7 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V),
     dims=("B Nq", "B Nk", "B Nq", "B Nq", "B Nq", "B Nq", "B Nk", "B Nk", "B Nk", "B Nk"),
 )
-OPERATORS = runtime.Operators("document_gqa_a9745099108d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_2760985ab2c5", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

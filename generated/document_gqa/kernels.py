@@ -202,7 +202,7 @@ SCHEDULES = {
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
 
@@ -288,6 +288,7 @@ def fwd(
             tl.minimum(tl.minimum(tl.minimum(Nk, document_end_greatest), document_full_end_least), 1 + Nk + q_start - Nq),
         ) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -328,7 +329,7 @@ def fwd(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -347,7 +348,7 @@ def fwd(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)
@@ -471,6 +472,7 @@ def dq(
             tl.minimum(tl.minimum(tl.minimum(Nk, document_end_greatest), document_full_end_least), 1 + Nk + q_start - Nq),
         ) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -507,7 +509,7 @@ def dq(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -522,7 +524,7 @@ def dq(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         dp = tl.dot(do, tl.trans(v))
@@ -691,6 +693,7 @@ def dkdv(
             q_full_first,
             tl.maximum(0, tl.minimum(tl.minimum(Nq, document_q_end_greatest), document_q_full_end_least)) // BLOCK_Q,
         )
+        q_needed_end = tl.minimum(Nq, document_q_end_greatest)
         # tiles with nothing to mask: no mask, no bounds checks
         for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
             q_start = q_tile * BLOCK_Q
@@ -727,7 +730,7 @@ def dkdv(
             else:
                 q = tl.load(
                     Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-                    mask=(q_idx < Nq)[:, None],
+                    mask=((q_idx >= document_q_first_least) & (q_idx < q_needed_end))[:, None],
                     other=0.0,
                 )
             if TMA:
@@ -735,11 +738,19 @@ def dkdv(
             else:
                 do = tl.load(
                     dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
-                    mask=(q_idx < Nq)[:, None],
+                    mask=((q_idx >= document_q_first_least) & (q_idx < q_needed_end))[:, None],
                     other=0.0,
                 )
-            lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-            delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+            lse2 = tl.load(
+                LSE2_head + q_start + q_off,
+                mask=(q_idx >= document_q_first_least) & (q_idx < q_needed_end),
+                other=float("inf"),
+            )
+            delta = tl.load(
+                DELTA_head + q_start + q_off,
+                mask=(q_idx >= document_q_first_least) & (q_idx < q_needed_end),
+                other=0.0,
+            )
             dp = tl.dot(v, tl.trans(do))
             s = tl.dot(k, tl.trans(q))
             s = tl.where(
@@ -957,6 +968,7 @@ def jvp(
             tl.minimum(tl.minimum(tl.minimum(Nk, document_end_greatest), document_full_end_least), 1 + Nk + q_start - Nq),
         ) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -1011,7 +1023,7 @@ def jvp(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -1019,7 +1031,7 @@ def jvp(
         else:
             tk = tl.load(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         ts_part = tl.dot(tq, tl.trans(k))
@@ -1038,7 +1050,7 @@ def jvp(
         else:
             tv = tl.load(
                 tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -1046,7 +1058,7 @@ def jvp(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)

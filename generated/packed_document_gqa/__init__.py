@@ -11,11 +11,15 @@ dropout:   no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py", "hopper.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "Plan", "attention"]
 
@@ -71,6 +75,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     check: bool | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -92,6 +97,8 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Nq = q.shape[2]
@@ -363,8 +370,8 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
             end = torch.minimum(end, meets + 1)
         elif causal:
             first = torch.maximum(first, meets)
-        rest = n_kv if side > 0 else n_q  # positions in no document see nothing: they come before or after all others
-        spans += [torch.where(inside, x, torch.where(before, 0, rest)).int() for x in (first, torch.maximum(first, end))]
+        none = torch.where(before, other[0], other[-1])  # positions in no document see nothing, and no row outside of all documents
+        spans += [torch.where(inside, x, none).int() for x in (first, torch.maximum(first, end))]
     return tuple(spans)
 
 
@@ -373,5 +380,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("Nq", "Nq", "Nk", "Nk"))
-OPERATORS = runtime.Operators("packed_document_gqa_bf3b4b5ade82", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_f774d8c90b3a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -177,7 +177,7 @@ SCHEDULES = {
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
 
@@ -233,6 +233,7 @@ def fwd(
     kv_first = tl.minimum(kv_end, tl.maximum(0, document_first_least) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, document_first_greatest), BLOCK_KV))
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, document_end_least)) // BLOCK_KV)
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -268,7 +269,7 @@ def fwd(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -287,7 +288,7 @@ def fwd(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)
@@ -387,6 +388,7 @@ def dq(
     kv_first = tl.minimum(kv_end, tl.maximum(0, document_first_least) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, document_first_greatest), BLOCK_KV))
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, document_end_least)) // BLOCK_KV)
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -418,7 +420,7 @@ def dq(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -433,7 +435,7 @@ def dq(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         dp = tl.dot(do, tl.trans(v))
@@ -582,6 +584,7 @@ def dkdv(
         q_first = tl.minimum(q_end, tl.maximum(0, document_q_first_least) // BLOCK_Q)
         q_full_first = tl.minimum(q_end, tl.cdiv(tl.maximum(0, document_q_first_greatest), BLOCK_Q))
         q_full_end = tl.maximum(q_full_first, tl.maximum(0, tl.minimum(Nq, document_q_end_least)) // BLOCK_Q)
+        q_needed_end = tl.minimum(Nq, document_q_end_greatest)
         # tiles with nothing to mask: no mask, no bounds checks
         for q_tile in tl.range(q_full_first, q_full_end, disable_licm=True):
             q_start = q_tile * BLOCK_Q
@@ -617,7 +620,7 @@ def dkdv(
             else:
                 q = tl.load(
                     Q_head + tl.cast(q_start, tl.int64) * stride_q_n + (q_off[:, None] * stride_q_n + d_qk[None, :]),
-                    mask=(q_idx < Nq)[:, None],
+                    mask=((q_idx >= document_q_first_least) & (q_idx < q_needed_end))[:, None],
                     other=0.0,
                 )
             if TMA:
@@ -625,11 +628,19 @@ def dkdv(
             else:
                 do = tl.load(
                     dO_head + tl.cast(q_start, tl.int64) * stride_do_n + (q_off[:, None] * stride_do_n + d_v[None, :]),
-                    mask=(q_idx < Nq)[:, None],
+                    mask=((q_idx >= document_q_first_least) & (q_idx < q_needed_end))[:, None],
                     other=0.0,
                 )
-            lse2 = tl.load(LSE2_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-            delta = tl.load(DELTA_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+            lse2 = tl.load(
+                LSE2_head + q_start + q_off,
+                mask=(q_idx >= document_q_first_least) & (q_idx < q_needed_end),
+                other=float("inf"),
+            )
+            delta = tl.load(
+                DELTA_head + q_start + q_off,
+                mask=(q_idx >= document_q_first_least) & (q_idx < q_needed_end),
+                other=0.0,
+            )
             dp = tl.dot(v, tl.trans(do))
             s = tl.dot(k, tl.trans(q))
             s = tl.where(
@@ -823,6 +834,7 @@ def jvp(
     kv_first = tl.minimum(kv_end, tl.maximum(0, document_first_least) // BLOCK_KV)
     kv_full_first = tl.minimum(kv_end, tl.cdiv(tl.maximum(0, document_first_greatest), BLOCK_KV))
     kv_full_end = tl.maximum(kv_full_first, tl.maximum(0, tl.minimum(Nk, document_end_least)) // BLOCK_KV)
+    kv_needed_end = tl.minimum(Nk, document_end_greatest)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -872,7 +884,7 @@ def jvp(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -880,7 +892,7 @@ def jvp(
         else:
             tk = tl.load(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         ts_part = tl.dot(tq, tl.trans(k))
@@ -899,7 +911,7 @@ def jvp(
         else:
             tv = tl.load(
                 tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -907,7 +919,7 @@ def jvp(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= document_first_least) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)

@@ -11,11 +11,15 @@ dropout:   no
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py", "hopper.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "Plan", "attention"]
 
@@ -61,6 +65,7 @@ def attention(
     plan: Plan | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T, masked) @ v, differentiable in q, k and v.
 
@@ -79,6 +84,8 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     B = q.shape[0]
@@ -286,5 +293,5 @@ OPERANDS = (
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B"), shards=("B", "Hq", "Nq"),
 )
-OPERATORS = runtime.Operators("padding_mha_ffe826f1e8fe", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_daade9c2b065", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

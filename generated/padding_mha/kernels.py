@@ -160,7 +160,7 @@ SCHEDULES = {
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
 
@@ -216,6 +216,7 @@ def fwd(
         kv_full_first,
         tl.maximum(0, tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, key_padding_end)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -256,7 +257,7 @@ def fwd(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -271,7 +272,7 @@ def fwd(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)
@@ -371,6 +372,7 @@ def dq(
         kv_full_first,
         tl.maximum(0, tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, key_padding_end)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -407,7 +409,7 @@ def dq(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         s = tl.dot(q, tl.trans(k))
@@ -418,7 +420,7 @@ def dq(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         dp = tl.dot(do, tl.trans(v))
@@ -726,6 +728,7 @@ def jvp(
         kv_full_first,
         tl.maximum(0, tl.minimum(tl.minimum(Nk, key_padding_end), key_padding_run)) // BLOCK_KV,
     )
+    kv_needed_end = tl.minimum(Nk, key_padding_end)
     # tiles with nothing to mask: no mask, no bounds checks
     for kv_tile in tl.range(kv_full_first, kv_full_end):
         kv_start = kv_tile * BLOCK_KV
@@ -780,7 +783,7 @@ def jvp(
         else:
             k = tl.load(
                 K_head + tl.cast(kv_start, tl.int64) * stride_k_n + (kv_off[:, None] * stride_k_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -788,7 +791,7 @@ def jvp(
         else:
             tk = tl.load(
                 tK_head + tl.cast(kv_start, tl.int64) * stride_tk_n + (kv_off[:, None] * stride_tk_n + d_qk[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         ts_part = tl.dot(tq, tl.trans(k))
@@ -803,7 +806,7 @@ def jvp(
         else:
             tv = tl.load(
                 tV_head + tl.cast(kv_start, tl.int64) * stride_tv_n + (kv_off[:, None] * stride_tv_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         if TMA:
@@ -811,7 +814,7 @@ def jvp(
         else:
             v = tl.load(
                 V_head + tl.cast(kv_start, tl.int64) * stride_v_n + (kv_off[:, None] * stride_v_n + d_v[None, :]),
-                mask=(kv_idx < Nk)[:, None],
+                mask=((kv_idx >= key_padding_first) & (kv_idx < kv_needed_end))[:, None],
                 other=0.0,
             )
         p_cast = p.to(dtype)

@@ -12,9 +12,15 @@ dropout:   no
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
-from . import kernels, runtime
+from .runtime import check_files
+
+check_files(__file__, "kernels.py", "hopper.py")
+
+from . import kernels, runtime  # noqa: E402
 
 __all__ = ["Attention", "attention"]
 
@@ -67,6 +73,7 @@ def attention(
     sink: torch.Tensor,
     scale: float | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scores of scale * q @ k^T, masked) @ v, differentiable in q, k, v and sink.
 
@@ -84,6 +91,8 @@ def attention(
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
+    if unknown:
+        runtime.refuse_arguments("attention", attention, unknown)
     q, k, v, shapes = RULES.admit(q, k, v)
     scale = SCALE if scale is None else RULES.check_scale(scale)
     Hq = q.shape[1]
@@ -226,7 +235,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
                     (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
                 )
     if need_inputs:
-        sink_rows = -torch.exp(sink[:, None] - lse) * delta
+        sink_rows = -torch.exp(sink[:, None] - lse.clamp(min=-3.4028234663852886e+38)) * delta
         sink_sum = sink_rows.sum((0, 2))
         learned_d_sink = sink_sum
     else:
@@ -260,5 +269,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, sink, scale, tsink):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), dims=("Hq",))
-OPERATORS = runtime.Operators("sinks_window_gqa_3fa372525f2e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("sinks_window_gqa_a74b213601fa", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

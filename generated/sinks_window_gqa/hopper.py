@@ -495,7 +495,12 @@ def fwd_consumer(
         b = told(work_ring.index(7 * work_slot + 2))
         q_start = q_start + COPY * ROWS
         q_idx = q_start + q_off
-        sink2 = LOG2E * sink
+        sink2_base = LOG2E * sink
+        sink2 = gl.where(
+            gl.where(sink2_base > 3.4028234663852886e+38, 1, 0) == 1,
+            3.4028234663852886e+38,
+            gl.where(gl.where(sink2_base < -3.4028234663852886e+38, 1, 0) == 1, -3.4028234663852886e+38, sink2_base),
+        )
         m_all = gl.maximum(sink2, m * qk_scale)
         shrunk = gl.exp2(m * qk_scale - m_all)
         l_all = l * shrunk + gl.exp2(sink2 - m_all)
@@ -506,7 +511,7 @@ def fwd_consumer(
         o_ring.index(COPY).reshape([ROWS, D_V]).store(o)
         fence_async_shared()
         copy_out(O, [b, h, q_start, 0], o_ring.index(COPY))
-        lse = (m_all + gl.log2(l_all)) * LN2
+        lse = gl.where(m * qk_scale > float("-inf"), gl.maximum(sink, (m_all + gl.log2(l_all)) * LN2), sink)
         LSE_head = LSE + gl.cast(b, gl.int64) * stride_lse_b + gl.cast(h, gl.int64) * stride_lse_h
         gl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
         arrive(6 + SLOTS + SLOTS + work_slot, THREADS)

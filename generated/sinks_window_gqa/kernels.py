@@ -165,7 +165,7 @@ SCHEDULES = {
 }
 
 # the classes of devices that are not listed, and of the interpreter; bytes per element that this one is given the schedules of
-OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "sm90"
+OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
 
@@ -280,7 +280,12 @@ def fwd(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    sink2 = LOG2E * sink
+    sink2_base = LOG2E * sink
+    sink2 = tl.where(
+        tl.where(sink2_base > 3.4028234663852886e+38, 1, 0) == 1,
+        3.4028234663852886e+38,
+        tl.where(tl.where(sink2_base < -3.4028234663852886e+38, 1, 0) == 1, -3.4028234663852886e+38, sink2_base),
+    )
     m_all = tl.maximum(sink2, m * qk_scale)
     shrunk = tl.exp2(m * qk_scale - m_all)
     l_all = l * shrunk + tl.exp2(sink2 - m_all)
@@ -291,7 +296,7 @@ def fwd(
         o,
         mask=(q_idx < Nq)[:, None],
     )
-    lse = (m_all + tl.log2(l_all)) * LN2
+    lse = tl.where(m * qk_scale > float("-inf"), tl.maximum(sink, (m_all + tl.log2(l_all)) * LN2), sink)
     tl.store(LSE_head + q_start + q_off, lse, mask=q_idx < Nq)
 
 
@@ -364,7 +369,7 @@ def dq(
     product = do.to(tl.float32) * o.to(tl.float32)
     o_do = tl.sum(product, 1)
     delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
-    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    lse2 = tl.where(lse * LOG2E > float("-inf"), lse * LOG2E, float("inf"))
     tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
     tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
     dq = tl.full([BLOCK_Q, D_QK], 0.0, dtype=tl.float32)
@@ -474,7 +479,7 @@ def delta(
     product = do.to(tl.float32) * o.to(tl.float32)
     o_do = tl.sum(product, 1)
     delta = o_do - tl.where(lse > float("-inf"), dlse, 0)
-    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    lse2 = tl.where(lse * LOG2E > float("-inf"), lse * LOG2E, float("inf"))
     tl.store(DELTA_head + q_start + q_off, delta, mask=q_idx < Nq)
     tl.store(LSE2_head + q_start + q_off, lse2, mask=q_idx < Nq)
 
@@ -780,7 +785,7 @@ def jvp(
             mask=(q_idx < Nq)[:, None],
             other=0.0,
         )
-    lse2 = tl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
+    lse2 = tl.where(lse * LOG2E > float("-inf"), lse * LOG2E, float("inf"))
     acc = tl.full([BLOCK_Q, D_V], 0.0, dtype=tl.float32)
     tlse = tl.full([BLOCK_Q], 0.0, dtype=tl.float32)
     sink = tl.load(SINK + h)
@@ -882,7 +887,7 @@ def jvp(
         acc = tl.dot(tp_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
-    log2_sink = 1.4426950408889634 * sink - lse2
+    log2_sink = (sink - tl.maximum(-3.4028234663852886e+38, lse)) * LOG2E
     tlse_all = tlse + tl.exp2(log2_sink) * tsink
     o = tl.load(
         O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
