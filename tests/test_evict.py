@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import attngen
 from attngen import api, store
 from attngen.frontends.block_masks import masked_of
+from tests.helpers import CUDA
 
 FAKE = """class OPERATORS:
     @staticmethod
@@ -66,7 +67,7 @@ def shifted(by: float) -> Callable[..., Any]:
 
 
 def qkv() -> list[torch.Tensor]:
-    made = torch.randn(3, 1, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+    made = torch.randn(3, 1, 2, 16, 16, generator=torch.Generator().manual_seed(0)).to("cuda" if CUDA else "cpu")
     return [x.clone().requires_grad_() for x in made]
 
 

@@ -174,9 +174,12 @@ def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, cache: Any,
         nonlocal hidden_keys
         caches = [x.clone() for x in call.caches]
         for b, (k, _, of_call) in enumerate(call.sequences):
-            inputs = of_call | {
-                name: x[b : b + 1, : k.shape[2]] if x.dim() > 1 else x[b : b + 1] for name, x in given.items() if name in of_call
+            mine = {name: x[b : b + 1] for name, x in given.items() if name in of_call}
+            mine = {name: x[:, : k.shape[2]] if x.dim() > 1 else x for name, x in mine.items()}
+            others = {
+                name: x[b : b + 1] if isinstance(x, torch.Tensor) and len(x) == len(call.sequences) else x for name, x in of_call.items()
             }
+            inputs = others | mine
             sees = reference_mask(spec.mask, call.q[b : b + 1], k, inputs).expand(1, 4, n_q, -1)
             rows = (~sees.any(2).any(1)[0]).nonzero()[:, 0]
             hidden_keys += len(rows)

@@ -21,11 +21,11 @@ from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mo
 from attngen.ir.graph import Kernel
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Dot, Gather, Mask
-from attngen.ir.prove import entails, prove_le
+from attngen.ir.prove import entails, is_given_up, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
 MOST_RUNS = 3
-MOST_IN_BOUNDS = 1000  # nodes of all bounds; with more, all tiles are partial
+MOST_IN_BOUNDS = 4000  # nodes of all bounds; with more, all tiles are partial
 MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
 
 
@@ -163,10 +163,8 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
             bounds[i + 1] = sympy.Max(before, after)
     ends = [sympy.Integer(0), *(flattened(e) for e in bounds)]
     known = [with_rows(e, scene.own, scene.rows) for e in ends]
-    proven = sum(map(size, ends)) <= MOST_IN_BOUNDS and all(
-        prove_le(first, e) for at, e in enumerate(known) for first in (known[0], known[max(0, at - 1)])
-    )
-    if not proven:  # within the steps that a proof has: all tiles are partial, which needs none
+    pairs = ((first, e) for at, e in enumerate(known) for first in (known[0], known[max(0, at - 1)]))
+    if sum(map(size, ends)) > MOST_IN_BOUNDS or any(is_given_up(*pair) for pair in pairs):  # all tiles are partial, which needs no proof
         zero = sympy.Integer(0)
         return zero, zero, zero, cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop]))
     return tuple(ends[1:])

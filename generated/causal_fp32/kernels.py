@@ -76,8 +76,8 @@ SCHEDULES = {
     },
     "dkdv": {
         ("sm80", 4): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 1, "TMA": False}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 1, "TMA": False}),
         ),
         ("sm90", 4): (
             (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
