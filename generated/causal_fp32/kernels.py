@@ -103,7 +103,7 @@ SCHEDULES = {
             (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
         ),
         ("sm90", 4): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 8, "num_stages": 3, "TMA": False}),
         ),
         ("sm100", 4): (
             (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
