@@ -208,6 +208,7 @@ WRAPPER |= {
     "scale",
     "return_lse",
     "check",
+    "unknown",
     "shapes",
     "group",
     "splits",
