@@ -55,7 +55,7 @@ def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
     spec at once wait for the first, which compiles it. The cache keeps the 512 modules that were used last. `attngen cache` shows it and
     clears it.
     """
-    with _LOCK:
+    with _alone():
         return stay(_built(*_request(spec)))
 
 
@@ -69,7 +69,7 @@ def build_completed(data: dict[str, Any], complete: Callable[[dict[str, Any]], d
         complete: adds to a spec what follows from its data, and may need the compiler for it.
     """
     asked = b"part" + marshal.dumps(data, 2)
-    with _LOCK:
+    with _alone():
         module = _built(asked, lambda: _spec_of(complete(data)), None)
         if module not in _STAYING:
             _RECENT.setdefault(module, set()).add(asked)
@@ -105,12 +105,11 @@ def _forget(module: ModuleType, asked: set[bytes]) -> None:
 
 
 def _built(asked: bytes, read: Callable[[], Spec], path: Path | None) -> ModuleType:
-    """The module of what `_request` says."""
-    with _alone():
-        if asked not in _LOADED:
-            key = store.key_of(asked)
-            _LOADED[asked] = _import(*(store.find(key) or _compile(key, read(), path)))
-        return _LOADED[asked]
+    """The module of what `_request` says. Call it under `_alone`."""
+    if asked not in _LOADED:
+        key = store.key_of(asked)
+        _LOADED[asked] = _import(*(store.find(key) or _compile(key, read(), path)))
+    return _LOADED[asked]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -722,3 +723,32 @@ print({"torch", "triton", "sympy", "pydantic", "yaml", "filelock"} & set(sys.mod
 
 def test_importing_attngen_imports_nothing_else() -> None:
     assert script(CHEAP).splitlines() == [f"{attngen.__version__} ['attngen']", "module `attngen` has no attribute `bild`", "set()"]
+
+
+@pytest.mark.parametrize("other", ["thread", "process"])
+def test_who_waits_for_another_build_says_so_once(
+    other: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A build that holds the lock for long is no silence, neither for other threads nor, by the cache's lock, for other processes."""
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(store, "PATIENCE", 0.05)
+    monkeypatch.setattr(api, "_built", lambda *_: ModuleType("built"))
+    held, waited = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with api._alone() if other == "thread" else store.building("sha256:ab"):
+            held.set()
+            waited.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    threading.Timer(0.5, waited.set).start()
+    if other == "thread":
+        api.build({"name": "x", "head_dim": 64})
+    else:
+        with store.building("sha256:ab"):
+            pass
+    holder.join()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"attngen: waits for another {other}")
