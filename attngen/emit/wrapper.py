@@ -72,7 +72,7 @@ class Wrapper:
 
     @property
     def rows(self) -> list[str]:
-        """The numbers of each query that the forward gives beside the output, by their variables."""
+        """The row vectors that the forward returns with the output, by their variables."""
         return [name.lower() for name in self.module.row_tensors]
 
     @property

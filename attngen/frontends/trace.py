@@ -153,7 +153,7 @@ class _Tracer:
         return name
 
     def noting(self) -> Note:
-        """What notes the places of the operator at hand."""
+        """A function that notes the places of the current operator."""
         where, names = self.where, {table.name for table in self.tables.values()}
 
         def note(made: ast.expr, index: ast.expr, length: int) -> None:

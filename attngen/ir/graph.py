@@ -780,13 +780,13 @@ class Module:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The tensors of which weights are made again, beside scores: LSE, or SUMS where kernels write these."""
+        """The tensors from which, with scores, kernels recompute weights: LSE, or SUMS where kernels write these."""
         written = {arg.name for kernel in self.kernels for arg in kernel.args if arg.role == "out"}
         return SUMS if written.issuperset(SUMS) else LSE
 
     @property
     def row_tensors(self) -> tuple[str, ...]:
-        """The tensors with a number of each query that the forward gives beside the output. Those without a gradient come last."""
+        """The row vectors that the forward returns with the output. Those without a gradient come last."""
         smooth, flat = ([OUTPUTS[name] for name in self.by_query if (name in FLAT) == wanted] for wanted in (False, True))
         return (*smooth, *(name for name in self.sums if name not in smooth), *flat)
 

@@ -173,8 +173,8 @@ VARIABLES |= {"tO": "tangent_out", "tLSE": "tangent_lse", "tENTROPY": "tangent_e
 # FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
 OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
 FLAT, OF_KEYS = ("max_score",), ("key_mass",)
-# What weights are made of again, beside scores: the LSE; where one fp32 number is too coarse for it, as of fp32 arguments, the maximum to
-# base 2 and one over the sum of weights at that, which are +inf and 0 for a query that sees no key.
+# From what kernels recompute weights, with scores: the LSE; where one fp32 number is too coarse for it, as for fp32 arguments, the maximum
+# to base 2 and one over the sum of weights at that, which are +inf and 0 for a query that sees no key.
 LSE, SUMS = ("LSE",), ("M_ALL", "INV_L_ALL")
 STATISTICS = (
     *("LSE", "LSE2", *SUMS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS"),

@@ -53,7 +53,7 @@ MAX_SHIFT = 30
 def _shifted(sign: str, a: Expr, by: Expr) -> Expr:
     """An integer shifted by a value of the call, as PyTorch shifts 32 bits: by less than 0 or more than 31, all bits are gone.
 
-    A power of two is one in fp32, too, up to that of 30; the last bit is shifted apart.
+    A power of two is one in fp32, too, up to that of 30; the last bit is shifted by a step of its own.
     """
     few = clamp(by, sympy.Integer(0), sympy.Integer(30))
     power, last = sympy.Max(sympy.Integer(1), nearest(exp2(few))), by > 30

@@ -403,7 +403,7 @@ def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
 
 
 def _of_sink(sink: Expr, module: Module, kept: Iterable[str]) -> tuple[Expr, dict[str, str]]:
-    """The gradient of a sink by row, and what it reads beside the sink and DELTA. A row that sees no key may have an infinite LSE."""
+    """The gradient of a sink by row, and what it reads besides the sink and DELTA. A row that sees no key may have an infinite LSE."""
     log2e = sympy.Float(1 / math.log(2))
     if module.sums == LSE:
         uses = {"lse": "LSE"}

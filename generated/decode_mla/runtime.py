@@ -708,16 +708,16 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     the difference in the widest is one of two, and so on.
     """
     dims = [(a, b, n, m) for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1]
-    apart = y.data_ptr() - x.data_ptr()
-    if any(a != b for a, b, _, _ in dims) or apart % x.element_size():
-        return apart == 0
-    left = {apart // x.element_size()}
+    distance = y.data_ptr() - x.data_ptr()
+    if any(a != b for a, b, _, _ in dims) or distance % x.element_size():
+        return distance == 0
+    left = {distance // x.element_size()}
     for step, _, n, m in sorted(dims, reverse=True):
         left = {rest - d * step for rest in left for d in (rest // step, rest // step + 1) if -m < d < n}
     return 0 in left
 
 
-def _apart(caches: Tensors) -> tuple[int, int]:
+def _distance(caches: Tensors) -> tuple[int, int]:
     """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share none."""
     ends = (sum(step * (n - 1) for n, step in zip(x.shape, x.stride())) + 1 for x in caches)
     return caches[-1].data_ptr() - caches[0].data_ptr(), max(ends) * caches[0].element_size() if len(caches) > 1 else 0
@@ -752,7 +752,7 @@ class CacheRules:
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
         self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
         self.last_scales: list[Any] = []  # of the same
-        self.apart = 0, 0  # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
+        self.distance = 0, 0  # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
 
     def admit(
         self,
@@ -783,7 +783,7 @@ class CacheRules:
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
                 q = q.resolve_neg().contiguous()
             self._remember(q, *caches, *rest)
-            self.apart = _apart(caches) if given_new else (0, 0)
+            self.distance = _distance(caches) if given_new else (0, 0)
             self.last_scales = [_kind_of(x) for x in scales]
         if self.scale == "columns":
             return q, self._parts_of_rows(caches[0].transpose(1, 2), q.dtype), given_new
@@ -812,7 +812,7 @@ class CacheRules:
         odd = any(x.storage_offset() % self.whole for x in caches)
         if not alike or odd or is_watched() or not like(*tensors):
             return False
-        starts, (known, enough) = [x.data_ptr() for x in caches], self.apart
+        starts, (known, enough) = [x.data_ptr() for x in caches], self.distance
         between = starts[-1] - starts[0]
         return not any(start % 16 for start in starts) and (between == known or abs(between) >= enough)
 

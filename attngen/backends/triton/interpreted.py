@@ -1,9 +1,9 @@
 """What Triton's interpreter runs kernels with. It is decided here alone, and a module's table of schedules says it.
 
 It takes the tiles of one device class, whatever a call's dtype: that of other NVIDIA GPUs, or else the first one that has all kernels
-which may be interpreted. Kernels that add have no portable form and are not asked. What a device has beside its memory the interpreter
-has not: a copy engine, instructions that convert, launches that overlap. The rows of a class with one of these are not for it. Then, and
-where no class has all kernels, the table gets rows of the interpreter's own, with the tiles of a class and without what a device has.
+which may be interpreted. Kernels that add have no portable form and are not asked. The interpreter has no copy engine, no converting
+instructions and no launches that overlap, so the rows of a class with one of these are not for it. Then, and where no class has all
+kernels, the table gets rows of the interpreter's own: the tiles of a class, with all such options off.
 """
 
 from __future__ import annotations
