@@ -244,6 +244,9 @@ def _import(folder: Path, code: dict[str, bytes]) -> ModuleType:
         stem = re.sub(r"\W", "_", folder.name.removesuffix(f"_{digest}"))
         name = f"{built.__name__}.{stem}_{digest}"
         known = sys.modules.get(name)
-        return known if known is not None and Path(str(known.__file__)).is_file() else import_source(name, folder, code)
+        if known is not None and Path(str(known.__file__)).is_file():
+            return known
+        with paused():
+            return import_source(name, folder, code)
     except Exception as error:
         raise AttngenError(f"{folder}: cannot be imported ({last_line(error)}); expected what `attngen build` writes") from error

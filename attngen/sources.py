@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 
@@ -21,14 +22,20 @@ def digest() -> str:
 
     It covers the version, which is one of them, and what a version under development changes.
     """
-    files = {path.relative_to(PACKAGE).as_posix(): path for path in _files(PACKAGE)}
-    files |= {f"templates/{path.relative_to(templates_dir()).as_posix()}": path for path in _files(templates_dir())}
-    return hashed({name: path.read_bytes() for name, path in files.items()})
+    return hashed(_files(str(PACKAGE)) | _files(str(templates_dir()), "templates/"))
 
 
-def _files(folder: Path) -> list[Path]:
-    """All files below a folder but Python's caches."""
-    return [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+def _files(folder: str, inside: str = "") -> dict[str, bytes]:
+    """The bytes of all files below a folder but Python's caches, by their paths there after `inside`. Path objects take twice as long."""
+    found = {}
+    for root, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        at = inside + os.path.relpath(root, folder).replace(os.sep, "/").removeprefix(".") + "/" * (root != folder)
+        for path in (os.path.join(root, name) for name in names):
+            if os.path.isfile(path):  # and no link that leads nowhere, as editors make them
+                with open(path, "rb") as file:
+                    found[at + os.path.basename(path)] = file.read()
+    return found
 
 
 def hashed(files: dict[str, bytes]) -> str:
