@@ -84,7 +84,7 @@ def variant(name: str, heads: int) -> Variant:
     sys.path.insert(0, str(folder.parent))
     module = importlib.import_module(folder.name)
     parameters = inspect.signature(module.attention).parameters.keys()
-    inputs = parameters - {"q", "k", "v", "plan", "scale", "return_lse", "dropout_p", "seed"}
+    inputs = parameters - {"q", "k", "v", "plan", "scale", "return_lse", "check", "unknown", "dropout_p", "seed"}
     if inputs:
         stop(f"--attention {name}: it takes inputs ({', '.join(sorted(inputs))}), which a language model on packed text has none of")
     mask = re.fullmatch(r"causal(?:\(.*\))?|sliding_window\(left=(\d+), right=0\)", module.MASK)

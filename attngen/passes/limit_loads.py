@@ -21,7 +21,7 @@ from typing import ClassVar
 from attngen.bounds.ranges import needed_rows
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Load, Loop, Map, Op, Type
+from attngen.ir.ops import Arg, Barrier, Load, Loop, Map, Op, Type
 from attngen.passes.base import Pass
 
 
@@ -41,17 +41,24 @@ def _limited(kernel: Kernel) -> Kernel:
         body: rows for body in bodies if any(limitable(kernel, op) for op in kernel.block(body).ops) and (rows := needed_rows(kernel, body))
     }
     ranges = {body: [_named(kernel, axis, word, e) for word, e in zip(("first", "end"), rows)] for body, rows in found.items()}
-    made = {body: [op for _, op in ends if op] for body, ends in ranges.items()}
+    made = {_first(kernel, body): [op for _, op in ends if op] for body, ends in ranges.items()}
 
     def change(block: str, op: Op) -> Iterable[Op]:
-        if isinstance(op, Loop):  # the first loop over the body comes after the numbers that it needs
-            return [*made.pop(op.body, ()), op]
+        if op.name in made:
+            return [*made[op.name], op]
         if isinstance(op, Load) and block in ranges and limitable(kernel, op):
             (first, _), (end, _) = ranges[block]
             return [replace(op, needed=((first, end),))]
         return [op]
 
     return kernel.rewrite(change) if ranges else kernel
+
+
+def _first(kernel: Kernel, body: str) -> str:
+    """The first loop over a body, or a barrier right before it: numbers that the loop needs come before that."""
+    ops = next(block.ops for block in kernel.blocks if any(isinstance(op, Loop) and op.body == body for op in block.ops))
+    at = next(i for i, op in enumerate(ops) if isinstance(op, Loop) and op.body == body)
+    return ops[at - 1].name if at and isinstance(ops[at - 1], Barrier) else ops[at].name
 
 
 def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, Map | None]:
