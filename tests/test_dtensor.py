@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import ROOT, SPECS, built, target
+from attngen.spec import make_spec
+from tests.helpers import ROOT, SPECS, built, module_of, target
 
 RANKS = 2
 
@@ -49,6 +50,12 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
 )
 def test_a_mask_says_along_what_it_can_be_sharded(name: str, shards: tuple[str, ...]) -> None:
     assert built(name).SIGNATURE.shards == shards
+
+
+def test_a_mask_that_counts_along_all_dimensions_is_sharded_along_none(tmp_path: Path) -> None:
+    mask = {"expr": "(kv_idx + h + 2 * b) % 3 > 0 and kv_idx <= q_pos"}
+    module = module_of(make_spec({"name": "counted", "head_dim": 16, "dtype": "fp32", "mask": mask}), tmp_path / "counted")
+    assert module.SIGNATURE.shards == ()
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -461,7 +461,7 @@ class Wrapper:
             if a.role == "in"
         ]
         args += [f"dims={tuple_text(dims)}"] if dims else []
-        args += [f"shards={tuple_text(self.shards)}"] if self.shards != _SHARDS else []
+        args += [f"shards={tuple_text(self.shards) or '()'}"] if self.shards != _SHARDS else []
         module, smooth = self.module, sum(name not in FLAT for name in self.module.by_query)
         if len(module.row_tensors) > 1:
             args += [f"rows={_names(module.row_tensors)}", f"flat={len(module.row_tensors) - smooth}"]
