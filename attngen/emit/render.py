@@ -36,7 +36,9 @@ def render(module: Module) -> dict[str, str]:
     divided = {d.file: within(env.get_template(d.template).render(d.context(module))) for d in dividers}
     return {
         "__init__.py": within(
-            env.get_template("triton/module.py.jinja").render(_module_context(module, printed.kernels, ["kernels.py", *divided]))
+            env.get_template("triton/module.py.jinja").render(
+                _module_context(module, printed.kernels, ["kernels", *(file.removesuffix(".py") for file in divided)])
+            )
         ),
         "kernels.py": within(env.get_template(printed.template).render(printed.context)),
         **divided,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 
-def check_files(module: str, *names: str) -> None:
-    """Raise ImportError, in one sentence, if the folder of a module, whose `__file__` is given, lacks one of its files."""
-    folder = Path(module).parent
-    if folder.is_dir() and (missing := [name for name in names if not (folder / name).is_file()]):
+def check_files(package: str, *names: str) -> None:
+    """Raise ImportError, in one sentence, if a package lacks one of these modules, wherever it is imported from."""
+    if missing := [f"{name}.py" for name in names if importlib.util.find_spec(f"{package}.{name}") is None]:
+        folder = Path(str(sys.modules[package].__file__)).parent
         raise ImportError(
             f"attention: {folder} lacks {' and '.join(missing)}; expected all files that attngen has written there: build it again"
         )
