@@ -408,20 +408,20 @@ def _of_sink(sink: Expr, module: Module, kept: Iterable[str]) -> tuple[Expr, dic
     if module.sums == LSE:
         uses = {"lse": "LSE"}
         ln_p = sink - sympy.Max(symbol("lse"), -LARGEST)
-        p, log2_p = sympy.exp(ln_p), ln_p * log2e
+        p, log2_p = sympy.exp(ln_p), sympy.Max(ln_p, _NO_WEIGHT) * log2e  # a product of the difference: each term may overflow
     else:
         uses = {name.lower(): name for name in module.sums}
         log2_p = sympy.Max(sympy.Min(sink * log2e, LARGEST), -LARGEST) - symbol("m_all")
         p = exp2(log2_p) * symbol("inv_l_all")
-        log2_p += log2(symbol("inv_l_all"))
+        log2_p = sympy.Max(log2_p + log2(symbol("inv_l_all")), _NO_WEIGHT)
     less = symbol("delta")
     if "entropy" in module.outputs:
         uses |= {"dentropy2": "DENTROPY2"}
-        less += symbol("dentropy2") * sympy.Max(log2_p, _NO_WEIGHT)
+        less += symbol("dentropy2") * log2_p
     return -p * sympy.Mul(less, *map(symbol, kept)), uses
 
 
-_NO_WEIGHT = -1024  # 2 to the power of this, and of less, is 0 in fp32
+_NO_WEIGHT = -1024  # e or 2 to the power of this, and of less, is 0 in fp32
 _DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
 
 
