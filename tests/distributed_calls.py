@@ -93,6 +93,7 @@ def all_cases(mesh: Any, pair: Any) -> None:
     refused("k has placements [Shard(dim=2)]", placed("full_mha", QUERIES, QUERIES, QUERIES))
     refused("k is a Tensor; expected DTensors of one mesh", placed("causal_gqa", ON_HEADS, None, None))
     refused("dropout counts sequences and heads from 0 on each rank", placed("causal_dropout_mqa", BATCH, BATCH, BATCH, dropout_p=0.5))
+    refused("return_key_mass is not known of DTensors", placed("causal_outputs_gqa", BATCH, BATCH, BATCH, return_key_mass=True))
 
 
 if __name__ == "__main__":

@@ -228,16 +228,7 @@ class Operators:
         def fake(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
             return q.new_empty((*q.shape[:2], k.shape[2]), dtype=torch.float32)
 
-        operator = self.define("key_mass", schema, run, fake)
-
-        def key_mass(q: torch.Tensor, *args: Any) -> Any:
-            if is_dtensor(q):
-                raise NotImplementedError(
-                    "attention: return_key_mass is not known of DTensors; expected a call of local tensors: to_local()"
-                )
-            return operator(q, *args)
-
-        return key_mass
+        return self.define("key_mass", schema, run, fake)
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
         """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""

@@ -20,6 +20,12 @@ def is_dtensor(x: Any) -> bool:
     return found is not None and isinstance(x, found.DTensor)
 
 
+def check_local(argument: str, x: torch.Tensor) -> None:
+    """Raise NotImplementedError if x is a DTensor, of which an argument of the call cannot be had."""
+    if is_dtensor(x):
+        raise NotImplementedError(f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()")
+
+
 def plain(x: torch.Tensor) -> torch.Tensor:
     """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes alone."""
     return torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape) if is_dtensor(x) else x
