@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
@@ -62,12 +64,17 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
+# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters belong to all threads.
+_IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\.interpreter"), 0)
+
+
 @contextlib.contextmanager
 def interpreting(kernel: Any) -> Iterator[None]:
     """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
 
     One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a kernel runs. The lock is
-    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero.
+    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero, and a row
+    of NaN alone has no maximum.
     """
     if isinstance(kernel, triton.JITFunction):
         yield
@@ -75,6 +82,8 @@ def interpreting(kernel: Any) -> Iterator[None]:
     import numpy
     from triton.runtime import interpreter
 
+    if _IN_INTERPRETER not in warnings.filters:
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=_IN_INTERPRETER[3].pattern)
     with vars(interpreter).setdefault("attngen_lock", threading.RLock()), numpy.errstate(all="ignore"):
         yield
 
