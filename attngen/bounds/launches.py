@@ -8,6 +8,7 @@ from attngen.bounds.sizes import tile_width
 from attngen.devices import CLASSES
 from attngen.ir.expr import Bool, mod, symbol
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.names import SUMS
 from attngen.ir.ops import OWN
 from attngen.policy import ALIGNED_KEYS, JOINED_EACH
 
@@ -74,6 +75,9 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     Where divided programs share a multiprocessor, the registers at launch are among them. So they are where programs take part after
     part: no more are launched than a multiprocessor has room for, and ptxas is not to let values spill to make room for others, but for
     as many more as there are of few rows. Where parts are joined, all loads of a turn are then in flight before one is waited for.
+
+    Kernels that write or read the exact sums of a row round products before they add: with some products fused into additions, the
+    forward and the backward pass would have different scores of the same pair, and large scores differ by more than weights may.
     """
     limit, device = {}, CLASSES[row.device]
     if kernel.resident > 1:
@@ -81,4 +85,5 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     elif kernel.deal and not kernel.backend and device.backend == "cuda":
         limit = {"maxnreg": most_registers(kernel, row)}
     early = {"launch_pdl": True} if kernel.waits and device.overlaps else {}
-    return {"num_warps": row.num_warps, **limit, **early}
+    rounded = {"enable_fp_fusion": False} if not {arg.name for arg in kernel.args}.isdisjoint(SUMS) else {}
+    return {"num_warps": row.num_warps, **limit, **early, **rounded}
