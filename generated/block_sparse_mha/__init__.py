@@ -17,7 +17,7 @@ import torch
 
 from .runtime import check_files
 
-check_files(__file__, "kernels.py", "hopper.py")
+check_files(__name__, "kernels", "hopper")
 
 from . import kernels, runtime  # noqa: E402
 

@@ -25,95 +25,95 @@ DEVICE_CLASSES = {
 SCHEDULES = {
     "fwd": {
         ("sm80", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm90", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm100", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("gfx942", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("any", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
     },
     "dq": {
         ("sm80", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm90", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm100", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("gfx942", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("any", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
         ),
     },
     "delta": {
         ("sm80", 4): (
-            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}),
         ),
         ("sm90", 4): (
-            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}),
         ),
         ("sm100", 4): (
-            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}),
         ),
         ("gfx942", 4): (
-            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}),
         ),
         ("any", 4): (
-            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1}),
+            (None, {"BLOCK_Q": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}),
         ),
     },
     "dkdv": {
         ("sm80", 4): (
-            (512, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 1, "TMA": False}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm90", 4): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 8, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm100", 4): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (512, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
+            (512, {"BLOCK_Q": 16, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("gfx942", 4): (
-            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (64, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("any", 4): (
-            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (512, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "TMA": False}),
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (64, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
+            (512, {"BLOCK_Q": 32, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 64, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
         ),
     },
     "jvp": {
         ("sm80", 4): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm90", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 8, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 8, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm100", 4): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("gfx942", 4): (
-            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "TMA": False}),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (64, {"BLOCK_Q": 64, "BLOCK_KV": 32, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("any", 4): (
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "TMA": False}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
     },
 }

@@ -17,7 +17,7 @@ import torch
 
 from .runtime import check_files
 
-check_files(__file__, "kernels.py")
+check_files(__name__, "kernels")
 
 from . import kernels, runtime  # noqa: E402
 
@@ -106,6 +106,7 @@ def attention(
     if return_max_score:
         results.append(runtime.largest(max_score, return_max_score))
     if return_key_mass:
+        runtime.check_local("return_key_mass", q)
         with torch.no_grad():
             results.append(MASS(q, k, lse, scale))
     return tuple(results) if some else out

@@ -6,10 +6,12 @@ import contextlib
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import math
 import numbers
 import os
+import re
 import sys
 import threading
 import warnings
@@ -187,6 +189,12 @@ def is_dtensor(x: Any) -> bool:
     """Whether x is a DTensor of torch.distributed."""
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(x, found.DTensor)
+
+
+def check_local(argument: str, x: torch.Tensor) -> None:
+    """Raise NotImplementedError if x is a DTensor, of which an argument of the call cannot be had."""
+    if is_dtensor(x):
+        raise NotImplementedError(f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()")
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -1198,12 +1206,17 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
+# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters belong to all threads.
+_IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\.interpreter"), 0)
+
+
 @contextlib.contextmanager
 def interpreting(kernel: Any) -> Iterator[None]:
     """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
 
     One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a kernel runs. The lock is
-    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero.
+    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero, and a row
+    of NaN alone has no maximum.
     """
     if isinstance(kernel, triton.JITFunction):
         yield
@@ -1211,6 +1224,8 @@ def interpreting(kernel: Any) -> Iterator[None]:
     import numpy
     from triton.runtime import interpreter
 
+    if _IN_INTERPRETER not in warnings.filters:
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=_IN_INTERPRETER[3].pattern)
     with vars(interpreter).setdefault("attngen_lock", threading.RLock()), numpy.errstate(all="ignore"):
         yield
 
@@ -2176,16 +2191,7 @@ class Operators:
         def fake(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
             return q.new_empty((*q.shape[:2], k.shape[2]), dtype=torch.float32)
 
-        operator = self.define("key_mass", schema, run, fake)
-
-        def key_mass(q: torch.Tensor, *args: Any) -> Any:
-            if is_dtensor(q):
-                raise NotImplementedError(
-                    "attention: return_key_mass is not known of DTensors; expected a call of local tensors: to_local()"
-                )
-            return operator(q, *args)
-
-        return key_mass
+        return self.define("key_mass", schema, run, fake)
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
         """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
@@ -2566,10 +2572,10 @@ def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[
 
 # -------------------- Whether a module's folder is whole.
 
-def check_files(module: str, *names: str) -> None:
-    """Raise ImportError, in one sentence, if the folder of a module, whose `__file__` is given, lacks one of its files."""
-    folder = Path(module).parent
-    if folder.is_dir() and (missing := [name for name in names if not (folder / name).is_file()]):
+def check_files(package: str, *names: str) -> None:
+    """Raise ImportError, in one sentence, if a package lacks one of these modules, wherever it is imported from."""
+    if missing := [f"{name}.py" for name in names if importlib.util.find_spec(f"{package}.{name}") is None]:
+        folder = Path(str(sys.modules[package].__file__)).parent
         raise ImportError(
             f"attention: {folder} lacks {' and '.join(missing)}; expected all files that attngen has written there: build it again"
         )
