@@ -76,8 +76,8 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     part: no more are launched than a multiprocessor has room for, and ptxas is not to let values spill to make room for others, but for
     as many more as there are of few rows. Where parts are joined, all loads of a turn are then in flight before one is waited for.
 
-    Kernels that write or read the exact sums of a row round products before they add: with some products fused into additions, the
-    forward and the backward pass would have different scores of the same pair, and large scores differ by more than weights may.
+    Where kernels of fp32 give each other the maximum of a row, products are rounded before they are added: with some fused into additions,
+    the forward and the backward pass would have different scores of the same pair, and large scores differ by more than weights may.
     """
     limit, device = {}, CLASSES[row.device]
     if kernel.resident > 1:
@@ -85,5 +85,6 @@ def launch_options(kernel: Kernel, row: Row) -> dict[str, int]:
     elif kernel.deal and not kernel.backend and device.backend == "cuda":
         limit = {"maxnreg": most_registers(kernel, row)}
     early = {"launch_pdl": True} if kernel.waits and device.overlaps else {}
-    rounded = {"enable_fp_fusion": False} if not {arg.name for arg in kernel.args}.isdisjoint(SUMS) else {}
+    passed = not {arg.name for arg in kernel.args}.isdisjoint((*SUMS, "ROW_MAX"))
+    rounded = {"enable_fp_fusion": False} if passed and row.elem_bytes == 4 else {}
     return {"num_warps": row.num_warps, **limit, **early, **rounded}
