@@ -532,10 +532,11 @@ def _rebuilt(e: Expr) -> Expr:
     return e.func(*map(_rebuilt, e.args)) if e.args else e
 
 
-def conjuncts(e: Bool) -> list[Bool]:
+@cache
+def conjuncts(e: Bool) -> tuple[Bool, ...]:
     """The parts of a conjunction, in an order that does not depend on hashes; none for `true`. See `apart`."""
     parts = sympy.And.make_args(sympy.And(*map(apart, sympy.And.make_args(e))))
-    return sorted((part for part in parts if part != sympy.true), key=sympy.default_sort_key)
+    return tuple(sorted((part for part in parts if part != sympy.true), key=sympy.default_sort_key))
 
 
 def apart(e: Bool) -> Bool:
