@@ -1,88 +1,205 @@
-"""Short expressions build within a budget of steps: random ones of up to 200 characters, in processes whose CPU time is limited."""
+"""Short expressions build within a budget of steps: random ones of up to 200 characters, in processes whose CPU time is limited.
+
+    python -m tests.test_short_expressions --count 200 --seed 7
+
+builds more of them, two at a time, and lists those that take more than ten seconds.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
+import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from attngen.ir import prove
 from attngen.ir.expr import parse
 from attngen.ir.prove import MOST_STEPS, prove_le
+from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
 
-LIMIT = 60  # seconds of CPU time, far above the ten that a build may take: it finds what hangs
-HUNG = (
-    "sum(i, 32, abs(kv_idx - i)) <= q_idx",
-    "abs(1 - " * 12 + "kv_idx" + ")" * 12 + " <= q_idx",
-    "sum(i, 128, where(kv_idx > i*i, 1, 0)) <= q_idx",
+BAR = 10.0  # seconds of CPU time of a build
+LIMIT = 60  # of a process, far above the bar, since the machine of a test may be slow: it finds what hangs
+LONGEST = 200  # characters
+NEST = "abs(1 - " * 12 + "{}" + ")" * 12
+CHAIN = "min(kv_idx, kv_idx*2), q_idx*3), kv_idx*4), q_idx*5), kv_idx*6), q_idx*7), kv_idx*8), q_idx*9), kv_idx*10), q_idx*11), kv_idx*12)"
+EXTREMES = ", ".join(f"q_idx*{n}, kv_idx*{n + 1} + q_idx" for n in range(2, 14, 2))
+# What once took more than ten seconds, some of it many minutes.
+HUNG: tuple[tuple[str, str], ...] = (
+    ("mask", "sum(i, 32, abs(kv_idx - i)) <= q_idx"),
+    ("mask", NEST.format("kv_idx") + " <= q_idx"),
+    ("mask", NEST.format("q_idx - kv_idx") + " <= 3"),
+    ("score", NEST.format("s")),
+    ("score", "s - " + NEST.format("kv_idx - q_idx")),
+    ("mask", "all(i, 128, abs(kv_idx - i*q_idx) >= i)"),
+    ("mask", "sum(i, 128, where(kv_idx > i*i, 1, 0)) <= q_idx"),
+    ("mask", "min(max(" * 5 + CHAIN + " <= q_idx"),
+    ("score", f"s + min({EXTREMES})"),
+    ("mask", "sum(i, 128, abs(2 - q_idx)) >= max(window, abs(window - (6 - spans[b, kv_idx])), q_idx - kv_idx)"),
+    (
+        "mask",
+        "all(i, 32, q_idx == 7 and i <= window + kv_idx and window > abs(kv_len - i) or any(j, 4, i != kv_idx - kv_len or q_idx != j + i))",
+    ),
 )
+PARAMS: dict[str, dict[str, Any]] = {
+    "window": {"scalar": "int"},
+    "cap": {"value": 4.0},
+    "rate": {"scalar": "float", "grad": True},
+    "slope": {"tensor": ["H"], "grad": True},
+    "dense": {"tensor": ["H", "Nq", "Nk"], "grad": True},
+    "starts": {"tensor": ["B", "Nq"], "dtype": "int32"},
+    "spans": {"tensor": ["B", "Nk"], "dtype": "int32"},
+}
+INTEGERS = ("q_idx", "kv_idx", "q_idx", "kv_idx", "q_idx - kv_idx", "kv_len", "window", "h")
+DATA = ("starts[b, q_idx]", "spans[b, kv_idx]")
+REALS = ("s", "s", "slope[h]", "cap", "dense[h, q_idx, kv_idx]", "0.5", "kv_idx / 8", "q_idx - kv_idx")
 _BUILD = """
-import sys, warnings
-from attngen.passes.pipeline import lower
+import json, sys, time, warnings
 from attngen.errors import SpecError
+from attngen.emit.render import render
+from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
 warnings.simplefilter("ignore")
 try:
-    lower(make_spec({"name": "short", "head_dim": 64, "mask": {"expr": sys.argv[1]}}))
+    spec = make_spec(json.loads(sys.argv[1]))
+    render(lower(spec))
+    print("built with", len(spec.notes()), "notes")
 except SpecError as error:
-    print(error)
+    print("refused:", error)
+print(time.process_time())
 """
 
 
-def condition(draw: random.Random) -> str:
-    """A random condition of at most 200 characters, of what has cases: nests, chains, joined comparisons, and what is written out."""
+def spec_of(kind: str, text: str) -> dict[str, Any]:
+    """The spec of a mask or a score in one expression, with the parameters that it reads."""
+    params = {name: param for name, param in PARAMS.items() if re.search(rf"\b{name}\b", text)}
+    part = {"expr": text} | ({"params": params} if params else {})
+    return {"name": "short", "head_dim": 64} | ({"mask": part} if kind == "mask" else {"mask": "causal", "score": [part]})
 
-    def number(depth: int) -> str:
-        if not depth:
-            return draw.choice(["q_idx", "kv_idx", "q_idx - kv_idx", "q_idx * kv_idx", "kv_len", str(draw.randint(1, 99))])
-        a, b = number(depth - 1), number(draw.randrange(depth))
-        k = draw.randint(1, 9)
-        return draw.choice(
-            [f"abs({k} - {a})", f"min({a}, {b})", f"max({a}, {b})", f"({a}) // {k}", f"({a}) % {k}", f"({a}) * ({b})"]
-            + [f"where({a} > {b}, {k}, {a})", f"sum(i{depth}, {draw.choice([2, 8])}, abs({a} - i{depth}))"]
-        )
 
+def _whole(text: str) -> str:
+    """The text in parentheses, if it is more than a name, a number or a call."""
+    return text if re.fullmatch(r"\w+|\w+\([^()]*\)", text) else f"({text})"
+
+
+class Writer:
+    """Writes random expressions that fill the room that they are given with nests, chains, choices and what is written out."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.turns: list[str] = []  # names of the turns of `any`, `all` and `sum` around
+        self.left = 128  # how often these may yet write out what is in them
+
+    def number(self, room: int, real: bool = False) -> str:
+        """A number of about so many characters."""
+        draw = self.draw
+        k = str(draw.randint(1, 99)) if draw.random() < 0.3 else str(draw.randint(1, 9))
+        if room < 16:
+            names = (*REALS, *INTEGERS[:5]) if real else INTEGERS * 2 + DATA
+            return draw.choice((*names, *self.turns * 3, k))
+        few = 128 // self.left <= 4  # what is written out often may have no more of these than the language allows
+        if draw.random() < 0.5:  # nests
+            inner = self.number(room - 9, real)
+            whole = _whole(inner)
+            ways = [f"abs({k} - {whole})", f"abs({inner})", f"{k} * {whole}", f"{k} - {whole}"]
+            ways += [f"{name}({inner}, {k})" for name in ("min", "max")] * few
+            if real:
+                ways += [f"{name}({inner})" for name in ("tanh", "sigmoid", "relu", "sin", "exp", "gelu")]
+                ways += [f"log(1 + abs({inner}))", f"{whole} ** 2", f"{whole} / {k}"]
+            else:
+                ways += [f"{whole} // {k}", f"{whole} % {k}", f"{whole} & {k}", f"clamp({inner}, -{k}, {k}{k})"]
+            return draw.choice(ways)
+        if draw.random() < 0.15 and self.left > 1:
+            return self._over(["sum"], room, lambda inner: self.number(inner, real))
+        part = int(room * draw.uniform(0.1, 0.9)) - 4
+        a, b = self.number(part, real), self.number(room - part - 8, real)
+        ways = [f"{name}({a}, {b})" for name in ("min", "max")] * few
+        ways += [f"{a} + {b}", f"{a} - {_whole(b)}", f"{_whole(a)} * {_whole(b)}", f"abs({a} - {_whole(b)})"]
+        if room > 40:
+            ways += [f"where({a} > {b}, {k}, {self.number(8, real)})", f"where({self.number(8)} < {k}, {a}, {b})"]
+        return draw.choice(ways)
+
+    def condition(self, room: int) -> str:
+        """A condition of about so many characters."""
+        draw = self.draw
+        if room > 40 and draw.random() < 0.25 and self.left > 1:
+            return self._over(["any", "all"], room, self.condition)
+        if room > 40 and draw.random() < 0.5:
+            part = int(room * draw.uniform(0.2, 0.8))
+            a, b = self.condition(part), self.condition(room - part)
+            return draw.choice([f"({a}) and ({b})", f"({a}) or ({b})", f"{a} and {b}", f"not ({a}) or ({b})"])
+        part = int(room * draw.uniform(0.1, 0.9))
+        return f"{self.number(part)} {draw.choice(['<=', '<', '>=', '==', '!='])} {self.number(room - part - 4)}"
+
+    def _over(self, names: list[str], room: int, inner: Any) -> str:
+        turns = min(self.left, self.draw.choice([2, 8, 32, 64, 128]))
+        turn, self.left = f"i{len(self.turns)}", self.left // turns
+        self.turns.append(turn)
+        text = f"{self.draw.choice(names)}({turn}, {turns}, {inner(room - 14)})"
+        self.turns.pop()
+        self.left *= turns
+        return text
+
+
+def drawn(seed: int) -> tuple[str, str]:
+    """A random mask or score of at most LONGEST characters, most of them near that, which reads positions or the score."""
+    draw = random.Random(seed)
     while True:
-        compared = [f"{number(draw.randint(0, 4))} {draw.choice(['<=', '<', '==', '!='])} {number(1)}" for _ in range(draw.randint(1, 3))]
-        text = draw.choice([" and ", " or "]).join(compared)
-        if draw.random() < 0.3:
-            text = f"{draw.choice(['any', 'all'])}(n, {draw.choice([8, 32, 128])}, {text.replace('99', 'n')})"
-        if len(text) <= 200 and "kv_idx" in text and "q_idx" in text:
-            return text
+        kind, room = draw.choice(["mask", "mask", "score"]), draw.choice([40, 80, 120, 160, 180, 200])
+        writer = Writer(draw)
+        if kind == "mask":
+            text = writer.condition(room)
+        else:
+            text = draw.choice(["{}", "s + {}", "s - ({})"]).format(writer.number(room, real=True))
+        words = set(re.findall(r"\w+", text))
+        if len(text) <= LONGEST and (words & {"s"} if kind == "score" else {"q_idx", "kv_idx"} <= words):
+            return kind, text
 
 
-def _ends(text: str) -> None:
+def build(kind: str, text: str) -> tuple[str, float]:
+    """What becomes of a build in a process of its own, a refusal with one sentence included, and its CPU seconds."""
     done = subprocess.run(
-        [sys.executable, "-c", _BUILD, text],
+        [sys.executable, "-c", _BUILD, json.dumps(spec_of(kind, text))],
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT)),
     )
-    assert done.returncode == 0, f"{text}: {done.stderr[-500:] or 'more than the CPU time that a build has'}"
+    assert done.returncode == 0, f"{kind} {text}: {done.stderr[-500:] or f'takes more than {LIMIT} s of CPU time'}"
+    said, seconds = done.stdout.strip().rsplit("\n", 1)
+    return said, float(seconds)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("text", HUNG)
-def test_what_hung_builds(text: str) -> None:
-    _ends(text)
+@pytest.mark.parametrize(("kind", "text"), HUNG)
+def test_what_hung_builds(kind: str, text: str) -> None:
+    build(kind, text)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100))
-def test_random_short_conditions_build(seed: int) -> None:
-    _ends(condition(random.Random(seed)))
+def test_random_short_expressions_build(seed: int) -> None:
+    build(*drawn(seed))
 
 
 def test_a_mask_with_many_cases_is_noted() -> None:
-    long, short = (
-        make_spec({"name": "short", "head_dim": 64, "mask": {"expr": text}}) for text in (HUNG[0], "kv_idx <= q_idx + kv_len - q_len")
-    )
-    assert [note for _, note in long.notes() if "more cases than are solved" in note]
-    assert not [note for _, note in short.notes() if "more cases than are solved" in note]
+    """Where comparisons are left unsolved, and where bounds of tiles are too long, those of a number of the call included."""
+    unsolved, chain, of_window = HUNG[0][1], "min(max(" * 5 + CHAIN + " <= q_idx", "sum(i, 32, abs(kv_idx - i*window)) <= q_idx"
+    for text, noted in ((unsolved, True), (chain, True), (of_window, True), ("kv_idx <= q_idx + kv_len - q_len", False)):
+        notes = [note for _, note in make_spec(spec_of("mask", text)).notes()]
+        assert any("more cases than are solved" in note for note in notes) == noted, text
+
+
+def test_a_mask_that_is_too_long_builds_once_shortened() -> None:
+    """Of a shorter mask more is solved: what `simplify` leaves of a long one may not say more of tiles than the loops made of it."""
+    lower(make_spec(spec_of("mask", "abs(2*kv_idx - q_idx) <= 1 and all(i, 8, abs(h - 1) + abs(h - 8) >= i)")))
 
 
 def test_an_answer_does_not_depend_on_what_was_asked_before() -> None:
@@ -100,3 +217,35 @@ def test_an_answer_does_not_depend_on_what_was_asked_before() -> None:
     for x in reversed(b.args):
         prove_le(sum(a.args[1:]), x)
     assert prove._proof(a, b) == cold
+
+
+def _builds(count: int, seed: int, workers: int) -> Iterator[tuple[int, str, str, str, float]]:
+    def one(number: int) -> tuple[int, str, str, str, float]:
+        kind, text = drawn(number)
+        try:
+            return number, kind, text, *build(kind, text)
+        except AssertionError as error:
+            return number, kind, text, f"FAILED: {error}", float(LIMIT)
+
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(one, range(seed, seed + count))
+
+
+def main() -> None:
+    """Builds random expressions and prints what each came to."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    options = parser.parse_args()
+    found = []
+    for number, kind, text, said, seconds in _builds(options.count, options.seed, options.workers):
+        found.append((said, seconds))
+        mark = "OVER" if seconds > BAR else "    "
+        print(f"{mark} {number} {seconds:5.1f} s {kind} {text}: {said[:400]}", flush=True)
+    over, built = sum(s > BAR for _, s in found), sum(said.startswith("built") for said, _ in found)
+    print(f"{len(found)} drawn, {built} built, {over} took more than {BAR} s of CPU time, {sum('FAILED' in s for s, _ in found)} failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from attngen.ir.expr import INEQUALITIES, REAL, TO_INTEGER, Bool, Expr, apart, clamp, floordiv, mod, select, symbol
+from attngen.ir.expr import INEQUALITIES, REAL, TO_INTEGER, Bool, Expr, apart, clamp, floordiv, mod, select, size, symbol
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 from attngen.ir.prove import excess, prove_le
 
@@ -106,12 +106,6 @@ def _solved_terms(where: Bool, scene: Scene) -> tuple[tuple[Term, ...], bool]:
 def _condition(literal: Bound | Bool, scene: Scene) -> Bool:
     """A literal as a condition."""
     return sympy.Le(literal.side * scene.loop_idx + literal.rest, 0) if isinstance(literal, Bound) else literal
-
-
-@cache
-def size(e: Any) -> int:
-    """The number of nodes of an expression, written out."""
-    return 1 + sum(map(size, e.args))
 
 
 @dataclass

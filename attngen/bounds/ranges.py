@@ -16,8 +16,8 @@ from itertools import permutations
 
 import sympy
 
-from attngen.bounds.intervals import Scene, Term, extremes, is_cut_short, last_row, mentions, size, terms, with_rows
-from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, symbol, to_text
+from attngen.bounds.intervals import Scene, Term, extremes, is_cut_short, last_row, mentions, terms, with_rows
+from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, size, symbol, to_text
 from attngen.ir.graph import Kernel
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Dot, Gather, Mask
@@ -25,7 +25,8 @@ from attngen.ir.prove import entails, is_given_up, prove_le
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
 MOST_RUNS = 3
-MOST_IN_BOUNDS = 4000  # nodes of all bounds; with more, all tiles are partial
+MOST_TO_ORDER = 8000  # runs, times the nodes of all their bounds, as each is compared with each; with more, all tiles are partial
+MOST_IN_BOUNDS = 4000  # nodes of the bounds of runs in order; with more, all tiles are partial
 MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
 
 
@@ -64,10 +65,14 @@ def is_of_packed(op: Gather) -> bool:
     return last == of_head and alone and set(conjuncts(op.where)) <= {rows, of_head < symbol("queries")}
 
 
+def mask_of(kernel: Kernel, body: str) -> Bool:
+    """The conjunction of the masks in a loop body."""
+    return sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
+
+
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
     """Visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers, from the masks in it."""
-    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
-    return classify(where, scene_of(kernel, body))
+    return classify(mask_of(kernel, body), scene_of(kernel, body))
 
 
 def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
@@ -75,8 +80,7 @@ def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
 
     None if rows outside of it are those of pairs in other programs, or are known from sizes alone.
     """
-    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
-    scene = scene_of(kernel, body)
+    where, scene = mask_of(kernel, body), scene_of(kernel, body)
     extent = symbol(AXIS_EXTENT[scene.loop])
     firsts, ends = [], []
     for term in terms(where, scene):
@@ -117,14 +121,17 @@ def shows_nothing(where: Bool) -> bool:
     return any(not terms(sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])), scene) for scene in _scenes(where))
 
 
-def is_too_long(where: Bool) -> bool:
-    """Whether a mask has more parts than are solved for the tiles that it leaves."""
-    return any(is_cut_short(where, scene) for scene in _scenes(where))
+def is_too_long(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
+    """Whether a mask has more parts than are solved for the tiles that it leaves, or bounds of tiles that are too long or not proven.
+
+    numbers: names of integers that a call gives.
+    """
+    return any(is_cut_short(where, scene) or _in_bounds(where, scene) is None for scene in _scenes(where, numbers))
 
 
-def _scenes(where: Bool) -> tuple[Scene, Scene]:
-    """The scenes of kernels that own queries and of those that own keys, with nothing known of what is no position or length."""
-    others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys())
+def _scenes(where: Bool, numbers: frozenset[str] = frozenset()) -> tuple[Scene, Scene]:
+    """The scenes of kernels that own queries and of those that own keys, with nothing known of what is no position, length or number."""
+    others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys() - numbers)
     return Scene("q", "kv", others=others), Scene("kv", "q", others=others)
 
 
@@ -133,8 +140,7 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
 
     listed: whether a kernel evaluates the mask and lists blocks.
     """
-    where = sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
-    scene = scene_of(kernel, body)
+    where, scene = mask_of(kernel, body), scene_of(kernel, body)
     for literal in dict.fromkeys(x for term in terms(where, scene) for x in term.unsolved):
         fact = next((f for f in scene.facts if f.literal == literal), None)
         why = "is data" if mentions(literal, scene.others) else f"is not solved for {scene.loop}_idx"
@@ -148,7 +154,6 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
         yield f"`{to_text(literal)}` {why}: tiles are {cost}"
 
 
-@cache
 def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     """Bounds of tiles along the loop's axis, for the program that owns the tile at {own}_start: four tile numbers for each run of tiles.
 
@@ -156,17 +161,26 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     [full start, full end) holds no hidden or out-of-bounds pair among the rows that count: the valid rows, or all rows if products sum
     over them. In each run visible start <= full start <= full end <= visible end. Each run ends before the next one starts.
     """
-    runs = [_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4]
-    bounds = [e for run in _in_order(_merged(runs), scene) for e in run]
+    zero = sympy.Integer(0)
+    everything = (zero, zero, zero, cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop])))  # which needs no proof
+    return _in_bounds(where, scene) or everything
+
+
+@cache
+def _in_bounds(where: Bool, scene: Scene) -> tuple[Expr, ...] | None:
+    """The bounds of runs of tiles; None if they are too long, or if too many steps would be needed to prove that they rise."""
+    runs = _merged([_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4])
+    if len(runs) * sum(size(e) for run in runs for e in run) > MOST_TO_ORDER:
+        return None
+    bounds = [e for run in _in_order(runs, scene) for e in run]
     for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # the bounds rise; a maximum makes this provable where it is not
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
             bounds[i + 1] = sympy.Max(before, after)
     ends = [sympy.Integer(0), *(flattened(e) for e in bounds)]
     known = [with_rows(e, scene.own, scene.rows) for e in ends]
     pairs = ((first, e) for at, e in enumerate(known) for first in (known[0], known[max(0, at - 1)]))
-    if sum(map(size, ends)) > MOST_IN_BOUNDS or any(is_given_up(*pair) for pair in pairs):  # all tiles are partial, which needs no proof
-        zero = sympy.Integer(0)
-        return zero, zero, zero, cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop]))
+    if sum(map(size, ends)) > MOST_IN_BOUNDS or any(is_given_up(*pair) for pair in pairs):
+        return None
     return tuple(ends[1:])
 
 

@@ -28,10 +28,25 @@ Bool: TypeAlias = Any  # a sympy boolean
 INEQUALITIES = (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
 
 
+MOST_COMPARED = 40  # nodes of two arguments of a Min or Max; larger ones are not compared, and both stay
+
+
+@cache
+def size(e: Any) -> int:
+    """The number of nodes of an expression, written out."""
+    return 1 + sum(map(size, e.args))
+
+
+def _compares(compare: Callable[..., Any]) -> Callable[..., Any]:
+    """Sympy's comparison of two arguments of a Min or Max: it remembers answers, and compares no large ones."""
+    remembered = cacheit(compare)
+    return lambda cls, x, y: size(x) + size(y) <= MOST_COMPARED and remembered(cls, x, y)
+
+
 # Sympy compares the arguments of each new Min and Max in pairs. That is most of the work of building bounds, and the pairs recur. The
 # method is not public: a version without it is slower.
 if hasattr(MinMaxBase, "_is_connected"):
-    MinMaxBase._is_connected = classmethod(cacheit(MinMaxBase._is_connected.__func__))
+    MinMaxBase._is_connected = classmethod(_compares(MinMaxBase._is_connected.__func__))
 
 
 class floordiv(sympy.Function):  # noqa: N801 - printed by its name
@@ -532,10 +547,11 @@ def _rebuilt(e: Expr) -> Expr:
     return e.func(*map(_rebuilt, e.args)) if e.args else e
 
 
-def conjuncts(e: Bool) -> list[Bool]:
+@cache
+def conjuncts(e: Bool) -> tuple[Bool, ...]:
     """The parts of a conjunction, in an order that does not depend on hashes; none for `true`. See `apart`."""
     parts = sympy.And.make_args(sympy.And(*map(apart, sympy.And.make_args(e))))
-    return sorted((part for part in parts if part != sympy.true), key=sympy.default_sort_key)
+    return tuple(sorted((part for part in parts if part != sympy.true), key=sympy.default_sort_key))
 
 
 def apart(e: Bool) -> Bool:

@@ -9,6 +9,9 @@ several upper bounds of the index only the least is compared, and of lower ones 
 before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < document_end)
 after:   mask %s where(kv_idx < min(document_end, Nk - Nq + q_idx + 1))
 
+A mask that is too long to be solved in full for the tiles that it leaves stays as it is: of a shorter one more would be solved, and the
+loops, which have been made, may not be proven to visit just that.
+
 If no full loop runs a body, what is marked `if partial` in it becomes unconditional.
 """
 
@@ -19,7 +22,8 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.bounds.intervals import implies, linear_parts, mentions
+from attngen.bounds.intervals import implies, is_cut_short, linear_parts, mentions
+from attngen.bounds.ranges import mask_of, scene_of
 from attngen.ir.expr import Bool, conjuncts, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Gather, Load, Mask, Op, SoftmaxStep
@@ -43,11 +47,12 @@ def _simplify(kernel: Kernel) -> Kernel:
     moving = frozenset(name for name, t in types.items() if AXIS_DIM[loop] in t.dims)
     loaded = frozenset(op.name for op in kernel.ops() if isinstance(op, (Gather, Load)))
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
+    too_long = {x.body for x in kernel.loops if is_cut_short(mask_of(kernel, x.body), scene_of(kernel, x.body))}
 
     def change(block: str, op: Op) -> list[Op]:
         always = block != "entry" and block not in with_full
         if isinstance(op, Mask):
-            where = simplify_condition(op.where, own, loop, reals, loaded, moving)
+            where = simplify_condition(op.where, own, loop, reals, loaded, moving) if block not in too_long else op.where
             if where == sympy.true:
                 return []
             used = {str(s) for s in where.free_symbols}

@@ -515,7 +515,8 @@ class Spec(BaseModel):
     def notes(self) -> tuple[tuple[document.Path, str], ...]:
         """What may not be what the author means: the path of the key, and the sentence that follows its name."""
         found = [(path, note) for path, part in self._parts() for note in part.notes()]
-        found += [(("mask",), TOO_LONG)] if is_too_long(self.mask.expression()) else []
+        numbers = frozenset(i.name for i in self.mask.inputs() if not i.shape and i.dtype == "i32")
+        found += [(("mask",), TOO_LONG)] if is_too_long(self.mask.expression(), numbers) else []
         of_union = union_note(self.mask)
         return unique(iter(found + ([(("mask",), of_union)] if of_union else [])))
 

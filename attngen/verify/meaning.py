@@ -87,7 +87,7 @@ class Header:
 
     def here(self, e: Any) -> Any:
         """An expression of the header in this kernel's coordinates."""
-        return e.xreplace(self.named)
+        return _replaced(e, self.named)
 
     @property
     def where(self) -> Bool:
@@ -117,6 +117,16 @@ def _element(tensor: str, index: Iterable[Expr], guard: Iterable[Bool], type_: T
     return _number(f"{tensor}[{places}{conditions}]", type_.dtype)
 
 
+def _replaced(e: Any, named: dict[Expr, Expr]) -> Any:
+    """An expression with others in place of its symbols. The same mask is verified after each pass: what becomes of it is made once."""
+    return _replaced_of(e, frozenset(named.items()))
+
+
+@cache
+def _replaced_of(e: Any, named: frozenset[tuple[Expr, Expr]]) -> Any:
+    return e.xreplace(dict(named))
+
+
 class Values:
     """A kernel's values, written out: maps are expanded, elements of tensors are symbols, and the product q k^T is `s`."""
 
@@ -134,7 +144,7 @@ class Values:
     def expression(self, e: Any, op: Op) -> Any:
         """An expression of an op, with its values and the scalars it names written out."""
         uses = {symbol(s): self.of(ref) for s, ref in getattr(op, "uses", ())}
-        return e.xreplace({**uses, **{symbol(n): self.of(n) for n in self.kernel.scalars_of(op)}})
+        return _replaced(e, {**uses, **{symbol(n): self.of(n) for n in self.kernel.scalars_of(op)}})
 
     def _written_out(self, ref: str) -> Expr:
         op = self.kernel.op(ref)
@@ -195,7 +205,7 @@ class Values:
 
     def gathered(self, op: Gather) -> Expr:
         """An element read as the header reads: a negative index counts from the end, and an element outside is 0."""
-        rest, at = conjuncts(op.where), []
+        rest, at = list(conjuncts(op.where)), []
         for dim, e in zip(self.kernel.type_of(op.src.tensor).dims, op.src.index):
             extent = dimension(dim)
             rest = [c for c in rest if c not in (e >= 0, e < extent)]
@@ -428,7 +438,7 @@ def _masked_again(kernel: Kernel, op: Mask) -> bool:
     return any(isinstance(kernel.op(n), Mask) for n in kernel.graph.successors(op.name))
 
 
-def _unproven(conclusions: list[Bool], premises: list[Bool], own: str) -> list[Bool]:
+def _unproven(conclusions: Iterable[Bool], premises: Iterable[Bool], own: str) -> list[Bool]:
     """The conclusions that are not among the premises and follow from none of them, for rows that exist."""
     loop, known = "kv" if own == "q" else "q", dict.fromkeys(normal(p) for p in premises)
     left = []
