@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import sympy
+from sympy.logic.boolalg import Boolean
 
 from attngen.bounds.intervals import Scene, mentions, terms
 from attngen.bounds.sampled import worth_listing
@@ -129,23 +130,25 @@ def derivative(e: Expr, by: Expr) -> Expr:
 
     abs has 0 at 0; min and max of equals give half to each; clamp has 1 at its bounds; conditions, `//` and `%` have 0.
     """
-    return sympy.diff(_branches(e), by) if _branched_size(e) <= MOST_BRANCHED else _by_chain_rule(e, by)
+    return sympy.diff(_branches(e, by), by) if _branched_size(e, by) <= MOST_BRANCHED else _by_chain_rule(e, by)
 
 
 @cache
-def _branched_size(e: Any) -> int:
+def _branched_size(e: Any, by: Expr) -> int:
     """About how many nodes `_branches` makes: what is inside an abs, a min or a max is written out several times."""
+    if _has_no_slope(e, by):
+        return 1
     if isinstance(e, (sympy.Min, sympy.Max)):
-        sizes = [_branched_size(a) for a in e.args]
+        sizes = [_branched_size(a, by) for a in e.args]
         return int(sum(5 * x * 4 ** (len(sizes) - 1) for x in sizes)) if len(sizes) < 32 else MOST_BRANCHED + 1
     times = 4 if isinstance(e, sympy.Abs) else 3 if isinstance(e, clamp) else 1
-    return 1 + times * sum(map(_branched_size, e.args))
+    return 1 + times * sum(_branched_size(a, by) for a in e.args)
 
 
 @cache
 def _by_chain_rule(e: Any, by: Expr) -> Any:
     """The same derivative with the slope of an abs, a min or a max as a factor, so that a nest of them gives a product."""
-    if not e.has(by) or e == by:
+    if _has_no_slope(e, by) or e == by:
         return sympy.Integer(int(e == by))
     if isinstance(e, sympy.Abs):
         (x,) = e.args
@@ -199,11 +202,16 @@ def _divisors(e: Expr) -> set[Any]:
     return {f.base for f in sympy.preorder_traversal(e) if f.is_Pow and not (f.exp.is_Integer and f.exp > 0)}
 
 
-def _branches(e: Any) -> Any:
-    """abs, min, max and clamp as choices. The derivative of a choice is that of the chosen branch."""
-    if not e.args or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
+def _has_no_slope(e: Any, by: Expr) -> bool:
+    """Whether a part of an expression has no derivative, or 0: conditions, integers, and what does not depend on `by`."""
+    return isinstance(e, Boolean) and not e.is_Symbol or bool(getattr(e, "is_integer", False)) or not e.has(by)
+
+
+def _branches(e: Any, by: Expr) -> Any:
+    """abs, min, max and clamp as choices, where they have a slope. The derivative of a choice is that of the chosen branch."""
+    if _has_no_slope(e, by) or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
         return e
-    args = [_branches(a) for a in e.args]
+    args = [_branches(a, by) for a in e.args]
     if isinstance(e, sympy.Abs):
         (x,) = args
         return select(x > 0, x, select(x < 0, -x, sympy.Integer(0)))
