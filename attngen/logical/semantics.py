@@ -22,19 +22,11 @@ MOST_BRANCHED = 2000  # nodes of an expression that has choices in place of abs,
 SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos, sympy.Pow)  # functions that are computed once if they occur twice
 
 
-def modified(spec: Spec) -> Expr:
-    """The score that the softmax sees, as an expression in the scaled product `s`. It is a natural exponent."""
-    score: Expr = S
-    for part in spec.score:
-        score = part.expression().xreplace({S: score})
-    return score
-
-
 def meaning(spec: Spec) -> Meaning:
     """The meaning of the spec, for the module's header. The verifier holds every kernel against it."""
-    where, by_key = spec.mask.expression(), spec.mask.by_key()
+    where, by_key = spec.visible(), spec.visible_by_key()
     known = tuple(fact for fact in spec.mask.facts() if where.has(fact.literal) or by_key.has(fact.literal))
-    score, sink = modified(spec), next((s.sink() for s in spec.score if s.sink() is not None), None)
+    score, sink = spec.modified(), next((s.sink() for s in spec.score if s.sink() is not None), None)
     types = input_tensors(spec.inputs(), spec.derived())
     said = [where, by_key, *(e for fact in known for e in fact), score, *([] if sink is None else [sink])]
     named = {str(s) for e in said for s in e.free_symbols}
@@ -67,7 +59,7 @@ def listed_blocks(spec: Spec) -> Blocks | None:
 
 def _by_formula(spec: Spec) -> bool:
     """Whether the mask depends on positions and lengths alone, and lists of its blocks are worth evaluating it."""
-    where, lists = spec.mask.expression(), spec.cache is None and spec.schedule.order == "q_outer"
+    where, lists = spec.visible(), spec.cache is None and spec.schedule.order == "q_outer"
     return lists and not spec.mask.inputs() and not spec.mask.derived() and worth_listing(where)
 
 
@@ -79,7 +71,7 @@ def _by_data(spec: Spec, own: str) -> bool:
     others = along | {r.name for r in spec.reads() if r.name in rows and types[r.tensor].dtype != "i32"}
     scene = Scene(own, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
     known = {fact.literal for fact in scene.facts}
-    where = spec.mask.expression() if own == "q" else spec.mask.by_key()
+    where = spec.visible() if own == "q" else spec.visible_by_key()
     return any(mentions(x, scene.others) for term in terms(where, scene) for x in term.unsolved if x not in known)
 
 
@@ -95,7 +87,7 @@ def singular(spec: Spec, e: Expr) -> bool:
 
 def unbounded(spec: Spec) -> bool:
     """Whether scores may be -inf without a mask. A bias for each score may make them so."""
-    score = modified(spec)
+    score = spec.modified()
     kinds = {i.name: i.dtype for i in spec.inputs()}
     read = {symbol(r.name) for r in spec.reads() if kinds.get(r.tensor) in ("f32", "T")}
     return singular(spec, score) or bool(read & _per_score(spec) & score.free_symbols)
