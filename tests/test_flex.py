@@ -417,6 +417,35 @@ def _distances(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -
     return 0.25 * (q_idx - kv_idx)
 
 
+@pytest.mark.parametrize("kind", ["documents", "stripes"])
+def test_a_soft_cap_of_a_modified_score(kind: str, device: str) -> None:
+    """Gemma 2's soft cap with ALiBi: its spec, and the module of that, forward and backward."""
+    q, k, v = inputs(Sizes(1, 2, 2, 12, 12), device)
+    rows, columns, doc = torch.arange(12, device=device)[:, None], torch.arange(12, device=device), DOC.to(device)
+    slope = torch.tensor([0.5, 2.0], device=device, requires_grad=True)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return 20 * torch.tanh((s - slope[h] * (q - k).abs()) / 20)
+
+    def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return doc[q] == doc[k]
+
+    def stripes(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q - k) % 3 == 0
+
+    mask = {"documents": documents, "stripes": stripes}[kind]
+    spec = parse_spec(attngen.spec_from_mods(score, mask, head_dim=D, dtype=("fp32",)))
+    data = {"doc": doc} if kind == "documents" else {}
+    out = attngen.build(spec).attention(q, k, v, slope=slope, **data)
+    seen = (doc[:, None] == doc) if kind == "documents" else (rows - columns) % 3 == 0
+    expected, _ = naive(q, k, v, lambda s: 20 * torch.tanh((s - slope[:, None, None].double() * (rows - columns).abs()) / 20), seen)
+    w = torch.randn_like(out)
+    leaves = [q, k, v, slope]
+    truth = torch.autograd.grad(expected, leaves, w.double())
+    for found, right in zip((out, *torch.autograd.grad(out, leaves, w)), (expected, *truth)):
+        assert relative_error(found, right) < 1e-5
+
+
 SCORES: dict[str, Any] = {  # of a score, a query's and a key's position, and of two tables
     "a number over each query's": lambda s, q, k, doc, flags: s + 1 / (q + 1.0) - (k + 2.0) ** -1,
     "a table read at a condition": lambda s, q, k, doc, flags: s + doc[flags[k].int() * 6] * (q % 2),

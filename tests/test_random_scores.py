@@ -21,7 +21,7 @@ import torch
 
 from attngen.errors import SpecError
 from attngen.ir.expr import FUNCTIONS, clamp, exp2, floordiv, log2, mod, parse, select, sigmoid, symbol, to_text
-from attngen.logical.semantics import S, derivative, modified, shared, whole_numbers
+from attngen.logical.semantics import S, derivative, shared, whole_numbers
 from attngen.passes.base_two import in_base_two
 from attngen.sizes import Sizes
 from attngen.spec import Spec, make_spec
@@ -208,7 +208,7 @@ def test_derivatives_are_those_of_torch() -> None:
         values = call(spec, number)
         score, gradients = by_torch(spec, values)
         known, places = at_reads(spec, values)
-        expression = modified(spec)
+        expression = spec.modified()
         with np.errstate(all="ignore"):
             close(value(expression, known), score, 1e-9, score)
             slopes = np.broadcast_to(value(derivative(expression, S), known), SHAPE)
@@ -230,7 +230,7 @@ def test_what_kernels_compute_has_the_same_value() -> None:
     """In base two, with what is common computed once; and the IR's text has every part of it."""
     for number, spec in enumerate(specs()):
         known, _ = at_reads(spec, call(spec, number))
-        plain = modified(spec)
+        plain = spec.modified()
         both = [plain, derivative(plain, S)]
         made, rest = shared(*map(whole_numbers, both))
         with np.errstate(all="ignore"):
@@ -253,7 +253,7 @@ def test_the_check_can_fail() -> None:
     values = call(spec, 0)
     known, _ = at_reads(spec, values)
     gradient = by_torch(spec, values)[1]["s"]
-    right = derivative(modified(spec), S)
+    right = derivative(spec.modified(), S)
     close(value(right, known), gradient, 1e-9)
     wrong = right.xreplace({sympy.tanh(S): -1.0001 * sympy.tanh(S)})
     assert wrong != right
@@ -302,7 +302,7 @@ def test_at_a_kink_the_derivative_is_torchs(text: str, at: float, expected: floa
     score, gradients = by_torch(spec, values)
     assert gradients["s"][0, 0, 0, 0] == expected
     known, _ = at_reads(spec, values)
-    e = modified(spec)
+    e = spec.modified()
     for found in (derivative(e, S), in_base_two(derivative(e, S))):
         close(value(found, known), gradients["s"], 1e-9)
     close(value(e, known), score, 1e-9)
@@ -317,9 +317,9 @@ def test_a_tensor_at_a_kink(text: str) -> None:
     _, gradients = by_torch(spec, values)
     known, places = at_reads(spec, values)
     sums = np.zeros(SIZES.n_q)
-    np.add.at(sums, places["row"][0], np.broadcast_to(value(derivative(modified(spec), symbol("row")), known), SHAPE))
+    np.add.at(sums, places["row"][0], np.broadcast_to(value(derivative(spec.modified(), symbol("row")), known), SHAPE))
     close(sums, gradients["row"], 1e-9)
-    close(value(derivative(modified(spec), S), known), gradients["s"], 1e-9)
+    close(value(derivative(spec.modified(), S), known), gradients["s"], 1e-9)
 
 
 FAR = ["tanh(s)", "30 * tanh(s / 30)", "sigmoid(s)", "sigmoid(-s)", "s * sigmoid(s)", "tanh(s) ** 3", "tanh(abs(s)) - sigmoid(2 * s)"]
@@ -330,7 +330,7 @@ FAR += ["tanh(tanh(s))", "1 / (1 + sigmoid(s))", "0.5 ** (1 + tanh(s))", "log(1 
 def test_base_two_forms_stay_finite(text: str) -> None:
     """In fp32 at scores of ten thousand, where exp2 is infinite or zero; so do their derivatives."""
     spec = make_spec({"name": "far", "head_dim": 64, "score": [{"expr": text}]})
-    e = modified(spec)
+    e = spec.modified()
     far = np.array([-1e4, -200.0, -1.0, 0.0, 1.0, 200.0, 1e4])
     names = {**positions(), "s": far}
     single = {name: np.float32(x) if isinstance(x, float) else x for name, x in names.items()} | {"s": far.astype(np.float32)}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from attngen.errors import SpecError, suggest
 from attngen.lang.names import TAKEN, name_problem, names_schema
 from attngen.masks import registry
+from attngen.passes.pipeline import lower
 from attngen.spec import MAX_BYTES, Spec, json_schema, load_spec, make_spec, parse_spec, starter
 from tests.helpers import ROOT, SPECS
 
@@ -631,3 +632,25 @@ def test_what_recommends_the_first_keys_gives_the_causal_form() -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             assert not re.search(r"any_of.*sink_tokens", line) or "causal" in line, (path, line)
     assert "causal" in (registry()["sink_tokens"].__doc__ or "").splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("sharing", "mask", "sentence"),
+    [
+        ("mqa", "hkv == 1", "`mask` hides every key from every query"),
+        ("mqa", "hkv * limit >= 1 or kv_idx <= q_pos", "`mask` does not depend on `limit`, once simplified"),
+        ("mha", "h > hkv and kv_idx <= limit", "`mask` hides every key from every query"),
+    ],
+)
+def test_the_sharing_of_heads_says_what_the_kv_head_is(sharing: str, mask: str, sentence: str) -> None:
+    params = {"params": {"limit": {"scalar": "int"}}} if "limit" in mask else {}
+    data = {"name": "x", "head_dim": 16, "heads": {"sharing": sharing}, "mask": {"expr": mask, **params}}
+    with pytest.raises(SpecError, match=sentence):
+        make_spec(data)
+    assert make_spec(data | {"heads": {"sharing": "gqa"}})
+
+
+def test_a_mask_that_the_sharing_of_heads_makes_no_mask_builds() -> None:
+    """So do functions of the K/V head that are numbers there."""
+    for mask in ("hkv != 1", "max(1, 1 << hkv) <= kv_idx + 1", "max(0.25, sigmoid(hkv), round(hkv + 0.3)) <= kv_idx + 1"):
+        lower(make_spec({"name": "x", "head_dim": 16, "heads": {"sharing": "mqa"}, "mask": {"expr": mask}}), "place-memory")

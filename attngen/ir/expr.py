@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar, TypeAlias
 
+import mpmath
 import sympy
 from sympy.core.cache import cacheit
 from sympy.core.function import Application
@@ -25,6 +26,7 @@ from attngen.ir.names import INTEGERS
 
 Expr: TypeAlias = Any  # a sympy expression; sympy has no types of its own
 Bool: TypeAlias = Any  # a sympy boolean
+Evaluated: TypeAlias = tuple[Callable[[Any], Any], tuple[Any, ...]]  # a function of mpmath, and its arguments
 INEQUALITIES = (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
 
 
@@ -194,6 +196,9 @@ class sigmoid(sympy.Function):  # noqa: N801
     nargs = 1
     is_extended_real = True
 
+    def _eval_mpmath(self) -> Evaluated:
+        return (lambda x: 1 / (1 + mpmath.exp(-x))), self.args
+
     def fdiff(self, argindex: int = 1) -> Expr:
         return self * (1 - self)
 
@@ -303,9 +308,15 @@ class floor(_Whole):  # noqa: N801
 class nearest(_Whole):  # noqa: N801
     """The integer next to x; of two as near the even one."""
 
+    def _eval_mpmath(self) -> Evaluated:
+        return mpmath.nint, self.args
+
 
 class trunc(_Whole):  # noqa: N801
     """The next integer from x towards zero."""
+
+    def _eval_mpmath(self) -> Evaluated:
+        return (lambda x: mpmath.floor(x) if x >= 0 else mpmath.ceil(x)), self.args
 
 
 class exp2(sympy.Function):  # noqa: N801
@@ -314,12 +325,22 @@ class exp2(sympy.Function):  # noqa: N801
     nargs = 1
     is_extended_real = True
 
+    @classmethod
+    def eval(cls, x: Expr) -> Expr | None:
+        return 2**x if x.is_Integer and abs(x) < 128 else None
+
+    def _eval_mpmath(self) -> Evaluated:
+        return (lambda x: mpmath.power(2, x)), self.args
+
 
 class log2(sympy.Function):  # noqa: N801
     """The base-2 logarithm."""
 
     nargs = 1
     is_extended_real = True
+
+    def _eval_mpmath(self) -> Evaluated:
+        return (lambda x: mpmath.log(x, 2)), self.args
 
 
 LARGEST = sympy.Float((2 - 2**-23) * 2.0**127)  # number that fp32 has
@@ -560,7 +581,7 @@ def apart(e: Bool) -> Bool:
         return e
     below = e if isinstance(e, (sympy.Le, sympy.Lt)) else e.reversed
     if isinstance(below.rhs, sympy.Min):
-        return sympy.And(*(below.func(below.lhs, bound) for bound in below.rhs.args))
+        return sympy.And(*(apart(below.func(below.lhs, bound)) for bound in below.rhs.args))
     if isinstance(below.lhs, sympy.Max):
         return sympy.And(*(_mirrored(below.func(bound, below.rhs)) for bound in below.lhs.args))
     return e

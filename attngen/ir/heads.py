@@ -38,6 +38,11 @@ class Sharing:
         return self.name != "mha"
 
     @property
+    def known(self) -> dict[Expr, Expr]:
+        """The name of the K/V head, and what it is in all kernels: `h`, or 0. With several heads in a group it differs between kernels."""
+        return {} if self.counts_group else {_hkv: self.read}
+
+    @property
     def counts_group(self) -> bool:
         """Whether the K/V head of a query head depends on the size of a group."""
         return self.read.has(_group)

@@ -44,7 +44,7 @@ def _power(base: Any, exponent: Any) -> Any:
     """Whole powers as products, negative ones as one over these; any other power of a positive number."""
     if not isinstance(exponent, int):
         return np.power(base * 1.0, exponent)
-    return base**exponent if exponent >= 0 else 1.0 / base**-exponent
+    return base**exponent if exponent >= 0 else np.divide(1.0, base**-exponent)  # of 0 it is an infinity, as of an array with zeros
 
 
 def _whole(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -17,7 +17,7 @@ from attngen.ir.heads import SHARINGS
 from attngen.ir.ops import MEMBER, Access, Gather, Store, Type, Yield
 from attngen.ir.shares import part
 from attngen.logical.common import KernelBuilder, in_bounds, kv_head, named_by, scores
-from attngen.logical.semantics import S, derivative, exact_sums, listed_blocks, modified, of_sums, singular, varies, without_common
+from attngen.logical.semantics import S, derivative, exact_sums, listed_blocks, of_sums, singular, varies, without_common
 from attngen.logical.signature import Signature, with_sums
 from attngen.parts import KV, NATURAL, Q
 from attngen.policy import WIDEST_FUSED
@@ -152,7 +152,7 @@ def _statistics(b: KernelBuilder) -> None:
 
 def learned(spec: Spec) -> tuple[Learned, ...]:
     """The gradients of learned inputs, one for each read of the input. Raises BuildError where there is none, or no fixed order of sums."""
-    if derivative(modified(spec), S) == 0:
+    if derivative(spec.modified(), S) == 0:
         raise BuildError(("score",), "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`")
     grads, by_entry = {i.name: i.shape for i in spec.inputs() if i.grad}, _by_entry(spec)
     found = []
@@ -163,7 +163,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
             found.append(Learned(read.tensor, ("h",), "DELTA"))
             continue
         index = by_entry.get(read) or _places(read, grads[read.tensor])
-        if derivative(modified(spec), symbol(read.name)) == 0:
+        if derivative(spec.modified(), symbol(read.name)) == 0:
             steps = f"has `grad: true` for `{read.tensor}`, and the score changes with it in steps alone; expected no `grad`"
             raise BuildError(spec.key_of(read.tensor), steps)
         if not _summed_in_order(index):
@@ -349,7 +349,7 @@ def unfused(spec: Spec) -> str:
 def _slopes(spec: Spec, gradients: Iterable[Learned]) -> tuple[dict[str, Read], list[Any]]:
     """The reads of inputs by the tensors of their gradients' parts, and the derivative of the score by what is read, for each gradient."""
     reads = {_parts(read): read for read in spec.reads()}
-    return reads, [derivative(modified(spec), symbol(reads[x.parts].name)) for x in gradients]
+    return reads, [derivative(spec.modified(), symbol(reads[x.parts].name)) for x in gradients]
 
 
 def _summed(spec: Spec) -> list[Learned]:
@@ -365,8 +365,8 @@ def _of_dq(spec: Spec, x: Learned) -> Any:
     q * dQ over columns, as dQ is the sum of scale * dS * k.
     """
     by = [symbol(read.name) for read in spec.reads() if _parts(read) == x.parts and x.by == "query"]
-    _, steep = without_common(spec, derivative(modified(spec), S))
-    return of_sums(spec, derivative(modified(spec), *by), steep) if by else None
+    _, steep = without_common(spec, derivative(spec.modified(), S))
+    return of_sums(spec, derivative(spec.modified(), *by), steep) if by else None
 
 
 def build_fused(spec: Spec) -> Kernel:
@@ -395,7 +395,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
     signature = with_sums(_of_entropy(spec, signature), exact_sums(spec))
-    common, factor = sympy.Integer(1), derivative(modified(spec), S)
+    common, factor = sympy.Integer(1), derivative(spec.modified(), S)
     gradients = tuple(x for x in learned(spec) if x.by == "score") if fused else ()
     reads, slopes = _slopes(spec, gradients)
     if fused:
@@ -467,7 +467,7 @@ def _fused(spec: Spec) -> Signature:
 
 def _differs_by_head(spec: Spec) -> bool:
     """Whether query heads of a group visit other tiles, or have numbers of their own that a program keeps for all its tiles."""
-    said = (spec.mask.by_key(), modified(spec))
+    said = (spec.visible_by_key(), spec.modified())
     kept = (e for read in spec.reads() if read.name in named_by(spec, said) and not varies(spec, read, Q) for e in read.index)
     return listed_blocks(spec) is not None or any(e.has(symbol("h")) for e in (*said, *kept))
 
@@ -522,7 +522,7 @@ def build_dq_end(spec: Spec) -> Kernel:
     """
     fused = spec.schedule.order != "kv_outer"
     ordered = fused and not _has_sink(spec)
-    common = without_common(spec, derivative(modified(spec), S))[0] if fused else sympy.Integer(1)
+    common = without_common(spec, derivative(spec.modified(), S))[0] if fused else sympy.Integer(1)
     gradients = {x: _of_dq(spec, x) for x in _summed(spec)} if fused else {}
     exact = exact_sums(spec)
     seen = ("INV_L_ALL" if exact else "LSE2") if ordered else ""
@@ -580,7 +580,7 @@ def build_dq(spec: Spec) -> Kernel:
     It runs before the kernels of dK and dV and stores delta and LSE2 for them. That saves a pass over O and dO.
     """
     gradients = tuple(x for x in learned(spec) if x.by != "row")
-    factor, (reads, slopes) = derivative(modified(spec), S), _slopes(spec, gradients)
+    factor, (reads, slopes) = derivative(spec.modified(), S), _slopes(spec, gradients)
     places = [e for x in gradients if x.by in ("element", "entry") for e in reads[x.parts].index]
     b = KernelBuilder(spec, with_sums(_of_entropy(spec, DQ), exact_sums(spec)), [factor, *slopes, *places])
     b.tensors(gradients)

@@ -46,7 +46,7 @@ from attngen.ir.ops import (
 )
 from attngen.ir.prove import prove_le
 from attngen.ir.shares import sharing
-from attngen.logical.semantics import S, keeps_extremes, listed_blocks, modified, of_product, shared, varies, whole_numbers
+from attngen.logical.semantics import S, keeps_extremes, listed_blocks, of_product, shared, varies, whole_numbers
 from attngen.logical.signature import Signature, grid, parts_of, tensor_args
 from attngen.parts import NATURAL
 from attngen.spec import Spec
@@ -71,12 +71,12 @@ class KernelBuilder:
         self.shares = next(iter(sharing(self.grid)), None)  # the axis whose programs share a loop
         self.deal: Deal | None = None  # how keys of a cache are dealt among programs
         self.heads = _heads(spec, signature)
-        self.score = modified(spec)
+        self.score = spec.modified()
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
         self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
         self.lengths = {i.name for i in spec.inputs() if i.is_size}
         along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
-        said = spec.mask.expression() if own == "q" else spec.mask.by_key()
+        said = spec.visible() if own == "q" else spec.visible_by_key()
         self.where = said if signature.masks else sympy.true
         facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)]
         self.facts = tuple(_usable(fact, along) for fact in facts)

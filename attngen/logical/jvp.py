@@ -12,7 +12,7 @@ from attngen.ir.ops import Yield
 from attngen.logical.backward import compute_lse2, load_sums, probabilities, where_seen
 from attngen.logical.common import KernelBuilder, kv_head
 from attngen.logical.forward import sink_of
-from attngen.logical.semantics import S, derivative, exact_sums, modified
+from attngen.logical.semantics import S, derivative, exact_sums
 from attngen.logical.signature import Signature, with_sums
 from attngen.spec import Spec
 
@@ -49,7 +49,7 @@ def build_jvp(spec: Spec) -> Kernel:
     that it is for. A sink takes part in the sums over a row, and has no value. Dropout takes P and tP away in the products alone, as in the
     forward. A row that sees no key has tangents of zero.
     """
-    score, sink, reads = modified(spec), sink_of(spec), learned_reads(spec)
+    score, sink, reads = spec.modified(), sink_of(spec), learned_reads(spec)
     steep, *slopes = (derivative(score, by) for by in (S, *(symbol(read.name) for read in reads)))
     with_entropy = "entropy" in spec.outputs
     exact = exact_sums(spec)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import sympy
+from sympy.logic.boolalg import Boolean
 
 from attngen.bounds.intervals import Scene, mentions, terms
 from attngen.bounds.sampled import worth_listing
@@ -21,19 +22,11 @@ MOST_BRANCHED = 2000  # nodes of an expression that has choices in place of abs,
 SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos, sympy.Pow)  # functions that are computed once if they occur twice
 
 
-def modified(spec: Spec) -> Expr:
-    """The score that the softmax sees, as an expression in the scaled product `s`. It is a natural exponent."""
-    score: Expr = S
-    for part in spec.score:
-        score = part.expression().xreplace({S: score})
-    return score
-
-
 def meaning(spec: Spec) -> Meaning:
     """The meaning of the spec, for the module's header. The verifier holds every kernel against it."""
-    where, by_key = spec.mask.expression(), spec.mask.by_key()
+    where, by_key = spec.visible(), spec.visible_by_key()
     known = tuple(fact for fact in spec.mask.facts() if where.has(fact.literal) or by_key.has(fact.literal))
-    score, sink = modified(spec), next((s.sink() for s in spec.score if s.sink() is not None), None)
+    score, sink = spec.modified(), next((s.sink() for s in spec.score if s.sink() is not None), None)
     types = input_tensors(spec.inputs(), spec.derived())
     said = [where, by_key, *(e for fact in known for e in fact), score, *([] if sink is None else [sink])]
     named = {str(s) for e in said for s in e.free_symbols}
@@ -66,7 +59,7 @@ def listed_blocks(spec: Spec) -> Blocks | None:
 
 def _by_formula(spec: Spec) -> bool:
     """Whether the mask depends on positions and lengths alone, and lists of its blocks are worth evaluating it."""
-    where, lists = spec.mask.expression(), spec.cache is None and spec.schedule.order == "q_outer"
+    where, lists = spec.visible(), spec.cache is None and spec.schedule.order == "q_outer"
     return lists and not spec.mask.inputs() and not spec.mask.derived() and worth_listing(where)
 
 
@@ -78,7 +71,7 @@ def _by_data(spec: Spec, own: str) -> bool:
     others = along | {r.name for r in spec.reads() if r.name in rows and types[r.tensor].dtype != "i32"}
     scene = Scene(own, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
     known = {fact.literal for fact in scene.facts}
-    where = spec.mask.expression() if own == "q" else spec.mask.by_key()
+    where = spec.visible() if own == "q" else spec.visible_by_key()
     return any(mentions(x, scene.others) for term in terms(where, scene) for x in term.unsolved if x not in known)
 
 
@@ -94,7 +87,7 @@ def singular(spec: Spec, e: Expr) -> bool:
 
 def unbounded(spec: Spec) -> bool:
     """Whether scores may be -inf without a mask. A bias for each score may make them so."""
-    score = modified(spec)
+    score = spec.modified()
     kinds = {i.name: i.dtype for i in spec.inputs()}
     read = {symbol(r.name) for r in spec.reads() if kinds.get(r.tensor) in ("f32", "T")}
     return singular(spec, score) or bool(read & _per_score(spec) & score.free_symbols)
@@ -129,23 +122,25 @@ def derivative(e: Expr, by: Expr) -> Expr:
 
     abs has 0 at 0; min and max of equals give half to each; clamp has 1 at its bounds; conditions, `//` and `%` have 0.
     """
-    return sympy.diff(_branches(e), by) if _branched_size(e) <= MOST_BRANCHED else _by_chain_rule(e, by)
+    return sympy.diff(_branches(e, by), by) if _branched_size(e, by) <= MOST_BRANCHED else _by_chain_rule(e, by)
 
 
 @cache
-def _branched_size(e: Any) -> int:
+def _branched_size(e: Any, by: Expr) -> int:
     """About how many nodes `_branches` makes: what is inside an abs, a min or a max is written out several times."""
+    if _has_no_slope(e, by):
+        return 1
     if isinstance(e, (sympy.Min, sympy.Max)):
-        sizes = [_branched_size(a) for a in e.args]
+        sizes = [_branched_size(a, by) for a in e.args]
         return int(sum(5 * x * 4 ** (len(sizes) - 1) for x in sizes)) if len(sizes) < 32 else MOST_BRANCHED + 1
     times = 4 if isinstance(e, sympy.Abs) else 3 if isinstance(e, clamp) else 1
-    return 1 + times * sum(map(_branched_size, e.args))
+    return 1 + times * sum(_branched_size(a, by) for a in e.args)
 
 
 @cache
 def _by_chain_rule(e: Any, by: Expr) -> Any:
     """The same derivative with the slope of an abs, a min or a max as a factor, so that a nest of them gives a product."""
-    if not e.has(by) or e == by:
+    if _has_no_slope(e, by) or e == by:
         return sympy.Integer(int(e == by))
     if isinstance(e, sympy.Abs):
         (x,) = e.args
@@ -199,11 +194,16 @@ def _divisors(e: Expr) -> set[Any]:
     return {f.base for f in sympy.preorder_traversal(e) if f.is_Pow and not (f.exp.is_Integer and f.exp > 0)}
 
 
-def _branches(e: Any) -> Any:
-    """abs, min, max and clamp as choices. The derivative of a choice is that of the chosen branch."""
-    if not e.args or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
+def _has_no_slope(e: Any, by: Expr) -> bool:
+    """Whether a part of an expression has no derivative, or 0: conditions, integers, and what does not depend on `by`."""
+    return isinstance(e, Boolean) and not e.is_Symbol or bool(getattr(e, "is_integer", False)) or not e.has(by)
+
+
+def _branches(e: Any, by: Expr) -> Any:
+    """abs, min, max and clamp as choices, where they have a slope. The derivative of a choice is that of the chosen branch."""
+    if _has_no_slope(e, by) or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
         return e
-    args = [_branches(a) for a in e.args]
+    args = [_branches(a, by) for a in e.args]
     if isinstance(e, sympy.Abs):
         (x,) = args
         return select(x > 0, x, select(x < 0, -x, sympy.Integer(0)))

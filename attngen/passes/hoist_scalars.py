@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import REAL, Expr, symbol
+from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Loop, Map, Op, Type
 from attngen.passes.base import Pass
@@ -75,9 +75,9 @@ class _Hoisting:
         return e.func(*(self._hoisted(a, op, block) for a in e.args))
 
     def _is_whole(self, e: Any, op: Map) -> bool:
-        refs = (dict(op.uses).get(str(s), str(s)) for s in e.free_symbols if not s.is_integer)
-        whole = all(r.split(".")[0] in self.source.graph and self.source.type_of(r).dtype == "i32" for r in refs)
-        return whole and not e.has(sympy.Pow, *REAL) and all(n.is_Integer for n in e.atoms(sympy.Number))
+        refs = {s: dict(op.uses).get(str(s), str(s)) for s in e.free_symbols if not s.is_integer}
+        of_integers = [s for s, r in refs.items() if r.split(".")[0] in self.source.graph and self.source.type_of(r).dtype == "i32"]
+        return e.xreplace({s: sympy.Symbol(str(s), integer=True) for s in of_integers}).is_integer is True
 
     def _home(self, e: Any, op: Map, block: str) -> str | None:
         """The outermost block that can compute the expression; None if it is not made of scalars alone, or no outer block can."""

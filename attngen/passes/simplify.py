@@ -48,12 +48,15 @@ def _simplify(kernel: Kernel) -> Kernel:
     loaded = frozenset(op.name for op in kernel.ops() if isinstance(op, (Gather, Load)))
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
     too_long = {x.body for x in kernel.loops if is_cut_short(mask_of(kernel, x.body), scene_of(kernel, x.body))}
+    unmasked: dict[str, str] = {}  # a mask that is always true -> its value, which ops after it read instead
 
     def change(block: str, op: Op) -> list[Op]:
+        op = op.with_operands(unmasked) if unmasked else op
         always = block != "entry" and block not in with_full
         if isinstance(op, Mask):
             where = simplify_condition(op.where, own, loop, reals, loaded, moving) if block not in too_long else op.where
             if where == sympy.true:
+                unmasked[op.name] = op.value
                 return []
             used = {str(s) for s in where.free_symbols}
             uses = tuple(u for u in op.uses if u[0] in used)

@@ -16,8 +16,9 @@ from pydantic_core import PydanticCustomError
 from attngen import document
 from attngen.bounds.ranges import is_too_long, shows_nothing
 from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, agree, by_precision
-from attngen.ir.expr import symbol
+from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import Derived, Input, Read
+from attngen.ir.heads import SHARINGS
 from attngen.ir.names import OF_OUTPUTS, OUTPUTS
 from attngen.lang.limits import WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE
 from attngen.masks import Mask, registry, union_note
@@ -198,11 +199,11 @@ def _parse_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
 
 
-def _needed(part: Mask | Score) -> set[str]:
+def _needed(part: Mask | Score, heads: dict[Expr, Expr]) -> set[str]:
     """The names of what the expressions of a mask or modifier depend on, also by what they read, and what that is computed from."""
     expressions = [part.expression()]
     expressions += [part.by_key()] if isinstance(part, Mask) else [part.sink() or sympy.true]
-    names = {str(s) for e in expressions for s in e.free_symbols}
+    names = {str(s) for e in expressions for s in e.xreplace(heads).free_symbols}
     for read in reversed(part.reads()):  # nested ones come first
         if read.name in names:
             names |= {read.tensor, *(str(s) for e in read.index for s in e.free_symbols)}
@@ -320,13 +321,14 @@ class Spec(BaseModel):
     @model_validator(mode="after")
     def _expressions_say_something(self) -> Spec:
         """The mask shows some pairs, scores depend on `s`, and what is written out depends on every parameter, once simplified."""
-        if shows_nothing(self.mask.expression()):
+        heads = SHARINGS[self.heads.sharing].known
+        if shows_nothing(self.visible()):
             raise Mistakes((("mask",), "hides every key from every query; expected a condition that some pairs meet"))
         for path, part in self._parts():
-            needed = _needed(part)
+            needed = _needed(part, heads)
             if gone := next((i.name for i in part.inputs() if i.name not in needed and not i.is_size), None):
                 raise Mistakes((path, f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out"))
-            if isinstance(part, Score) and part.sink() is None and symbol("s") not in part.expression().free_symbols:
+            if isinstance(part, Score) and part.sink() is None and symbol("s") not in part.expression().xreplace(heads).free_symbols:
                 raise Mistakes((path, "forgets the score `s`; expected an expression in it"))
         if gone := self._forgotten():
             said = f"does not depend on `{gone}`, once simplified; expected it to, or the part that declares it left out"
@@ -335,13 +337,10 @@ class Spec(BaseModel):
 
     def _forgotten(self) -> str | None:
         """An input on which neither the mask nor the scores depend as a whole."""
-        score: Any = symbol("s")
-        for part in self.score:
-            score = part.expression().xreplace({symbol("s"): score})
         sinks = [sink for part in self.score if (sink := part.sink()) is not None]
-        masks = (self.mask.expression(), self.mask.by_key())
+        masks = (self.visible(), self.visible_by_key())
         facts = [e for fact in self.mask.facts() if any(mask.has(fact.literal) for mask in masks) for e in fact]
-        seen = {str(s) for e in (*masks, *facts, score, *sinks) for s in e.free_symbols}
+        seen = {str(s) for e in (*masks, *facts, self.modified(), *sinks) for s in e.free_symbols}
         for read in reversed(self.reads()):
             if read.name in seen:
                 seen |= {read.tensor, *(str(s) for e in read.index for s in e.free_symbols)}
@@ -511,6 +510,21 @@ class Spec(BaseModel):
     def reads(self) -> tuple[Read, ...]:
         """How mask and modifiers read tensors; each read has a name of its own."""
         return unique(read for part in (self.mask, *self.score) for read in part.reads())
+
+    def visible(self) -> Bool:
+        """The condition under which a query sees a key, with what the sharing of heads says of the K/V head."""
+        return self.mask.expression().xreplace(SHARINGS[self.heads.sharing].known)
+
+    def visible_by_key(self) -> Bool:
+        """The same condition, as kernels that own keys have it."""
+        return self.mask.by_key().xreplace(SHARINGS[self.heads.sharing].known)
+
+    def modified(self) -> Expr:
+        """The score that the softmax sees, as an expression in the scaled product `s`. It is a natural exponent."""
+        score: Expr = symbol("s")
+        for part in self.score:
+            score = part.expression().xreplace({symbol("s"): score})
+        return score.xreplace(SHARINGS[self.heads.sharing].known)
 
     def notes(self) -> tuple[tuple[document.Path, str], ...]:
         """What may not be what the author means: the path of the key, and the sentence that follows its name."""

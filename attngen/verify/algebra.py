@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import sympy
+from sympy.logic.boolalg import Boolean
 
 from attngen.ir.expr import BITS, INEQUALITIES, TO_INTEGER, Expr, exp2, log, log2, sigmoid, symbol
 from attngen.verify.points import agree
@@ -23,6 +25,10 @@ class power2(sympy.Function):  # noqa: N801
     nargs = 1
     is_extended_real = True
     is_extended_positive = True
+
+    @classmethod
+    def eval(cls, x: Expr) -> Expr | None:
+        return 2**x if x.is_Integer and abs(x) < 128 else None
 
 
 class inverse(sympy.Function):  # noqa: N801
@@ -47,7 +53,7 @@ def normal(e: Any) -> Any:
         return e
     if isinstance(e, TO_INTEGER):  # its constants are one number, rounded as floats are: 2 * LN2 * log2(x), say, is what it is exactly
         whole = e.args[0].replace(log, lambda x: LN2 * log2(x)).xreplace(NUMBERS)
-        return e.func(normal(whole))
+        return e.func(normal(normal(whole).xreplace(NUMBERS)))  # those, too, of exponents that become ones of 2
     args = [normal(a) for a in e.args]
     if isinstance(e, INEQUALITIES):
         return _compared(args, isinstance(e, (sympy.Ge, sympy.Gt)), isinstance(e, (sympy.Lt, sympy.Gt)))
@@ -62,6 +68,8 @@ def normal(e: Any) -> Any:
 
 def _inverse(e: Expr, power: Expr) -> Expr:
     """A negative power of a sum, as the function `inverse`, which stays as it is. The sum is scaled: its first term gets the factor 1."""
+    if e.is_Number:
+        return e**power
     raised = e - 1  # of 1 / (1 + 2**x) and 1 - 1 / (1 + 2**-x), which are equal, one is taken
     if isinstance(raised, power2) and raised.args[0].could_extract_minus_sign():
         return (1 - _inverse(1 + power2(-raised.args[0]), sympy.Integer(-1))) ** -power
@@ -115,11 +123,30 @@ def equal(a: Any, b: Any) -> bool:
     return same(normal(a), normal(b)) or agree(a, b) is True
 
 
-def _matched(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+def alike(a: Any, b: Any) -> bool:
+    """Whether two normal conditions join equal comparisons: of integers by their forms, of real numbers by form or by value."""
+    if same(a, b):
+        return True
+    if a.func != b.func or len(a.args) != len(b.args):
+        return False
+    if isinstance(a, (sympy.And, sympy.Or, sympy.Not)):
+        return _matched(a.args, b.args, alike)
+    if not isinstance(a, sympy.core.relational.Relational) or a.rhs != 0 or b.rhs != 0 or not (_of_reals(a) and _of_reals(b)):
+        return False
+    x, y = (e.lhs.replace(power2, exp2).replace(inverse, lambda x: 1 / x) for e in (a, b))
+    return agree(x, y) is True or (isinstance(a, (sympy.Eq, sympy.Ne)) and agree(x, -y) is True)
+
+
+def _of_reals(e: Any) -> bool:
+    """Whether a part of an expression is a number that is no integer."""
+    return any(x.is_integer is not True for x in sympy.preorder_traversal(e) if not isinstance(x, Boolean) or x.is_Symbol)
+
+
+def _matched(some: tuple[Any, ...], others: tuple[Any, ...], like: Callable[[Any, Any], bool] = same) -> bool:
     """Whether two collections have the same expressions, in any order."""
     left = list(others)
     for x in some:
-        found = next((y for y in left if same(x, y)), None)
+        found = next((y for y in left if like(x, y)), None)
         if found is None:
             return False
         left.remove(found)

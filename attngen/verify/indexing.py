@@ -170,6 +170,10 @@ def _is_page(kernel: Kernel, op: Gather | Scatter, index: Any) -> bool:
 def _outside(module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict[str, Any], heads: dict[str, Any]) -> Iterator[str]:
     """Single elements that may lie outside of their tensor. Each index is proven inside, or the condition says so."""
     conditions = conjuncts(op.where)
+
+    def said(condition: Bool) -> bool:
+        return set(conjuncts(condition)) <= set(conditions)
+
     does, access = ("write", op.dst) if isinstance(op, Scatter) else ("read", op.src)
     for dim, index in zip(kernel.type_of(access.tensor).dims, access.index):
         extent = symbol("Nk") if dim == "Nc" and kernel.reads_cache else dimension(dim)  # a sequence has no more keys than room
@@ -189,9 +193,9 @@ def _outside(module: Module, kernel: Kernel, op: Gather | Scatter, letters: dict
         if isinstance(index, select) and index.args[1] == index.args[2] + extent:  # from the end where it is negative
             low = low if not prove_le(-extent, span(index.args[2])[0]) else sympy.Integer(0)
             high = span(index.args[2])[1]
-        if not (low >= 0 or index.is_nonnegative or (index >= 0) in conditions):
+        if not (low >= 0 or index.is_nonnegative or said(index >= 0)):
             yield f"%{op.name} may {does} %{access.tensor} before its start, at `{to_text(index)}`; expected `where` to say it does not"
-        if not (prove_le(high, extent - 1) or prove_le(index, extent - 1) or (index < extent) in conditions):
+        if not (prove_le(high, extent - 1) or prove_le(index, extent - 1) or said(index < extent)):
             yield f"%{op.name} may {does} %{access.tensor} past its end, at `{to_text(index)}`; expected `where` to say it does not"
 
 

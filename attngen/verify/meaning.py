@@ -40,7 +40,7 @@ from attngen.ir.ops import (
     Zip,
     dimension,
 )
-from attngen.verify.algebra import equal, normal, same
+from attngen.verify.algebra import alike, equal, normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
 ROW_SUMS = ("LSE", "LSE2", "M_ALL")  # tensors with the logarithm of each row's sum of weights, natural and to base 2; or with its maximum
@@ -205,16 +205,17 @@ class Values:
 
     def gathered(self, op: Gather) -> Expr:
         """An element read as the header reads: a negative index counts from the end, and an element outside is 0."""
-        rest, at = list(conjuncts(op.where)), []
+        said, inside, at = conjuncts(op.where), set(_inside()), []
         for dim, e in zip(self.kernel.type_of(op.src.tensor).dims, op.src.index):
             extent = dimension(dim)
-            rest = [c for c in rest if c not in (e >= 0, e < extent)]
+            bounds = [set(conjuncts(c)) for c in (e >= 0, e < extent)]
+            inside |= set().union(*(parts for parts in bounds if parts <= set(said)))
             wrapped = isinstance(e, select) and e.args[0] == (e.args[2] < 0) and e.args[1] == e.args[2] + extent
             if wrapped or e.is_nonnegative or span(e)[0] >= 0:
                 at.append(self.expression(e.args[2] if wrapped else e, op))
             else:
                 at.append(FROM_START(self.expression(e, op)))
-        guard = [self.expression(c, op) for c in rest if c not in _inside()]
+        guard = [self.expression(c, op) for c in said if c not in inside]
         return self.element(op.src.tensor, at, guard, op.type)
 
     def conditions(self, ref: str) -> tuple[list[Bool], Expr]:
@@ -343,8 +344,9 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
         }
         factor = sympy.expand(exponent).coeff(next(iter(masked))) if masked else sympy.Integer(1)
         number, rest = factor.as_coeff_Mul()
-        made = _unlimited(exponent.xreplace({s: values.conditions(ref)[1] for s, ref in masked.items()}))
-        right = LOG2E * header.here(module.meaning.score)
+        score = header.here(module.meaning.score)
+        made = _unlimited(exponent.xreplace({s: values.conditions(ref)[1] for s, ref in masked.items()}), score)
+        right = LOG2E * score
         rising = len(masked) < 2 and number > 0 and rest in (sympy.Integer(1), SCALE, LOG2E, LOG2E * SCALE)
         if isinstance(op, Map) and not _normalised(op, values):
             said = "expected weights times INV_L_ALL of their row if they are of M_ALL, else alone"
@@ -355,19 +357,26 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
     yield from _sinks(kernel, header, values)
 
 
-def _unlimited(e: Expr) -> Expr:
-    """An expression without the limits of fp32: LOG2E * x for min(LARGEST, max(LOG2E * x, -LARGEST if x > -inf else -inf))."""
+def _unlimited(e: Expr, score: Expr) -> Expr:
+    """An expression without the limits of fp32: LOG2E * x for min(LARGEST, max(LOG2E * x, -LARGEST if x > -inf else -inf)).
+
+    The inner limit is -LARGEST alone where the score is never -inf, as a square is not.
+    """
 
     def limited(x: Any) -> Expr | None:
         top = x.args if isinstance(x, sympy.Min) and len(x.args) == 2 and LARGEST in x.args else ()
-        inner = next((y for y in top if isinstance(y, sympy.Max) and len(y.args) == 2), None)
-        lowest = next((y for y in inner.args if isinstance(y, select)), None) if inner is not None else None
-        if inner is None or lowest is None:
+        inner = next((y.args for y in top if isinstance(y, sympy.Max) and len(y.args) == 2), None)
+        if inner is None:
             return None
-        (value,) = (y for y in inner.args if y is not lowest)
-        natural = lowest.args[0].args[0] if lowest.args[0].is_Relational else value
-        holds = lowest.args == (natural > -sympy.oo, -LARGEST, -sympy.oo) and same(normal(value), normal(LOG2E * natural))
-        return value if holds else None
+        if -LARGEST in inner:
+            (value,) = (y for y in inner if y != -LARGEST)
+            return value if (score > -sympy.oo) == sympy.true else None
+        for value, lowest in (inner, inner[::-1]):
+            if isinstance(lowest, select) and lowest.args[0].is_Relational:
+                natural = lowest.args[0].args[0]
+                holds = lowest.args == (natural > -sympy.oo, -LARGEST, -sympy.oo) and same(normal(value), normal(LOG2E * natural))
+                return value if holds else None
+        return None
 
     return e.replace(lambda x: limited(x) is not None, limited)
 
@@ -446,7 +455,7 @@ def _unproven(conclusions: Iterable[Bool], premises: Iterable[Bool], own: str) -
         wanted = normal(c)
         if wanted in known:
             continue
-        if wanted != sympy.true and not any(same(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
+        if wanted != sympy.true and not any(alike(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
             left.append(c)
     return left
 

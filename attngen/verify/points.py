@@ -43,6 +43,7 @@ from attngen.ir.expr import (
 TOLERANCE = 1e-9  # relative error of a number that passes multiplied in another order
 NARROW = 1e-6  # relative width of an enclosure that says that values agree
 DRAWN, ENOUGH = 192, 24  # points; those that have to agree
+LARGE = 2**20  # exponents and angles below this are computed
 CONSTANTS = {"LOG2E": 1 / math.log(2), "LN2": math.log(2)}
 Point = dict[str, Any]
 
@@ -76,12 +77,26 @@ def _extreme(of: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda *xs: iv.mpf([reduce(of, (mpmath.mpf(x.a) for x in xs)), reduce(of, (mpmath.mpf(x.b) for x in xs))])
 
 
+def _small(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of numbers up to LARGE: of others it would be computed with as many digits as they have."""
+
+    def checked(x: Any) -> Any:
+        if not -LARGE < x.a <= x.b < LARGE:
+            raise Unknown
+        return of(x)
+
+    return checked
+
+
+_exp = _small(iv.exp)
+
+
 def _power(base: Any, exponent: Any) -> Any:
-    if exponent.a == exponent.b and exponent.a == int(exponent.a):
+    if exponent.a == exponent.b and abs(exponent.a) < LARGE and exponent.a == int(exponent.a):
         return base ** int(exponent.a)
     if not base.a > 0:
         raise Unknown
-    return iv.exp(exponent * iv.log(base))
+    return _exp(exponent * iv.log(base))
 
 
 def _positive(of: Callable[[Any], Any], least: int = 0) -> Callable[[Any], Any]:
@@ -108,16 +123,16 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Max: _MAX,
     sympy.Abs: abs,
     clamp: lambda x, low, high: _MIN(_MAX(x, low), high),
-    sympy.exp: iv.exp,
-    exp2: lambda x: iv.exp(x * iv.log(2)),
+    sympy.exp: _exp,
+    exp2: lambda x: _exp(x * iv.log(2)),
     log: _positive(iv.log),
     log2: _positive(lambda x: iv.log(x) / iv.log(2)),
     sqrt: _positive(iv.sqrt, 1),
-    sympy.tanh: lambda x: 1 - 2 / (1 + iv.exp(2 * x)),
-    sigmoid: lambda x: 1 / (1 + iv.exp(-x)),
+    sympy.tanh: lambda x: 1 - 2 / (1 + _exp(2 * x)),
+    sigmoid: lambda x: 1 / (1 + _exp(-x)),
     erf: _monotone(mpmath.erf, 1e-14),
-    sin: iv.sin,
-    cos: iv.cos,
+    sin: _small(iv.sin),
+    cos: _small(iv.cos),
     floor: _monotone(mpmath.floor),
     nearest: _monotone(mpmath.nint),
     trunc: _monotone(lambda x: mpmath.floor(x) if x >= 0 else mpmath.ceil(x)),

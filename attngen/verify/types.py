@@ -381,11 +381,15 @@ def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
 def _integers_of(e: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     """The names that must stand for integers if an expression is to be one, those of conditions by which it chooses among integers, which
     may stand for anything, and whether all else in it is made of integers."""
-    e = e.replace(lambda x: isinstance(x, TO_INTEGER), lambda x: sympy.Integer(0))  # they give integers, whatever their arguments are
-    conditions = tuple(name for choice in e.atoms(select) for name in symbol_names(choice.args[0]))
-    e = e.replace(select, lambda _, a, b: select(symbol("kv_idx") > 0, a, b))
-    divided = any(power.exp.is_negative for power in e.atoms(sympy.Pow)) or not all(n.is_Integer for n in e.atoms(sympy.Rational))
-    return symbol_names(e), conditions, not divided and not e.has(*REAL, sympy.Float, sympy.oo)
+    if isinstance(e, TO_INTEGER):  # they give integers, whatever their arguments are
+        return (), (), True
+    if not e.args:
+        return symbol_names(e), (), not e.is_Number or e.is_Integer
+    parts = [_integers_of(a) for a in (e.args[1:] if isinstance(e, select) else e.args)]
+    names = tuple(dict.fromkeys(name for part, _, _ in parts for name in part))
+    conditions = [name for _, part, _ in parts for name in part] + [*(symbol_names(e.args[0]) if isinstance(e, select) else ())]
+    real = isinstance(e, REAL) or e.is_Pow and e.exp.is_negative
+    return names, tuple(dict.fromkeys(conditions)), not real and all(whole for _, _, whole in parts)
 
 
 # What each kind of op asks of its types, besides what holds for all.

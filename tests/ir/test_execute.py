@@ -368,3 +368,9 @@ def test_generated_kernels_keep_the_same_scores(device: str) -> None:
     found = keep_scores(1234, 1, 2, np.arange(70)[:, None], np.arange(40), round(0.3 * 65536))
     kept = built("causal_dropout_mqa").attention.dropout_mask((2, 3, 70, 40), 0.3, 1234, device).cpu().numpy()
     assert (found == kept[1, 2]).all()
+
+
+def test_one_over_zero_is_infinite() -> None:
+    """Of a number as of an array: other conditions may hide such a place."""
+    with np.errstate(divide="ignore"):
+        assert value(parse("1/x**2"), {"x": 0}) == np.inf and list(value(parse("1/x"), {"x": np.array([0, 2])})) == [np.inf, 0.5]

@@ -129,6 +129,27 @@ def test_every_sharing_of_heads_is_held_against_the_header(sharing: str) -> None
     assert refused(edit(text, ("expr(by_key_head - 0.125*h*", "expr(by_key_head - 0.125*(h + 1)*"))).rule == "scores"
 
 
+def test_limits_of_fp32_are_those_of_the_score() -> None:
+    """A score that may be -inf stays so. Of one that may not, the lower limit may be the number alone."""
+    bias = {"params": {"bias": {"tensor": ["B", "H", "Nq", "Nk"]}}}
+
+    def text_with(score: str) -> str:
+        spec = {"name": "one", "head_dim": 16, "dtype": "fp32", "score": [{"expr": score, **bias}]}
+        return print_module(lower(make_spec(spec), "build"))
+
+    lowest = "select(score_base > -inf, -3.4028234663852886e+38, -inf)"
+    assert refused(edit(text_with("s + bias[b, h, q_idx, kv_idx]"), (lowest, "-3.4028234663852886e+38"))).rule == "scores"
+    assert lowest in text_with("sqrt(abs(s + bias[b, h, q_idx, kv_idx]))")  # written out, the limit is the number alone, and is taken
+
+
+def test_an_element_at_the_larger_of_two_places_is_inside_if_both_are() -> None:
+    ids = {"params": {"ids": {"tensor": ["any"], "dtype": "int32"}}}
+    spec = {"name": "one", "head_dim": 16, "dtype": "fp16", "mask": {"expr": "ids[max(h, 3)] <= kv_idx", **ids}}
+    text = print_module(lower(make_spec(spec), "build"))
+    for inside in ("h < ids_len", "3 < ids_len"):
+        assert refused(edit(text, ("where(max(3, h) < ids_len)", f"where({inside})"))).rule == "indexing"
+
+
 ONE_FORM = ["exp(x)", "log(2 + x*x)", "tanh(3*x)", "sigmoid(x - 1)", "3**x", "2**(-x)", "(1 + x)*(2 - x)"]
 ONE_FORM += ["0.3*(x + 1)/(1 + 2*x*x)", "-1/(2 - 4*x*x)", "1/(1 + x*x)**2", "abs(sigmoid(x))"]
 

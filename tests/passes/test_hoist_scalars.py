@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
+from attngen.ir.expr import parse
 from attngen.passes.hoist_scalars import HoistScalars
 from attngen.verify import verify
+from attngen.verify.types import _integers_of
 from tests.helpers import SMALL, changes, edit, lowered, module, unverified
 
 SCORE = "    %score = map expr({}) uses(s=%s, a=%a, b2=%b2) : f32[BLOCK_Q, BLOCK_KV] @?\n    %masked = mask %score"
@@ -51,3 +53,16 @@ def test_what_is_no_scalar_is_refused() -> None:
     before = unverified(with_score("a*b2*s").replace("a=%a, b2=%b2)", "a=%a, b2=%zero)"))
     with pytest.raises(VerifyError):
         verify(HoistScalars().run(before))
+
+
+def test_scalars_that_make_an_integer_stay() -> None:
+    """A value that is gathered is fp32. What is rounded is an integer whatever it is made of, and a number times that is none."""
+    assert changes(HoistScalars(), module(with_score("s*(floor(a) // 2)*max(1, nearest(exp2(b2)))"))) == []
+    made = changes(HoistScalars(), module(with_score("s*0.05*((2*floor(a) + 7) // 14)*max(1, nearest(exp2(b2)))")))
+    assert made[0].startswith("+ %score_scale = map expr(0.05*((2*floor(a) + 7) // 14)*max(1, nearest(exp2(b2))))")
+
+
+def test_the_verifier_takes_no_product_with_a_real_number_for_an_integer() -> None:
+    whole = [_integers_of(parse(text))[2] for text in ("(2*floor(a) + 7) // 14", "select(a > 0.5, 1, 0)", "max(1, nearest(0.5*a))", "h**2")]
+    real = ("0.05*((2*floor(a) + 7) // 14)", "0.5*select(a > 0, 1, 0) - 0.5*select(b2 > 0, 1, 0)", "0.5*floor(a) - 0.5*floor(b2)", "1/h")
+    assert all(whole) and not any(_integers_of(parse(text))[2] for text in real)
