@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mpmath import iv
 
 from attngen.ir.expr import parse
 from attngen.passes.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify.algebra import alike, equal, normal
-from attngen.verify.points import agree
+from attngen.verify.points import Unknown, agree, value
 
 EQUAL = [
     ("20*tanh((s - x*abs(q_idx - kv_idx))/20)", "-20*tanh((x*abs(q_idx - kv_idx) - s)/20)"),
@@ -53,6 +54,12 @@ def test_near_misses_are_refuted(a: str, b: str) -> None:
 def test_what_is_defined_nowhere_is_not_known() -> None:
     a, b = parse("log(-1 - x*x)"), parse("1 + log(-1 - x*x)")
     assert agree(a, b) is None and not equal(a, b)
+
+
+def test_a_value_with_too_many_digits_is_unknown() -> None:
+    """At s = 4000 and x = 1/1024 the exponent has four million bits: computing it took minutes."""
+    with pytest.raises(Unknown):
+        value(parse("20*tanh(exp2(abs(s)/x)/20)"), {"s": iv.mpf(4000), "x": iv.mpf(1 / 1024)})
 
 
 def alike_texts(a: str, b: str) -> bool:
