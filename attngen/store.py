@@ -288,35 +288,20 @@ def size(folder: Path) -> int:
     return found
 
 
-def _is_idle() -> bool:
-    """Whether no process is building."""
-    from filelock import FileLock, Timeout
-
-    for path in _own_folder(root() / ".locks").iterdir():
-        _clear_way(path)
-        try:
-            FileLock(path, timeout=0).acquire().lock.release()
-        except Timeout:
-            return False
-    return True
-
-
 def clear() -> None:
-    """Remove the cache. AttngenError if the folder is not one that attngen made, or something cannot be removed.
+    """Remove all modules. AttngenError if the folder is not one that attngen made, or something cannot be removed.
 
-    While other processes build, the folder stays, and so do locks and what is being written.
+    The folder stays, with its tag and its locks, and so does what other processes are writing: these may build at the same time.
     """
     if not root().exists():
         return
-    if not (root() / _TAG).is_file():
+    kept = (_TAG, ".locks", ".receipts")
+    if not (root() / _TAG).is_file() and any(path.name not in kept and not in_use(path) for path in root().iterdir()):
         raise AttngenError(f"{root()} is not a cache of attngen (it has no {_TAG}); expected {VARIABLE} to name a folder for caches")
     try:
-        receipts = _own_folder(root() / ".receipts")
-        for path in (*receipts.iterdir(), *root().iterdir()):
-            if path.name not in (_TAG, ".locks", ".receipts") and not in_use(path):
+        for path in (*_own_folder(root() / ".receipts").iterdir(), *root().iterdir()):
+            if path.name not in kept and not in_use(path):
                 _remove(path)
-        if _is_idle():
-            _remove(root())
     except OSError as error:
         busy = error.errno in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT)
         hint = "is another process building? Try again" if busy else "expected a folder that this user can write"

@@ -626,7 +626,9 @@ def test_cache_shows_modules_and_removes_them(project: Path, attngen: Cli, monke
     assert re.fullmatch(rf"{root}/modules: 1 module, 0\.[1-9] MB", total)
     (root / "other").touch()
     assert attngen("cache", "--clear") == f"removed {total}\n"
-    assert [path.name for path in root.iterdir()] == ["other"]
+    assert {path.name for path in root.iterdir()} == {"modules", "other"}
+    assert {path.name for path in (root / "modules").iterdir()} == {"CACHEDIR.TAG", ".locks", ".receipts"}
+    assert attngen("cache") == f"{root}/modules: 0 modules, 0.0 MB\n"
 
 
 def test_cache_removes_nothing_that_is_not_its_own(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -685,7 +687,7 @@ def test_doctor_fails_where_the_cache_cannot_be_written(tmp_path: Path, attngen:
 @pytest.mark.parametrize(("number", "hint"), [("EROFS", "expected a folder that this user can write"), ("ENOTEMPTY", "Try again")])
 def test_a_cache_that_cannot_be_removed(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch, number: str, hint: str) -> None:
     """Another try helps where another process builds, and not on a disk that can only be read."""
-    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "mine_0123456789abcdef").mkdir(parents=True)
     (tmp_path / "modules" / "CACHEDIR.TAG").touch()
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
 
