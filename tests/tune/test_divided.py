@@ -405,7 +405,7 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
         ({"mask": "causal", "dropout": True}, None),
         (
             {"head_dim": 128, "mask": "causal", "score": ["alibi", {"softcap": 50.0}]},
-            "its mask and modifiers take 48 operations for each score, and of more than 23 registers may spill.",
+            "its mask and modifiers take 26 operations for each score, and of more than 23 registers may spill.",
         ),
         (
             {"mask": "none", "head_dim": {"qk": 128, "v": 64}},
