@@ -780,9 +780,8 @@ class Module:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The tensors from which, with scores, kernels recompute weights: LSE, or SUMS where kernels write these."""
-        written = {arg.name for kernel in self.kernels for arg in kernel.args if arg.role == "out"}
-        return SUMS if written.issuperset(SUMS) else LSE
+        """The tensors from which, with scores, kernels recompute weights: LSE, or SUMS where kernels have these."""
+        return SUMS if {arg.name for kernel in self.kernels for arg in kernel.args}.issuperset(SUMS) else LSE
 
     @property
     def row_tensors(self) -> tuple[str, ...]:
