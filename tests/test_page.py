@@ -299,7 +299,9 @@ def test_signatures_are_those_of_the_module(name: str) -> None:
         assert [a.split(":")[0] for a in s.code.splitlines()[1:-1] if a.strip() != "*,"] == [f"    {name}" for name in taken]
         assert all(meaning for *_, meaning in s.args) and [row[0] for row in s.args] in ([], taken)
         assert s.says and s.code.startswith(f"{shown}(\n") and f") -> {real.return_annotation}" in s.code
-    assert ["return_lse", "bool", "False"] in [row[:3] for row in found["attention"].args] and found["attention"].returns.startswith("[B, Hq, Nq, ")
+    assert ["return_lse", "bool", "False"] in [row[:3] for row in found["attention"].args] and found["attention"].returns.startswith(
+        "[B, Hq, Nq, "
+    )
 
 
 def test_the_page_has_the_arguments() -> None:

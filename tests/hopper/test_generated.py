@@ -171,6 +171,7 @@ def test_launches_that_a_graph_captures_have_counters_of_their_own(monkeypatch: 
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     monkeypatch.setattr(runtime, "current_stream", lambda device: 7)
     for name, value in (("_COUNTERS", {}), ("_OF_GRAPHS", {}), ("CAPTURED", 3)):
         monkeypatch.setattr(runtime, name, value)
