@@ -124,16 +124,16 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two normal conditions join equal comparisons: of integers by their forms, of real numbers by form or by value."""
+    """Whether two conditions join equal comparisons: of integers by their forms, of real numbers by form or by value."""
     if same(a, b):
         return True
     if a.func != b.func or len(a.args) != len(b.args):
         return False
     if isinstance(a, (sympy.And, sympy.Or, sympy.Not)):
         return _matched(a.args, b.args, alike)
-    if not isinstance(a, sympy.core.relational.Relational) or a.rhs != 0 or b.rhs != 0 or not (_of_reals(a) and _of_reals(b)):
+    if not isinstance(a, sympy.core.relational.Relational) or not (_of_reals(a) and _of_reals(b)):
         return False
-    x, y = (e.lhs.replace(power2, exp2).replace(inverse, lambda x: 1 / x) for e in (a, b))
+    x, y = ((e.lhs - e.rhs).replace(power2, exp2).replace(inverse, lambda x: 1 / x) for e in (a, b))
     return agree(x, y) is True or (isinstance(a, (sympy.Eq, sympy.Ne)) and agree(x, -y) is True)
 
 

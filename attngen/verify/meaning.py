@@ -448,14 +448,20 @@ def _masked_again(kernel: Kernel, op: Mask) -> bool:
 
 
 def _unproven(conclusions: Iterable[Bool], premises: Iterable[Bool], own: str) -> list[Bool]:
-    """The conclusions that are not among the premises and follow from none of them, for rows that exist."""
-    loop, known = "kv" if own == "q" else "q", dict.fromkeys(normal(p) for p in premises)
+    """The conclusions that are not among the premises and follow from none of them, for rows that exist.
+
+    Of two forms of a condition one may be decided where it becomes normal, as one that never holds: then they are compared as they stand.
+    """
+    premises, loop = tuple(premises), "kv" if own == "q" else "q"
+    known = dict.fromkeys(normal(p) for p in premises)
     left = []
     for c in conclusions:
         wanted = normal(c)
         if wanted in known:
             continue
-        if wanted != sympy.true and not any(alike(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
+        if wanted == sympy.true or any(alike(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
+            continue
+        if not any(alike(p, c) for p in premises):
             left.append(c)
     return left
 

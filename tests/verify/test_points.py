@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 from mpmath import iv
 
 from attngen.ir.expr import parse
@@ -71,6 +72,14 @@ def test_conditions_of_real_numbers_are_alike_by_value() -> None:
     assert alike_texts(
         "kv_idx <= q_idx and (abs(sigmoid(x)) < s or x == s)", "kv_idx <= q_idx and (s == x or 1/abs(1 + exp2(-LOG2E*x)) < s)"
     )
+
+
+def test_a_condition_that_never_holds_is_alike_in_another_form() -> None:
+    """Its normal form is decided, as an exponential is positive; that of the other form is not."""
+    a, b = parse("0.75 + 0.75*exp2(-LOG2E*x) < 0.5"), parse("0.75/sigmoid(x) < 0.5")
+    assert normal(a) == sympy.false and normal(b) != sympy.false and alike(a, b)
+    never = {"expr": "0.75 / sigmoid(weight[b, kv_idx]) < 0.5", "params": {"weight": {"tensor": ["B", "Nk"]}}}
+    lower(make_spec({"name": "never", "head_dim": 16, "mask": never}), "place-memory")
 
 
 @pytest.mark.parametrize(
