@@ -181,7 +181,7 @@ def test_int64_beyond_32_bits_counts_as_the_nearest_that_fits(device: str) -> No
     padded = built("causal_padding_gqa").attention
     for given, like in ((2**31, 20), (2**32 + 5, 20), (-(2**32) + 5, 0)):
         lengths = [torch.tensor([n], device=device) for n in (given, like)]
-        assert torch.equal(*(padded(q.half(), k.half(), k.half(), kv_lengths=n) for n in lengths))
+        assert torch.equal(*(padded(q.half(), k.half(), k.half(), kv_lengths=n, check=False) for n in lengths))
 
 
 @pytest.mark.parametrize(
