@@ -36,6 +36,8 @@ _SPECS = {path.stem for path in (Path(__file__).parent.parent / "specs").glob("*
 SLOW = (
     "test_api.py",
     "test_compiled.py",
+    "test_dtensor.py",
+    "test_equality.py",
     "test_random_caches.py",
     "test_random_masks.py",
     "test_random_specs.py",
