@@ -198,6 +198,7 @@ def test_masks_whose_bounds_were_not_proven_are_right(mask: str, tmp_path: Path,
         "q_idx + 3 < kv_idx and kv_idx < q_idx + 2 and kv_idx > q_len + 3",
         "kv_idx > kv_len and kv_idx - q_idx > kv_len - q_len + 1 and kv_idx - q_idx <= kv_len - q_len - 1",
         "kv_idx <= q_pos and kv_idx >= kv_len and kv_idx - q_idx > kv_len - q_len",
+        "q_len + kv_idx == 0",  # there is a query
     ],
 )
 def test_masks_that_no_pair_meets_say_so(mask: str, order: str, tmp_path: Path, device: str) -> None:

@@ -118,7 +118,13 @@ def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
 
 def shows_nothing(where: Bool) -> bool:
     """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers of a call are."""
-    return any(not terms(sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])), scene) for scene in _scenes(where))
+    inside = {scene: sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])) for scene in _scenes(where)}
+    return any(all(_is_empty(term, scene) for term in terms(e, scene)) for scene, e in inside.items())
+
+
+def _is_empty(term: Term, scene: Scene) -> bool:
+    """Whether no position meets a literal of a term, whatever program's own tile it is: one below the first would, or none."""
+    return any(x.side >= 0 and prove_le(sympy.Integer(1), with_rows(x.rest, scene.own, scene.rows)) for x in term.solved)
 
 
 def is_too_long(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
