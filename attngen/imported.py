@@ -62,8 +62,8 @@ sys.meta_path.append(_Finder())
 
 def read_source(folder: Path) -> dict[str, bytes]:
     """The Python files of a generated module, by name. OSError if they cannot be read, or if the one that is imported is missing."""
-    first = folder / "__init__.py"
-    return {first.name: first.read_bytes()} | {path.name: path.read_bytes() for path in sorted(folder.glob("*.py")) if path.is_file()}
+    others = sorted(path for path in folder.glob("*.py") if path.is_file())
+    return {path.name: path.read_bytes() for path in dict.fromkeys((folder / "__init__.py", *others))}
 
 
 def spec_of(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleSpec:

@@ -295,12 +295,12 @@ def clear() -> None:
     """
     if not root().exists():
         return
-    kept = (_TAG, ".locks", ".receipts")
-    if not (root() / _TAG).is_file() and any(path.name not in kept and not in_use(path) for path in root().iterdir()):
+    stay = (_TAG, ".locks", ".receipts")
+    if not (root() / _TAG).is_file() and any(path.name not in stay and not in_use(path) for path in root().iterdir()):
         raise AttngenError(f"{root()} is not a cache of attngen (it has no {_TAG}); expected {VARIABLE} to name a folder for caches")
     try:
         for path in (*_own_folder(root() / ".receipts").iterdir(), *root().iterdir()):
-            if path.name not in kept and not in_use(path):
+            if path.name not in stay and not in_use(path):
                 _remove(path)
     except OSError as error:
         busy = error.errno in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT)

@@ -95,14 +95,14 @@ NAMED: list[Any] = [
 
 
 class Drawn:
-    """Draws the text of one expression, with its named parts."""
+    """Writes a random expression, with its named parts."""
 
     def __init__(self, chance: random.Random, score: bool, first: str) -> None:
         self.chance, self.score = chance, score
         self.first = first  # the function or operator that is drawn first
         self.let: dict[str, str] = {}
         self.turns: list[str] = []
-        self.steps = 0  # how many conditions and functions that round there are around what is drawn: they have no gradient
+        self.steps = 0  # how many conditions and functions that round enclose the next draw: they have no gradient
 
     def data(self, text: str) -> Data:
         """As a spec writes it."""
@@ -312,7 +312,7 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="draws specs, and says which neither build nor get a sentence about the spec")
+    parser = argparse.ArgumentParser(description="Lowers random specs; prints those that neither build nor get a sentence about them")
     parser.add_argument("--count", type=int, default=2000, help="how many")
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--whole", action="store_true", help=f"take each to target IR, not one in {WHOLE}")

@@ -96,7 +96,7 @@ class Writer:
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
         self.turns: list[str] = []  # names of the turns of `any`, `all` and `sum` around
-        self.left = 128  # how often these may yet write out what is in them
+        self.left = 128  # how many more times these may write out their body
 
     def number(self, room: int, real: bool = False) -> str:
         """A number of about so many characters."""
@@ -105,7 +105,7 @@ class Writer:
         if room < 16:
             names = (*REALS, *INTEGERS[:5]) if real else INTEGERS * 2 + DATA
             return draw.choice((*names, *self.turns * 3, k))
-        few = 128 // self.left <= 4  # what is written out often may have no more of these than the language allows
+        few = 128 // self.left <= 4  # a body that is written out often may have no more of these than the language allows
         if draw.random() < 0.5:  # nests
             inner = self.number(room - 9, real)
             whole = _whole(inner)

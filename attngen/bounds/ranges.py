@@ -136,7 +136,7 @@ def is_too_long(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
 
 
 def _scenes(where: Bool, numbers: frozenset[str] = frozenset()) -> tuple[Scene, Scene]:
-    """The scenes of kernels that own queries and of those that own keys, with nothing known of what is no position, length or number."""
+    """The scenes of kernels that own queries, and keys. Nothing is known of symbols other than positions, lengths and numbers."""
     others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys() - numbers)
     return Scene("q", "kv", others=others), Scene("kv", "q", others=others)
 
