@@ -5,7 +5,7 @@ In FlashAttention-1's order of loops they are `delta`, `bwd` and `dq_end`. There
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -248,11 +248,13 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
-def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry") -> None:
-    """Load what the kernel reads of queries to make weights again. Those past the end are as ones that see no key."""
-    past = {"LSE": -sympy.oo, "LSE2": sympy.oo, "M_ALL": sympy.oo, "INV_L_ALL": sympy.Integer(0)}
-    for tensor, other in past.items():
-        if tensor in b.signature.reads:
+PAST = {"LSE": -sympy.oo, "LSE2": sympy.oo, "M_ALL": sympy.oo, "INV_L_ALL": sympy.Integer(0)}  # of a query past the end
+
+
+def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry", tensors: Collection[str] = PAST.keys()) -> None:
+    """Load what the kernel reads, of `tensors`, to make weights again. Queries past the end are as ones that see no key."""
+    for tensor, other in PAST.items():
+        if tensor in tensors and tensor in b.signature.reads:
             b.load(tensor.lower(), tensor, rows, block, other=other)
 
 
@@ -267,10 +269,11 @@ def compute_lse2(b: KernelBuilder, block: str) -> None:
     b.compute("lse2", select((lse2 if _has_sink(b.spec) else lse) > -sympy.oo, lse2, sympy.oo), block)
 
 
-def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
+def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, normalised: bool = True) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed.
 
     A large LSE has an error of its rounding, which is a factor of p. So for `exact_sums` p is 2^(score - maximum) / sum, as in the forward.
+    Where it is not `normalised`, p is 2^(score - maximum), and the kernel divides by the sum what it adds up of them.
     """
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
@@ -280,10 +283,11 @@ def probabilities(b: KernelBuilder, a: str, c: str, *more: Any) -> list[Any]:
         where = sympy.And(where, in_bounds("q"))
     masked = b.mask("masked", "score", where, "step")
     exact = exact_sums(b.spec)
-    made = exp2(symbol(masked) - symbol("m_all")) * symbol("inv_l_all") if exact else exp2(symbol(masked) - symbol("lse2"))
-    b.compute("p", made)
+    log2_p = symbol(masked) - symbol("m_all" if exact else "lse2")
+    divided = exact and normalised
+    b.compute("p", exp2(log2_p) * symbol("inv_l_all") if divided else exp2(log2_p))
     if {"dentropy2", "tentropy"} & b.types.keys():
-        logarithm = log2(symbol("p")) if exact else symbol(masked) - symbol("lse2")
+        logarithm = log2(symbol("p")) if divided else log2_p
         b.compute("log2_p", select(symbol("p") > 0, logarithm, sympy.Integer(0)))
     return rest
 

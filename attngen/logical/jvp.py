@@ -47,7 +47,8 @@ def build_jvp(spec: Spec) -> Kernel:
 
     (the differential of softmax, dP = P * (dS - rowsum(P * dS))). These are five products, and no running maximum: the forward has made all
     that it is for. A sink takes part in the sums over a row, and has no value. Dropout takes P and tP away in the products alone, as in the
-    forward. A row that sees no key has tangents of zero.
+    forward. A row that sees no key has tangents of zero. For `exact_sums` the loop has weights that are not divided by their sum: the row's
+    results are, after it, which takes fewer registers.
     """
     score, sink, reads = spec.modified(), sink_of(spec), learned_reads(spec)
     steep, *slopes = (derivative(score, by) for by in (S, *(symbol(read.name) for read in reads)))
@@ -62,7 +63,7 @@ def build_jvp(spec: Spec) -> Kernel:
 
     rows = ("b", "h", "q")
     b.scale()
-    load_sums(b, rows)
+    load_sums(b, rows, tensors=("LSE", "M_ALL"))
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("tq", "tQ", (*rows, "d_qk"))
     compute_lse2(b, "entry")
@@ -78,7 +79,7 @@ def build_jvp(spec: Spec) -> Kernel:
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     b.dot("ts_part", "tq", "k", "D_QK", "step")
     b.dot("ts", "q", "tk", "D_QK", "step", acc="ts_part")
-    steep, *slopes = probabilities(b, "q", "k", steep, *slopes)
+    steep, *slopes = probabilities(b, "q", "k", steep, *slopes, normalised=False)
     along = zip(slopes, reads)
     b.compute("tscore", steep * symbol("scale") * symbol("ts") + sympy.Add(*(slope * symbol(f"t{read.name}") for slope, read in along)))
     p = b.dropped("p")
@@ -94,8 +95,26 @@ def build_jvp(spec: Spec) -> Kernel:
         nexts["tentropy"] = _added(b, "tentropy", "terms")
     b.add(Yield("yield_step", tuple(nexts.items())), "step")
 
-    _store(b, rows, {field: f"keys.{field}" for field in starts}, sink, reads)
+    end = {field: f"keys.{field}" for field in starts}
+    _store(b, rows, _normalised(b, rows, end) if exact else end, sink, reads)
     return b.kernel()
+
+
+def _normalised(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str]) -> dict[str, str]:
+    """What the loop sums, over the row's sum of weights l. With P / l for P, the sum of tP * log2 P gets -log2 l times that of tP."""
+    load_sums(b, rows, tensors=("INV_L_ALL",))
+    inv_l = symbol("inv_l_all")
+    made = {
+        field: b.map(f"{field}_normalised", symbol(field) * inv_l, "entry", "f32", False, **{field: ref, "inv_l_all": "inv_l_all"})
+        for field, ref in end.items()
+    }
+    if "tentropy" in made:
+        log2_inv_l = select(inv_l > 0, log2(inv_l), sympy.Integer(0))
+        uses = {**made, "inv_l_all": "inv_l_all"}
+        del uses["acc"]
+        e = symbol("tentropy") + log2_inv_l * symbol("tlse")
+        made["tentropy"] = b.map("tentropy_moved", e, "entry", "f32", False, **uses)
+    return made
 
 
 def _added(b: KernelBuilder, field: str, value: str) -> str:

@@ -18,7 +18,7 @@ from attngen.bounds.intervals import implies
 from attngen.ir.expr import LARGEST, Bool, Expr, conjuncts, exp2, finite, floordiv, log2, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import SCALES, SUMS
+from attngen.ir.names import SCALES
 from attngen.ir.ops import (
     AXIS_EXTENT,
     HALVES,
@@ -34,7 +34,9 @@ from attngen.ir.ops import (
     Mask,
     Op,
     Reduce,
+    Scatter,
     SoftmaxStep,
+    Store,
     Type,
     Unzip,
     Zip,
@@ -282,7 +284,7 @@ def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[E
 
     The online softmax subtracts its running maximum itself. A kernel that recomputes weights subtracts the log2 of the row's sum: an
     element of LSE2, or the expression in LSE from which LSE2 is made. Or it subtracts an element of M_ALL, and multiplies by that of
-    INV_L_ALL at the same place.
+    INV_L_ALL at the same place: the weights, or what it sums of them (see `_normalised`).
     """
     for op in kernel.ops():
         if isinstance(op, SoftmaxStep):
@@ -312,14 +314,25 @@ def _subtracted(x: Expr, tensor: str) -> list[Expr]:
 
 
 def _normalised(op: Map, values: Values) -> bool:
-    """Whether a map that makes weights again multiplies them by one over the row's sum of them, if it subtracts the row's maximum."""
+    """Whether weights that a map makes again are multiplied by one over the row's sum of them, if it subtracts the row's maximum.
+
+    The map does that, or the kernel does it to all that its loop carries: then loops store nothing, and nothing else reads the results.
+    """
     factor = op.expr / power_of(op) if power_of(op) is not None else op.expr
     elements = {x: values.elements[x] for x in values.of(op.name).free_symbols if x in values.elements}
-    places = {str(x).partition("[")[2] for x, tensor in elements.items() if tensor in SUMS}
-    factors = [x for x, tensor in elements.items() if tensor == "INV_L_ALL"]
-    if "M_ALL" not in elements.values():
-        return factor == 1
-    return len(factors) == len(places) == 1 and values.expression(factor, op) == factors[0]
+    maxima = [str(x) for x, tensor in elements.items() if tensor == "M_ALL"]
+    if len(maxima) != 1:
+        return not maxima and factor == 1
+    inverse = maxima[0].replace("M_ALL", "INV_L_ALL", 1)
+    if factor != 1:
+        found = values.expression(factor, op)
+        return values.elements.get(found) == "INV_L_ALL" and str(found) == inverse
+    kernel = values.kernel
+    results = [f"{kernel.loops[-1].name}.{field}" for field, _ in kernel.loops[-1].carry]
+    in_loops = [other for loop in kernel.loops for other in kernel.block(loop.body).ops]
+    readers = [(other, ref) for other in kernel.ops() for ref in other.operands() if ref in results]
+    products = [isinstance(other, Map) and values.of(other.name) / values.of(ref) for other, ref in readers]
+    return not any(isinstance(other, (Scatter, Store)) for other in in_loops) and all(str(product) == inverse for product in products)
 
 
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -349,7 +362,7 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
         right = LOG2E * score
         rising = len(masked) < 2 and number > 0 and rest in (sympy.Integer(1), SCALE, LOG2E, LOG2E * SCALE)
         if isinstance(op, Map) and not _normalised(op, values):
-            said = "expected weights times INV_L_ALL of their row if they are of M_ALL, else alone"
+            said = "expected weights of M_ALL, or all that the loop sums of them, times INV_L_ALL of their row, and other weights alone"
             yield f"%{op.name} is `{to_text(values.of(op.name))}`; {said}"
         if not (rising and any(equal(made, right - x) for x in subtracted)):
             expected = to_text(right - subtracted[0])

@@ -100,10 +100,10 @@ SCHEDULES = {
     },
     "jvp": {
         ("sm80", 4): (
-            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm90", 4): (
-            (None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 8, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
+            (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
         ),
         ("sm100", 4): (
             (None, {"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TMA": False}),
@@ -604,7 +604,6 @@ def jvp(
         V_head = V + tl.cast(b, tl.int64) * stride_v_b + tl.cast(h, tl.int64) * stride_v_h
     qk_scale = LOG2E * scale
     m_all = tl.load(M_ALL_head + q_start + q_off, mask=q_idx < Nq, other=float("inf"))
-    inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
     if TMA:
         q = Q.load([b, h, q_start, 0]).reshape(BLOCK_Q, D_QK)
     else:
@@ -643,7 +642,7 @@ def jvp(
         ts_part = tl.dot(tq, tl.trans(k), input_precision="ieee")
         ts = tl.dot(q, tl.trans(tk), ts_part, input_precision="ieee")
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p = tl.exp2(s * qk_scale - m_all[:, None]) * inv_l_all[:, None]
+        p = tl.exp2(s * qk_scale - m_all[:, None])
         tscore = ts * scale
         tp = p * tscore
         if TMA:
@@ -688,7 +687,7 @@ def jvp(
         ts = tl.dot(q, tl.trans(tk), ts_part, input_precision="ieee")
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         s = tl.where(kv_idx[None, :] <= (q_idx + Nk - Nq)[:, None], s, float("-inf"))
-        p = tl.exp2(s * qk_scale - m_all[:, None]) * inv_l_all[:, None]
+        p = tl.exp2(s * qk_scale - m_all[:, None])
         tscore = ts * scale
         tp = p * tscore
         if TMA:
@@ -713,15 +712,18 @@ def jvp(
         acc = tl.dot(tp_cast, v, acc_part, input_precision="ieee")
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
+    inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
+    acc_normalised = acc * inv_l_all[:, None]
+    tlse_normalised = inv_l_all * tlse
     o = tl.load(
         O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
         mask=(q_idx < Nq)[:, None],
         other=0.0,
     )
-    to = (acc - o * tlse[:, None]).to(dtype)
+    to = (acc_normalised - o * tlse_normalised[:, None]).to(dtype)
     tl.store(
         tO_head + tl.cast(q_start, tl.int64) * stride_to_n + (q_off[:, None] * stride_to_n + d_v[None, :]),
         to,
         mask=(q_idx < Nq)[:, None],
     )
-    tl.store(tLSE_head + q_start + q_off, tlse, mask=q_idx < Nq)
+    tl.store(tLSE_head + q_start + q_off, tlse_normalised, mask=q_idx < Nq)

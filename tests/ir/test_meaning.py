@@ -30,6 +30,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "window": {"mask": {"sliding_window": {"left": 100, "right": 0}}},
     "wider": {"mask": {"sliding_window": {"left": 101, "right": 0}}},
     "full": {"mask": "none"},
+    "single": {"mask": "causal", "dtype": "fp32"},
     "capped": {"mask": "causal", "score": [{"softcap": 30.0}]},
     "lower": {"mask": "causal", "score": [{"softcap": 20.0}]},
     "near": {"score": [{"expr": "s + table[h, clamp(q_idx - kv_idx, -4, 4) + 4]", **TABLE}]},
@@ -87,6 +88,10 @@ def test_a_kernel_of_another_module_is_refused(given: str, other: str, kernel: s
 
 
 WEIGHT = "expr(exp2(-lse2 + masked*qk_scale))"
+OF_SUMS = "expr(inv_l_all*exp2(-m_all + masked*qk_scale))"
+UNDIVIDED = (
+    "%p is `exp2(%masked*LOG2E*scale - M_ALL[b, h, q_idx])`; expected weights of M_ALL, or all that the loop sums of them, times INV_L_ALL"
+)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +105,11 @@ WEIGHT = "expr(exp2(-lse2 + masked*qk_scale))"
         ("causal", WEIGHT, "expr(exp2(-lse2 + masked*qk_scale + 1))", "@dq: %p weighs scores by exp2(LOG2E*s*scale - select("),
         ("causal", WEIGHT, "expr(exp2(-lse2 - masked*qk_scale))", "@dq: %p weighs scores by exp2(-LOG2E*s*scale"),
         ("causal", WEIGHT, "expr(exp2(-lse2)*exp2(masked*qk_scale))", "@dq: makes no weights of its scores"),
+        ("causal", WEIGHT, "expr(2*exp2(-lse2 + masked*qk_scale))", "@dq: makes no weights of its scores"),
+        ("single", OF_SUMS, "expr(exp2(-m_all + masked*qk_scale))", f"@dq: {UNDIVIDED}"),
+        ("single", "expr(acc*inv_l_all)", "expr(acc*inv_l_all**2)", f"@jvp: {UNDIVIDED}"),
+        ("single", "expr(inv_l_all*tlse)", "expr(inv_l_all + tlse)", f"@jvp: {UNDIVIDED}"),
+        ("single", "tLSE_head[q] %tlse_normalised", "tLSE_head[q] %keys_partial.tlse", f"@jvp: {UNDIVIDED}"),
         ("causal", "m(%m) scale(%qk_scale)", "m(%m)", "@fwd: %soft weighs scores by exp2(s)"),
         ("near", "clamp(-kv_idx + q_idx, -4, 4) + 4]", "clamp(-kv_idx + q_idx, -4, 4) + 3]", "@fwd: %soft weighs scores by"),
         ("sink", "sink(sink)", "sink(2*sink)", "@fwd: %m_all is `max("),
