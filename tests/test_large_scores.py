@@ -80,3 +80,41 @@ def test_equal_keys(kind: str, keys: int, score: float, device: str) -> None:
     ours = gradient(lambda q, k, v: attngen.build(spec).attention(q, k, v, **given), torch.float32)
     bar = 2 * max(relative_error(gradient(naive, torch.float32), truth), torch.finfo(torch.float32).eps)
     assert relative_error(ours, truth) <= bar
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "causal": {"cache": "contiguous"},
+    "pages, groups of heads": {"cache": {"paged": {"page_size": 16}}, "heads": {"sharing": "gqa"}},
+    "a sink": {"cache": "contiguous", "score": "sink", "heads": {"sharing": "gqa"}},
+    "several element types": {"cache": "contiguous", "dtype": ["fp16", "fp32"]},
+}
+
+
+@pytest.mark.parametrize("score", [8e2, 8e4, 8e6])
+@pytest.mark.parametrize("kind", CACHES)
+def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:
+    """Programs have parts of 1,500 keys, of more than one length: how much each weighs is told by more digits than its LSE has in fp32."""
+    spec = make_spec({"name": "large", "head_dim": 32, "dtype": "fp32", "mask": "causal", "backward": False, **CACHES[kind]})
+    heads, kv_heads = (4 if spec.heads.sharing == "gqa" else 1), 1  # of one key head even the interpreter deals the keys in parts
+    keys, room = 1500, 1504
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(1, kv_heads, 1, 32, generator=generator)
+    k, v = row.expand(1, kv_heads, room, 32).to(device), torch.randn(1, kv_heads, room, 32, generator=generator).to(device)
+    q = (row / row.norm(dim=-1, keepdim=True) ** 2 * score * 32**0.5).repeat_interleave(heads // kv_heads, 1).to(device)
+    sink = torch.zeros(heads, device=device) if kind == "a sink" else None
+    stored = [x.transpose(1, 2).contiguous() for x in (k, v)]
+    given = {"cache_seqlens": torch.tensor([keys], dtype=torch.int32, device=device)}
+    if sink is not None:
+        given["sink"] = sink
+    if kind.startswith("pages"):
+        stored = [x.view(room // 16, 16, kv_heads, 32) for x in stored]
+        given["page_table"] = torch.arange(room // 16, dtype=torch.int32, device=device)[None]
+
+    def naive(dtype: torch.dtype) -> torch.Tensor:
+        seen = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device)
+        inputs = (q.to(dtype), k[:, :, :keys].to(dtype), v[:, :, :keys].to(dtype))
+        return naive_attention(*inputs, seen, 32**-0.5, sink=None if sink is None else sink.to(dtype))[0]
+
+    truth = naive(torch.float64)
+    ours = attngen.build(spec).attention.with_kvcache(q, *stored, **given)
+    assert relative_error(ours, truth) <= 2 * max(relative_error(naive(torch.float32), truth), torch.finfo(torch.float32).eps)

@@ -160,6 +160,8 @@ SHAPES = {
     "KEY_MASS": ("B", "Hq", "Nk"),
     "O_PARTS": ("Hkv", "items", "Nq", "D_V"),
     "LSE2_PARTS": ("Hkv", "items", "Nq"),
+    "MAX_PARTS": ("Hkv", "items", "Nq"),
+    "SUM_PARTS": ("Hkv", "items", "Nq"),
 }
 CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache of keys and values
 PAIRS = "split_pairs"  # of programs that share the query heads of a group
@@ -176,8 +178,10 @@ FLAT, OF_KEYS = ("max_score",), ("key_mass",)
 # From what kernels recompute weights, with scores: the LSE; where one fp32 number is too coarse for it, as for fp32 arguments, the maximum
 # to base 2 and one over the sum of weights at that, which are +inf and 0 for a query that sees no key.
 LSE, SUMS = ("LSE",), ("M_ALL", "INV_L_ALL")
+# By what parts of a row's keys are joined: each part's LSE to base 2; or, for fp32, its maximum to base 2 and its sum of weights at that.
+LSE_OF_PARTS, SUMS_OF_PARTS = ("LSE2_PARTS",), ("MAX_PARTS", "SUM_PARTS")
 STATISTICS = (
-    *("LSE", "LSE2", *SUMS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS"),
+    *("LSE", "LSE2", *SUMS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS", *SUMS_OF_PARTS),
     *("ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE", "KEY_MASS"),
     *("tLSE", "tENTROPY"),
 )
@@ -268,6 +272,8 @@ OF_CACHE |= {
     "v_new",
     "o_parts",
     "lse2_parts",
+    "max_parts",
+    "sum_parts",
     "with_kvcache",
     "of_cache",
     "k_scale",
@@ -280,7 +286,7 @@ OF_CACHE |= {f"{name}_{half}" for name in _HALVES for half in ("even", "odd")} |
 }
 OF_CACHE |= {"group_v", "k_abs", "k_rope_cache", "of_columns", "columns", "groups"}
 OF_CACHE |= {"acc_scaled", "first_page", "p_scaled", "p_scaled_cast", "pair_qk", "pair_v", "q_abs", "q_size", "q_unit", "s_scale", "s_unit"}
-OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "o_part", "lse2_part"}
+OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "o_part", "lse2_part", "max_part"}
 OF_CACHE |= {"greatest", "l_parts", "parts_of_keys", "weighed"}
 OF_CACHE |= {f"kv_{cls}_{end}{at}" for cls in ("full", "partial") for end in ("from", "to") for at in ("", "_2", "_3", "_4", "_5", "_6")}
 # Names of the divided decoding of latents, where roles have halves of the columns, and every other tile of keys.

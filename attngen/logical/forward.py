@@ -15,7 +15,7 @@ from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.shares import part
 from attngen.logical.common import KernelBuilder, in_bounds, kv_head, scores
 from attngen.logical.quantised import join_values, load_latents, multiply_keys, multiply_values, split_queries
-from attngen.logical.semantics import S, exact_sums, unbounded
+from attngen.logical.semantics import S, exact_parts, exact_sums, unbounded
 from attngen.logical.signature import Signature, with_sums
 from attngen.spec import Spec
 
@@ -54,7 +54,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     A cache may hold keys and values in 8 bits (see attngen/logical/quantised.py).
 
     If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each program has a part of
-    them, and stores what it finds of these: its output, and its LSE to base 2.
+    them, and stores what it finds of these (see `_store_part`).
     """
     if spec.rope:
         signature = of_latent(signature)
@@ -141,13 +141,22 @@ def of_latent(signature: Signature) -> Signature:
 
 
 def _store_part(b: KernelBuilder, own: Any, end: dict[str, str]) -> None:
-    """The output and the LSE, to base 2, of a part of the keys. end: `m`, `l` and `acc` after the loop."""
+    """The output of a part of the keys, and its LSE to base 2; for `exact_parts` its maximum to base 2, and its sum of weights at that.
+
+    end: `m`, `l` and `acc` after the loop.
+    """
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
+    place = (own, item(), "q")
     b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
     b.map("o_part", acc * symbol("inv_l") / _factor(b), acc=end["acc"], inv_l="inv_l")
-    b.store("O_PARTS", (own, item(), "q", "d_v"), "o_part")
-    b.map("lse2_part", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
-    b.store("LSE2_PARTS", (own, item(), "q"), "lse2_part")
+    b.store("O_PARTS", (*place, "d_v"), "o_part")
+    if exact_parts(b.spec):
+        b.map("max_part", select(l > 0, m, -sympy.oo), m=end["m"], l=end["l"])
+        b.store("MAX_PARTS", place, "max_part")
+        b.store("SUM_PARTS", place, end["l"])
+    else:
+        b.map("lse2_part", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
+        b.store("LSE2_PARTS", place, "lse2_part")
 
 
 def _factor(b: KernelBuilder) -> int:

@@ -93,9 +93,14 @@ def unbounded(spec: Spec) -> bool:
     return singular(spec, score) or bool(read & _per_score(spec) & score.free_symbols)
 
 
+def exact_parts(spec: Spec) -> bool:
+    """Whether parts of a row are weighed by more than their LSE, which is one fp32 number: a product of fp32 is no coarser than that."""
+    return by_precision(spec.dtype)
+
+
 def exact_sums(spec: Spec) -> bool:
-    """Whether weights that are made again need more than the LSE, which is one fp32 number: a product of fp32 is no coarser than that."""
-    return by_precision(spec.dtype) and (spec.trains or "key_mass" in spec.outputs)
+    """Whether weights that are made again need more than the LSE, for the same reason."""
+    return exact_parts(spec) and (spec.trains or "key_mass" in spec.outputs)
 
 
 def keeps_extremes(spec: Spec) -> bool:

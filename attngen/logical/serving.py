@@ -2,7 +2,7 @@
 
 - `append` stores new keys and values behind those that sequences have.
 - `decode` is for few queries. The keys of all sequences are dealt among programs, each of which has a part; `combine` joins the parts by
-  their LSE (Dao et al. 2023, "Flash-Decoding for long-context inference").
+  their LSE (Dao et al. 2023, "Flash-Decoding for long-context inference"), or for fp32 by what the LSE is made of.
 - `prefill` is the usual forward, for more queries.
 
 In all of them `Nk` is the number of keys of the program's own sequence.
@@ -21,7 +21,7 @@ from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
 from attngen.ir.graph import Cache, Deal, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
-from attngen.ir.names import OF_CACHE, SCALES
+from attngen.ir.names import LSE_OF_PARTS, OF_CACHE, SCALES, SHAPES, SUMS_OF_PARTS
 from attngen.ir.ops import AXIS_DIM, Access, Append, Arg, Load, Map, Reduce, Type, Uses, Yield
 from attngen.logical.common import KernelBuilder
 from attngen.logical.forward import build_forward, sink_of, store_results
@@ -29,7 +29,7 @@ from attngen.logical.host import HostBuilder, operands, split_columns
 from attngen.logical.packed import view_rows
 from attngen.logical.programs import in_cache
 from attngen.logical.quantised import load_scales, quantise, scale_latents
-from attngen.logical.semantics import listed_blocks
+from attngen.logical.semantics import exact_parts, listed_blocks
 from attngen.logical.signature import Signature, cached_type, tensor_type
 from attngen.policy import FEW_LATENT, FEW_QUERIES, RESIDENT_LATENT, RESIDENT_QUANTISED, UNIT, WAVES_LATENT
 from attngen.spec import Spec
@@ -42,7 +42,6 @@ DECODE = Signature(
     "decode",
     "q",
     _OF_CACHE,
-    ("O_PARTS", "LSE2_PARTS"),
     packs=True,
     shares="part",
     about="Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.",
@@ -50,7 +49,7 @@ DECODE = Signature(
 COMBINE = Signature(
     "combine",
     "q",
-    ("O_PARTS", "LSE2_PARTS", "CACHE_SEQLENS"),
+    ("CACHE_SEQLENS",),
     ("O", "LSE"),
     packs=True,
     about="After decode: the outputs of a sequence's parts, weighed by the sums of their weights.",
@@ -78,13 +77,18 @@ def add_cache(module: Module, spec: Spec) -> Module:
 
     kernels = (
         _append(spec, signature(APPEND)),
-        build_forward(spec, signature(DECODE), deal),
+        build_forward(spec, signature(DECODE._replace(writes=_parts(spec))), deal),
         _combine(spec, deal),
         build_forward(spec, signature(PREFILL)),
         *(kernel for _, prepared in in_cache(spec.derived()) for kernel in prepared),
     )
     hosts = (_host_append(spec, cache), _host_decode(spec, replace(module, kernels=kernels), cache, deal))
     return replace(module, cache=cache, kernels=(*module.kernels, *kernels), hosts=(*module.hosts, *hosts))
+
+
+def _parts(spec: Spec) -> tuple[str, ...]:
+    """The tensors with what `decode` finds of each part, and `combine` reads: outputs, and by what they are joined."""
+    return ("O_PARTS", *(SUMS_OF_PARTS if exact_parts(spec) else LSE_OF_PARTS))
 
 
 def _check(spec: Spec) -> None:
@@ -152,9 +156,12 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
 
 
 def _combine(spec: Spec, deal: Deal) -> Kernel:
-    """Each row's output is a mean of its parts', by weights exp2(LSE2 of the part - the greatest of them)."""
+    """Each row's output is a mean of its parts', by weights exp2(LSE2 of the part - the greatest of them).
+
+    For `exact_parts` these are sum * exp2(maximum of the part - the greatest of them): an LSE would be rounded.
+    """
     sink = sink_of(spec)
-    b = KernelBuilder(spec, COMBINE, [] if sink is None else [sink])
+    b = KernelBuilder(spec, COMBINE._replace(reads=(*_parts(spec), *COMBINE.reads)), [] if sink is None else [sink])
     b.deal = deal
     own = SHARINGS[spec.heads.sharing].owned
     b.tensors()
@@ -169,13 +176,16 @@ def _combine(spec: Spec, deal: Deal) -> Kernel:
 
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
     b.carried("join", **starts)
-    b.load("lse2_parts", "LSE2_PARTS", (own, joined_items(), "q"), "join", other=-sympy.oo)
-    b.load("o_parts", "O_PARTS", (own, joined_items(), "q", "d_v"), "join")
-    b.add(Reduce("greatest", "lse2_parts", "max", "BLOCK_PARTS", Type("f32", ("BLOCK_Q",))), "join")
+    outputs, by, *sums = _parts(spec)
+    logarithms = b.load(by.lower(), by, (own, joined_items(), "q"), "join", other=-sympy.oo)
+    of_sums = [b.load(name.lower(), name, (own, joined_items(), "q"), "join") for name in sums]
+    b.load("o_parts", outputs, (own, joined_items(), "q", "d_v"), "join")
+    b.add(Reduce("greatest", logarithms, "max", "BLOCK_PARTS", Type("f32", ("BLOCK_Q",))), "join")
     b.map("m_next", sympy.Max(m, symbol("greatest")), "join", m="m", greatest="greatest")
     b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "join", m_next="m_next")
     b.map("alpha", exp2(m - symbol("base")), "join", m="m", base="base")
-    b.map("weights", exp2(symbol("lse2_parts") - symbol("base")), "join", lse2_parts="lse2_parts", base="base")
+    weights = sympy.Mul(exp2(symbol(logarithms) - symbol("base")), *map(symbol, of_sums))
+    b.map("weights", weights, "join", "f32", False, **{name: name for name in (logarithms, "base", *of_sums)})
     b.reduce_sum("l_parts", "weights", "BLOCK_PARTS", "join")
     b.map("l_next", l * symbol("alpha") + symbol("l_parts"), "join", l="l", alpha="alpha", l_parts="l_parts")
     b.map("weighed", symbol("o_parts") * symbol("weights"), "join", o_parts="o_parts", weights="weights")
@@ -270,8 +280,8 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, deal: Deal) -> Host:
     least = least_items(deal.each)
     room = sympy.Max(1, least) if deal.each else sympy.Max(deal.waves * busy, least)
     b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")
-    b.alloc("O_PARTS", "few_queries", Type("f32", ("Hkv", "items", "Gq", "D_V"), "hbm"))
-    b.alloc("LSE2_PARTS", "few_queries", Type("f32", ("Hkv", "items", "Gq"), "hbm"))
+    for name in _parts(spec):
+        b.alloc(name, "few_queries", Type("f32", ("Hkv", "items", "Gq", *SHAPES[name][3:]), "hbm"))
     view_rows(b, "few_queries")
     queries = split_columns(b, "few_queries", "Q_rows", "Q") if spec.rope else (("Q", "Q_rows"),)
     b.launch("decode", "few_queries", (*queries, *cached), Nq=symbol("Gq"), queries=symbol("Nq"))

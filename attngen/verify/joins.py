@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import sympy
 
@@ -10,6 +10,7 @@ from attngen.ir.deal import item, joined_items
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
+from attngen.ir.names import LSE_OF_PARTS, SUMS_OF_PARTS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import equal
 from attngen.verify.meaning import LOG2E, Header, Values, scale_of
@@ -18,10 +19,15 @@ LN2 = symbol("LN2")
 ONE = sympy.Integer(1)
 PARTS = AXIS_DIM["joined"]
 NONE = -sympy.oo  # the LSE of a row that sees no key
+_ALL_OF_PARTS = f"O_PARTS and {LSE_OF_PARTS[0]}, or O_PARTS, {' and '.join(SUMS_OF_PARTS)}"
 
 
 def joins(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A program stores its part's output, divided by its sum of weights, and its LSE to base 2; parts are weighed by 2 ** LSE."""
+    """What a program stores of its part of the keys makes, with that of other parts, the output of all.
+
+    It stores the part's output, divided by its sum of weights, and its LSE to base 2: parts are weighed by 2 ** LSE. Or it stores what
+    the LSE is made of, the maximum to base 2 and the sum: parts are weighed by sum * 2 ** maximum.
+    """
     stored = {kernel.accessed(op)[0].name: op for op in kernel.ops() if isinstance(op, Store)}
     if kernel.deal is None or not kernel.loops:
         return
@@ -29,22 +35,33 @@ def joins(module: Module, kernel: Kernel) -> Iterator[str]:
     if not {"m", "l"} <= dict(last.carry).keys():
         yield f"%{last.name} carries {', '.join(dict(last.carry))}; expected m, l and sums"
         return
-    if {"O_PARTS", "LSE2_PARTS"} <= stored.keys():
+    if "O_PARTS" in stored:
         yield from _part(module, kernel, values, last, stored)
     elif {"O", "LSE"} <= stored.keys():
         yield from _turn(kernel, values, last)
         yield from _whole(Header(module, kernel), values, last, stored)
 
 
+def _joined_by(names: Set[str]) -> tuple[str, ...] | None:
+    """By which tensors parts are joined, if these names are of such."""
+    return next((by for by in (LSE_OF_PARTS, SUMS_OF_PARTS) if names == set(by)), None)
+
+
 def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
-    """LSE2 = scale * m + log2(l), and the sums of weights times values over l."""
+    """LSE2 = scale * m + log2(l), or both of its terms' numbers; and the sums of weights times values over l."""
     for name, op in stored.items():
         if (place := _items(kernel, op)) != item():
             yield f"%{op.value} is stored in %{name} at `{to_text(place)}`; expected {to_text(item())}, the part's number"
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     scale = values.of(steps[0].scale) if steps and steps[0].scale else ONE
-    yield from is_(values, stored["LSE2_PARTS"].value, select(l > 0, scale * m + log2(l), NONE))
+    by = _joined_by(stored.keys() - {"O_PARTS"})
+    if by is None:
+        yield f"it stores {', '.join(sorted(stored))}; expected {_ALL_OF_PARTS}"
+        return
+    expected = {"LSE2_PARTS": select(l > 0, scale * m + log2(l), NONE), "MAX_PARTS": select(l > 0, scale * m, NONE), "SUM_PARTS": l}
+    for name in by:
+        yield from is_(values, stored[name].value, expected[name])
     more = sympy.Rational(1, 1 << ELEMENTS[module.dtypes[0]].weights)
     if module.cache and module.cache.scale == "head":
         more *= next(scale_of(kernel, values, op) for op in kernel.ops() if isinstance(op, Load) and kernel.accessed(op)[0].name == "V")
@@ -63,24 +80,26 @@ def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     loads = {kernel.accessed(op)[0].name: op for op in found}
     wrong = len(found) != len(loads) or any(_items(kernel, op) != joined_items() for op in found)
     all_parts = ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT["joined"]), symbol(PARTS))),)
-    if wrong or loads.keys() != {"O_PARTS", "LSE2_PARTS"} or (loop.var, loop.ranges) != ("joined", all_parts):
-        wanted = f"parts {to_text(joined_items())} of O_PARTS and LSE2_PARTS in each turn, and turns for all parts"
+    by = _joined_by(loads.keys() - {"O_PARTS"})
+    if wrong or by is None or "O_PARTS" not in loads or (loop.var, loop.ranges) != ("joined", all_parts):
+        wanted = f"parts {to_text(joined_items())} of {_ALL_OF_PARTS} in each turn, and turns for all parts"
         yield f"%{loop.name} loads {', '.join(sorted(loads))}; expected {wanted}"
         return
-    for name, nothing in (("LSE2_PARTS", NONE), ("O_PARTS", 0)):
+    for name in ("O_PARTS", *by):
+        nothing = NONE if name == by[0] else 0
         if loads[name].other != nothing:
             yield f"%{loads[name].name} is {to_text(loads[name].other)} past the last part; expected {to_text(nothing)}, which adds nothing"
     m, l, acc = map(values.of, ("m", "l", "acc"))  # noqa: E741
-    part, lse2 = (values.of(loads[name].name) for name in ("O_PARTS", "LSE2_PARTS"))
+    part, logarithm, *sums = (values.of(loads[name].name) for name in ("O_PARTS", *by))
 
     def over_parts(how: str, of: Expr) -> Expr:
         """What a turn has of its parts: the value of the one reduction of this expression over them."""
         made = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == (how, PARTS)]
         return next((values.of(op.name) for op in made if equal(values.of(op.value), of)), symbol(f"{how}_of_parts"))
 
-    greatest = sympy.Max(m, over_parts("max", lse2))
+    greatest = sympy.Max(m, over_parts("max", logarithm))
     base = select(greatest > NONE, greatest, 0)
-    before, weight = exp2(m - base), exp2(lse2 - base)
+    before, weight = exp2(m - base), sympy.Mul(exp2(logarithm - base), *sums)
     expected = {"m": greatest, "l": l * before + over_parts("sum", weight), "acc": acc * before + over_parts("sum", part * weight)}
     for field, e in expected.items():
         yield from is_(values, given[field], e)

@@ -417,7 +417,7 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
     """Kernels that store LSE join each row's maximum with the header's sink, if there is one."""
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     names = {arg.name for arg in kernel.args}
-    if not (steps or "LSE2_PARTS" in names) or "LSE" not in names:
+    if not (steps or kernel.joins_parts) or "LSE" not in names:
         return
     sink = header.meaning.sink
     scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)

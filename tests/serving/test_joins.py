@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
+from attngen.passes.pipeline import lower
+from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import edit, lowered, target
 
 
+@cache
+def _text(name: str) -> str:
+    """The target IR of a committed spec, or of one for fp32."""
+    if name != "fp32":
+        return print_module(target(name))
+    return print_module(lower(make_spec({"name": "single", "head_dim": 32, "dtype": "fp32", "mask": "causal", "cache": "contiguous"})))
+
+
 def _changed(name: str, kernel: str, old: str, new: str) -> Module:
-    text = print_module(target(name))
+    text = _text(name)
     at = text.index(f"kernel @{kernel} ")
     end = text.index("\nkernel ", at + 1)
     return parse_module(text[:at] + edit(text[at:end], (old, new)) + text[end:])
@@ -43,6 +55,16 @@ CHANGES = [
     ("decode_gqa", "combine", "LN2*(m + log2(l)), -inf", "m + log2(l), -inf", "%lse is"),
     ("decode_gqa", "combine", "expr(acc*inv_l)", "expr(2*acc)", "%o is"),
     ("decode_sinks_paged_gqa", "combine", "expr(l*shrunk + exp2(", "expr(l + exp2(", "%o is"),
+    ("fp32", "decode", "expr(select(l > 0, m*qk_scale, -inf))", "expr(select(l > 0, m, -inf))", "%max_part is"),
+    ("fp32", "decode", "store %SUM_PARTS_head[q] %keys_partial.l", "store %SUM_PARTS_head[q] %inv_l", "%inv_l is"),
+    ("fp32", "combine", "expr(sum_parts*exp2(", "expr(sum_parts**2*exp2(", "%l_next is"),
+    (
+        "fp32",
+        "combine",
+        "check(joined, q) : f32[BLOCK_PARTS, BLOCK_Q]",
+        "check(joined, q) other(1) : f32[BLOCK_PARTS, BLOCK_Q]",
+        "%sum_parts is 1 past",
+    ),
 ]
 
 
