@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from attngen.ir.dtypes import LATENT_GROUP
-from attngen.reference import naive_attention, reference_mask, reference_scores, rows_matmul
+from attngen.reference import naive_attention, reference_mask, reference_scores
 from attngen.sizes import Sizes
 from attngen.spec import Spec
-from attngen.testing import Case, Result, errors, heads_for, make_mask_inputs, rounding_of, run_case, torch_dtype
+from attngen.testing import Case, Result, errors, fp32_products, heads_for, make_mask_inputs, rounding_of, run_case, torch_dtype
 
 POISON = 2**30  # the number of a page that there is not
 LARGEST = 448  # number of 8 bits
@@ -189,7 +189,7 @@ def attend_sequence(spec: Spec, call: Call, b: int, dtype: torch.dtype, scale: f
 
     mine = mask if len(mask) == 1 else mask[b : b + 1]
     q, k, v = (x.to(dtype) for x in (call.q[b : b + 1], k, v))
-    multiply = rows_matmul if dtype == torch.float32 and q.shape[2] == 1 else torch.matmul
+    multiply = fp32_products(spec, "fp32", q.device.type, q.shape[2])[0] if dtype == torch.float32 else torch.matmul
     return naive_attention(q, k, v, mine, scale or spec.head_dim.qk**-0.5, None, modify if change else None, sink, None, multiply)
 
 
@@ -208,7 +208,7 @@ def run_cache_case(
     truth = naive(torch.float64)
     stored = {"out": truth["out"].to(of_dtype), "lse": truth["lse"].float()}
     shape = Case(len(case.lengths), case.q_heads, case.kv_heads, case.n_q, case.room)
-    rounding = rounding_of(truth, stored, [], 0.0)
+    rounding = rounding_of(truth, stored, [], fp32_products(spec, dtype, device, case.n_q)[1])
     return Result(shape, dtype, errors({"out": out, "lse": lse}, truth), errors(naive(of_dtype), truth), rounding)
 
 

@@ -270,9 +270,7 @@ def run_case(
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": SEED} if spec.dropout else {}
     weight = dropout_weight((*q.shape[:3], k.shape[2]), dropout_p, SEED, device) if spec.dropout else None
     factor = scale if scale is not None else spec.head_dim.qk**-0.5
-    tf32 = by_precision([dtype]) and spec.fp32_precision == "tf32" and not device.startswith("cpu")
-    fp32_product = truncated_matmul if tf32 else rows_matmul if case.n_q == 1 else torch.matmul
-    operand = torch.finfo(torch.float16).eps / 2 if tf32 else 0.0  # the error of products' operands: TF32's bits are fp16's, truncated
+    fp32_product, operand = fp32_products(spec, dtype, device, case.n_q)
 
     def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = {**drawn, **dict(zip(learned, x))}
@@ -312,6 +310,16 @@ def run_case(
     fp32 = {*OUTPUTS, *(f"t{name}" for name in OUTPUTS), *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
     stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key in ("out", "tout") else in_dtype) for key, x in truth.items()}
     return Result(case, dtype, found, naive, rounding_of(truth, stored, rounded, operand))
+
+
+def fp32_products(spec: Spec, dtype: str, device: str, queries: int) -> tuple[Callable[..., torch.Tensor], float]:
+    """Naive attention's product of fp32 tensors as the spec asks for it, and the error of its operands: TF32's bits are fp16's, truncated.
+
+    The interpreter multiplies in fp32 whatever the spec says. dtype: that of a call; queries: how many it has.
+    """
+    if by_precision([dtype]) and spec.fp32_precision == "tf32" and not device.startswith("cpu"):
+        return truncated_matmul, torch.finfo(torch.float16).eps / 2
+    return (rows_matmul if queries == 1 else torch.matmul), 0.0
 
 
 def rounding_of(
