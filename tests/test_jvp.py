@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+import attngen
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.ops import Dot
 from attngen.ir.text import parse_module, print_module
@@ -53,6 +54,21 @@ def test_scale(name: str, scale: float, device: str) -> None:
 def test_bf16(device: str) -> None:
     result = run_case(built(NAME), spec_of(NAME), small(NAME, 129, 129), "bf16", device, tangents=True)
     assert result.ok, str(result)
+
+
+def test_tangents_of_16_bits_do_not_overflow_beside_fp32(device: str) -> None:
+    """Where weights are small, a weight times a large tangent has to be: both before and after its cast to fp16."""
+    spec = make_spec({"name": "both", "head_dim": 32, "dtype": ["fp16", "fp32"]})
+    q, k, v = (x.half() for x in torch.randn(3, 1, 1, 512, 32, generator=torch.Generator().manual_seed(0)).to(device))
+    q, along = q / 100, (torch.full_like(q, 3e4), torch.zeros_like(k), torch.zeros_like(v))
+    attend = attngen.build(spec).attention
+    found = torch.func.jvp(lambda *x: attend(*x, return_lse=False), (q, k, v), along)[1]
+
+    def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(q @ k.mT * 32**-0.5, -1) @ v
+
+    truth = torch.func.jvp(naive, tuple(x.double() for x in (q, k, v)), tuple(x.double() for x in along))[1]
+    assert truth.abs().max() < 6e4 and relative_error(found, truth) < 2e-3
 
 
 @pytest.mark.parametrize("name", PADDED)

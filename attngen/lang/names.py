@@ -70,9 +70,9 @@ _VALUES = (
 )
 _VALUES += "p_steep queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights tell flush drain fill copy put give "
 _VALUES += "log2_sink t[koqpsv] tlse tscore"  # the last of forward mode
-_MADE = "acc all alpha at base batch cast chains column deferred end first flight full halves head held in init joined k kept keys l left "
-_MADE += "list m near needed new next o operand out partial place q rank right rope row rows scale scale2 seen skip step sum sums v "
-_MADE += "weights words"
+_MADE = "acc all alpha at base batch cast chains column deferred divided end first flight full halves head held in init joined "
+_MADE += "k kept keys l left list m near needed new next o operand out partial place q rank right rope row rows scale scale2 "
+_MADE += "seen skip step sum sums v weights words"
 _OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(t?[qkvo]|d[oqs]|work)_(fills|free|full|phase|slot)"
 VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_RINGS})"
 

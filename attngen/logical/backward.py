@@ -248,12 +248,12 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
-PAST = {"LSE": -sympy.oo, "LSE2": sympy.oo, "M_ALL": sympy.oo, "INV_L_ALL": sympy.Integer(0)}  # of a query past the end
+PAST_THE_END = {"LSE": -sympy.oo, "LSE2": sympy.oo, "M_ALL": sympy.oo, "INV_L_ALL": sympy.Integer(0)}  # what a query there has
 
 
-def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry", tensors: Collection[str] = PAST.keys()) -> None:
+def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry", tensors: Collection[str] = PAST_THE_END.keys()) -> None:
     """Load what the kernel reads, of `tensors`, to make weights again. Queries past the end are as ones that see no key."""
-    for tensor, other in PAST.items():
+    for tensor, other in PAST_THE_END.items():
         if tensor in tensors and tensor in b.signature.reads:
             b.load(tensor.lower(), tensor, rows, block, other=other)
 
@@ -269,11 +269,11 @@ def compute_lse2(b: KernelBuilder, block: str) -> None:
     b.compute("lse2", select((lse2 if _has_sink(b.spec) else lse) > -sympy.oo, lse2, sympy.oo), block)
 
 
-def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, normalised: bool = True) -> list[Any]:
+def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, divided: bool = True) -> list[Any]:
     """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed.
 
     A large LSE has an error of its rounding, which is a factor of p. So for `exact_sums` p is 2^(score - maximum) / sum, as in the forward.
-    Where it is not `normalised`, p is 2^(score - maximum), and the kernel divides by the sum what it adds up of them.
+    Where it is not `divided`, p is 2^(score - maximum), and the kernel divides by the sum what it adds up of them.
     """
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
@@ -284,10 +284,9 @@ def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, normalised: bool
     masked = b.mask("masked", "score", where, "step")
     exact = exact_sums(b.spec)
     log2_p = symbol(masked) - symbol("m_all" if exact else "lse2")
-    divided = exact and normalised
-    b.compute("p", exp2(log2_p) * symbol("inv_l_all") if divided else exp2(log2_p))
+    b.compute("p", exp2(log2_p) * symbol("inv_l_all") if exact and divided else exp2(log2_p))
     if {"dentropy2", "tentropy"} & b.types.keys():
-        logarithm = log2(symbol("p")) if divided else log2_p
+        logarithm = log2(symbol("p")) if exact else log2_p
         b.compute("log2_p", select(symbol("p") > 0, logarithm, sympy.Integer(0)))
     return rest
 

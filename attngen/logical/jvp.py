@@ -12,7 +12,7 @@ from attngen.ir.ops import Yield
 from attngen.logical.backward import compute_lse2, load_sums, probabilities, where_seen
 from attngen.logical.common import KernelBuilder, kv_head
 from attngen.logical.forward import sink_of
-from attngen.logical.semantics import S, derivative, exact_sums
+from attngen.logical.semantics import S, derivative, exact_sums, only_fp32
 from attngen.logical.signature import Signature, with_sums
 from attngen.spec import Spec
 
@@ -40,21 +40,23 @@ def build_jvp(spec: Spec) -> Kernel:
     """The tangents of O, of the LSE and of the entropy H along given ones of q, k, v and learned inputs, after the forward.
 
     The scaled score has the tangent scale * (tQ k^T + q tK^T). The score that the softmax sees has f_s times this, and f_p times the
-    tangent of each learned p that it reads: tscore. With P, computed anew as in the backward, from the LSE, tP = P * tscore is what weights
+    tangent of each learned p that it reads: tscore. With P, computed anew as in the backward, tP = P * tscore is what weights
     change by before they are normalised anew. Then:
 
         tLSE = rowsum(tP)      tO = P tV + tP V - tLSE * O      tH = -rowsum(tP * ln P) - tLSE * H
 
     (the differential of softmax, dP = P * (dS - rowsum(P * dS))). These are five products, and no running maximum: the forward has made all
     that it is for. A sink takes part in the sums over a row, and has no value. Dropout takes P and tP away in the products alone, as in the
-    forward. A row that sees no key has tangents of zero. For `exact_sums` the loop has weights that are not divided by their sum: the row's
-    results are, after it, which takes fewer registers.
+    forward. A row that sees no key has tangents of zero.
+
+    For `exact_sums`, P is made of the row's maximum and sum in place of the LSE. If it can, the kernel divides what the loop adds up, not
+    each weight: that takes fewer registers. A logarithm takes weights that are divided, and 16 bits may not hold tP of others.
     """
     score, sink, reads = spec.modified(), sink_of(spec), learned_reads(spec)
     steep, *slopes = (derivative(score, by) for by in (S, *(symbol(read.name) for read in reads)))
     with_entropy = "entropy" in spec.outputs
-    exact = exact_sums(spec)
-    b = KernelBuilder(spec, with_sums(OF_ENTROPY if with_entropy else JVP, exact), [steep, *slopes, *([] if sink is None else [sink])])
+    signature = with_sums(OF_ENTROPY if with_entropy else JVP, exact_sums(spec))
+    b = KernelBuilder(spec, signature, [steep, *slopes, *([] if sink is None else [sink])])
     b.read_tangents(reads)
     b.tensors()
     b.scalar("scale")
@@ -63,7 +65,8 @@ def build_jvp(spec: Spec) -> Kernel:
 
     rows = ("b", "h", "q")
     b.scale()
-    load_sums(b, rows, tensors=("LSE", "M_ALL"))
+    divided = with_entropy or not only_fp32(spec)
+    load_sums(b, rows, tensors=("LSE", "M_ALL", *(("INV_L_ALL",) if divided else ())))
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("tq", "tQ", (*rows, "d_qk"))
     compute_lse2(b, "entry")
@@ -79,7 +82,7 @@ def build_jvp(spec: Spec) -> Kernel:
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     b.dot("ts_part", "tq", "k", "D_QK", "step")
     b.dot("ts", "q", "tk", "D_QK", "step", acc="ts_part")
-    steep, *slopes = probabilities(b, "q", "k", steep, *slopes, normalised=False)
+    steep, *slopes = probabilities(b, "q", "k", steep, *slopes, divided=divided)
     along = zip(slopes, reads)
     b.compute("tscore", steep * symbol("scale") * symbol("ts") + sympy.Add(*(slope * symbol(f"t{read.name}") for slope, read in along)))
     p = b.dropped("p")
@@ -96,25 +99,18 @@ def build_jvp(spec: Spec) -> Kernel:
     b.add(Yield("yield_step", tuple(nexts.items())), "step")
 
     end = {field: f"keys.{field}" for field in starts}
-    _store(b, rows, _normalised(b, rows, end) if exact else end, sink, reads)
+    _store(b, rows, end if divided else _divided(b, rows, end), sink, reads)
     return b.kernel()
 
 
-def _normalised(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str]) -> dict[str, str]:
-    """What the loop sums, over the row's sum of weights l. With P / l for P, the sum of tP * log2 P gets -log2 l times that of tP."""
+def _divided(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str]) -> dict[str, str]:
+    """What the loop has added up of each row, over the row's sum of weights."""
     load_sums(b, rows, tensors=("INV_L_ALL",))
-    inv_l = symbol("inv_l_all")
-    made = {
-        field: b.map(f"{field}_normalised", symbol(field) * inv_l, "entry", "f32", False, **{field: ref, "inv_l_all": "inv_l_all"})
+    by = "inv_l_all"
+    return {
+        field: b.map(f"{field}_divided", symbol(field) * symbol(by), "entry", "f32", False, **{field: ref, by: by})
         for field, ref in end.items()
     }
-    if "tentropy" in made:
-        log2_inv_l = select(inv_l > 0, log2(inv_l), sympy.Integer(0))
-        uses = {**made, "inv_l_all": "inv_l_all"}
-        del uses["acc"]
-        e = symbol("tentropy") + log2_inv_l * symbol("tlse")
-        made["tentropy"] = b.map("tentropy_moved", e, "entry", "f32", False, **uses)
-    return made
 
 
 def _added(b: KernelBuilder, field: str, value: str) -> str:

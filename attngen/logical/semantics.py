@@ -93,14 +93,19 @@ def unbounded(spec: Spec) -> bool:
     return singular(spec, score) or bool(read & _per_score(spec) & score.free_symbols)
 
 
+def only_fp32(spec: Spec) -> bool:
+    """Whether no element type has 16 bits."""
+    return all(by_precision([dtype]) for dtype in spec.dtype)
+
+
 def exact_parts(spec: Spec) -> bool:
-    """Whether parts of a row are weighed by more than their LSE, which is one fp32 number: a product of fp32 is no coarser than that."""
+    """Whether parts of a row's keys are joined by maxima and sums: the rounding of a part's LSE to fp32 is a factor of its weight."""
     return by_precision(spec.dtype)
 
 
 def exact_sums(spec: Spec) -> bool:
-    """Whether weights that are made again need more than the LSE, for the same reason."""
-    return exact_parts(spec) and (spec.trains or "key_mass" in spec.outputs)
+    """Whether weights are made again of the row's maximum and sum: the rounding of the LSE to fp32 is a factor of each."""
+    return by_precision(spec.dtype) and (spec.trains or "key_mass" in spec.outputs)
 
 
 def keeps_extremes(spec: Spec) -> bool:
@@ -108,7 +113,7 @@ def keeps_extremes(spec: Spec) -> bool:
 
     It takes four operations for each score. Modules that are for 16 bits, too, do without: a row of such scores sees no key.
     """
-    return all(by_precision([dtype]) for dtype in spec.dtype) and unbounded(spec)
+    return only_fp32(spec) and unbounded(spec)
 
 
 def of_product(e: Expr) -> Expr:

@@ -316,7 +316,8 @@ def _subtracted(x: Expr, tensor: str) -> list[Expr]:
 def _normalised(op: Map, values: Values) -> bool:
     """Whether weights that a map makes again are multiplied by one over the row's sum of them, if it subtracts the row's maximum.
 
-    The map does that, or the kernel does it to all that its loop carries: then loops store nothing, and nothing else reads the results.
+    The map does that. Or every value that a loop carries is multiplied by it where it is read, after the loops: then loops store nothing,
+    and take no logarithms of the weights.
     """
     factor = op.expr / power_of(op) if power_of(op) is not None else op.expr
     elements = {x: values.elements[x] for x in values.of(op.name).free_symbols if x in values.elements}
@@ -328,11 +329,12 @@ def _normalised(op: Map, values: Values) -> bool:
         found = values.expression(factor, op)
         return values.elements.get(found) == "INV_L_ALL" and str(found) == inverse
     kernel = values.kernel
-    results = [f"{kernel.loops[-1].name}.{field}" for field, _ in kernel.loops[-1].carry]
+    results = [f"{loop.name}.{field}" for loop in kernel.loops for field, _ in loop.carry]
     in_loops = [other for loop in kernel.loops for other in kernel.block(loop.body).ops]
-    readers = [(other, ref) for other in kernel.ops() for ref in other.operands() if ref in results]
-    products = [isinstance(other, Map) and values.of(other.name) / values.of(ref) for other, ref in readers]
-    return not any(isinstance(other, (Scatter, Store)) for other in in_loops) and all(str(product) == inverse for product in products)
+    readers = [(other, ref) for other in kernel.ops() if not isinstance(other, Loop) for ref in other.operands() if ref in results]
+    divided = [isinstance(other, Map) and str(values.of(other.name) / values.of(ref)) == inverse for other, ref in readers]
+    linear = not any(isinstance(other, (Scatter, Store)) or is_logarithm(kernel, values, other) for other in in_loops)
+    return linear and all(divided)
 
 
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:

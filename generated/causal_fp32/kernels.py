@@ -713,17 +713,17 @@ def jvp(
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
     inv_l_all = tl.load(INV_L_ALL_head + q_start + q_off, mask=q_idx < Nq, other=0.0)
-    acc_normalised = acc * inv_l_all[:, None]
-    tlse_normalised = inv_l_all * tlse
+    acc_divided = acc * inv_l_all[:, None]
+    tlse_divided = inv_l_all * tlse
     o = tl.load(
         O_head + tl.cast(q_start, tl.int64) * stride_o_n + (q_off[:, None] * stride_o_n + d_v[None, :]),
         mask=(q_idx < Nq)[:, None],
         other=0.0,
     )
-    to = (acc_normalised - o * tlse_normalised[:, None]).to(dtype)
+    to = (acc_divided - o * tlse_divided[:, None]).to(dtype)
     tl.store(
         tO_head + tl.cast(q_start, tl.int64) * stride_to_n + (q_off[:, None] * stride_to_n + d_v[None, :]),
         to,
         mask=(q_idx < Nq)[:, None],
     )
-    tl.store(tLSE_head + q_start + q_off, tlse_normalised, mask=q_idx < Nq)
+    tl.store(tLSE_head + q_start + q_off, tlse_divided, mask=q_idx < Nq)

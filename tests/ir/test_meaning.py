@@ -31,6 +31,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "wider": {"mask": {"sliding_window": {"left": 101, "right": 0}}},
     "full": {"mask": "none"},
     "single": {"mask": "causal", "dtype": "fp32"},
+    "entropies": {"mask": "causal", "dtype": "fp32", "outputs": ["entropy"]},
     "capped": {"mask": "causal", "score": [{"softcap": 30.0}]},
     "lower": {"mask": "causal", "score": [{"softcap": 20.0}]},
     "near": {"score": [{"expr": "s + table[h, clamp(q_idx - kv_idx, -4, 4) + 4]", **TABLE}]},
@@ -109,7 +110,7 @@ UNDIVIDED = (
         ("single", OF_SUMS, "expr(exp2(-m_all + masked*qk_scale))", f"@dq: {UNDIVIDED}"),
         ("single", "expr(acc*inv_l_all)", "expr(acc*inv_l_all**2)", f"@jvp: {UNDIVIDED}"),
         ("single", "expr(inv_l_all*tlse)", "expr(inv_l_all + tlse)", f"@jvp: {UNDIVIDED}"),
-        ("single", "tLSE_head[q] %tlse_normalised", "tLSE_head[q] %keys_partial.tlse", f"@jvp: {UNDIVIDED}"),
+        ("single", "tLSE_head[q] %tlse_divided", "tLSE_head[q] %keys_partial.tlse", f"@jvp: {UNDIVIDED}"),
         ("causal", "m(%m) scale(%qk_scale)", "m(%m)", "@fwd: %soft weighs scores by exp2(s)"),
         ("near", "clamp(-kv_idx + q_idx, -4, 4) + 4]", "clamp(-kv_idx + q_idx, -4, 4) + 3]", "@fwd: %soft weighs scores by"),
         ("sink", "sink(sink)", "sink(2*sink)", "@fwd: %m_all is `max("),
@@ -118,6 +119,23 @@ UNDIVIDED = (
 )
 def test_an_edit_of_header_or_kernel_is_refused(given: str, old: str, new: str, reason: str) -> None:
     assert refused(edit(text_of(given), (old, new))).reason.startswith(f"kernel {reason}")
+
+
+def test_a_kernel_may_divide_what_it_adds_up_in_place_of_weights() -> None:
+    """But not where it takes logarithms of the weights: what it adds up is then no sum of multiples of these."""
+    divided = "%dq_divided = map expr(dq*inv_l_all) uses(dq=%keys_partial.dq, inv_l_all=%inv_l_all) : f32[BLOCK_Q, D_QK] @reg"
+    changes = (
+        (
+            "%p = map expr(inv_l_all*exp2(-m_all + masked*qk_scale)) uses(inv_l_all=%inv_l_all, ",
+            "%p = map expr(exp2(-m_all + masked*qk_scale)) uses(",
+        ),
+        ("%dq_out = map expr(dq*scale) uses(dq=%keys_partial.dq", f"{divided}\n    %dq_out = map expr(dq*scale) uses(dq=%dq_divided"),
+    )
+    verify(parse_module(edit(text_of("single"), *changes)))
+    assert UNDIVIDED in refused(edit(text_of("entropies"), *changes)).reason
+    exponent = "select(p > 0, -m_all + masked*qk_scale, 0)) uses(p=%p, m_all=%m_all, masked=%masked, qk_scale=%qk_scale)"
+    whole = ("select(p > 0, log2(p), 0)) uses(p=%p)", exponent)
+    assert UNDIVIDED in refused(edit(text_of("entropies"), *changes, whole)).reason
 
 
 def test_masked_scores_are_read_as_weights_alone() -> None:
