@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"mask": "causal", "dropout": True},
     "outputs": {"mask": "causal", "outputs": ["entropy", "max_score", "key_mass"]},
     "outputs and a sink": {"mask": WINDOW, "score": "sink", "outputs": ["entropy", "key_mass"], "heads": {"sharing": "gqa"}},
+    "entropies, dropout and a sink": {"mask": "causal", "dropout": True, "score": "sink", "outputs": ["entropy"]},
     "several element types": {"mask": "causal", "dtype": ["fp16", "fp32"], "heads": {"sharing": "gqa"}},
 }
 
@@ -110,11 +111,11 @@ def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:
         stored = [x.view(room // 16, 16, kv_heads, 32) for x in stored]
         given["page_table"] = torch.arange(room // 16, dtype=torch.int32, device=device)[None]
 
-    def naive(dtype: torch.dtype) -> torch.Tensor:
+    def naive(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         seen = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device)
         inputs = (q.to(dtype), k[:, :, :keys].to(dtype), v[:, :, :keys].to(dtype))
-        return naive_attention(*inputs, seen, 32**-0.5, sink=None if sink is None else sink.to(dtype))[0]
+        return naive_attention(*inputs, seen, 32**-0.5, sink=None if sink is None else sink.to(dtype))
 
-    truth = naive(torch.float64)
-    ours = attngen.build(spec).attention.with_kvcache(q, *stored, **given)
-    assert relative_error(ours, truth) <= 2 * max(relative_error(naive(torch.float32), truth), torch.finfo(torch.float32).eps)
+    ours = attngen.build(spec).attention.with_kvcache(q, *stored, **given, return_lse=True)
+    for found, in_fp32, truth in zip(ours, naive(torch.float32), naive(torch.float64), strict=True):
+        assert relative_error(found, truth) <= 2 * max(relative_error(in_fp32, truth), torch.finfo(torch.float32).eps)

@@ -158,7 +158,7 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
 def _combine(spec: Spec, deal: Deal) -> Kernel:
     """Each row's output is a mean of its parts', by weights exp2(LSE2 of the part - the greatest of them).
 
-    For `exact_parts` these are sum * exp2(maximum of the part - the greatest of them): an LSE would be rounded.
+    For `exact_parts` the weights are sum * exp2(maximum of the part - the greatest of them).
     """
     sink = sink_of(spec)
     b = KernelBuilder(spec, COMBINE._replace(reads=(*_parts(spec), *COMBINE.reads)), [] if sink is None else [sink])
@@ -176,16 +176,16 @@ def _combine(spec: Spec, deal: Deal) -> Kernel:
 
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
     b.carried("join", **starts)
-    outputs, by, *sums = _parts(spec)
-    logarithms = b.load(by.lower(), by, (own, joined_items(), "q"), "join", other=-sympy.oo)
+    outputs, exponents, *sums = _parts(spec)
+    exponent = b.load(exponents.lower(), exponents, (own, joined_items(), "q"), "join", other=-sympy.oo)
     of_sums = [b.load(name.lower(), name, (own, joined_items(), "q"), "join") for name in sums]
     b.load("o_parts", outputs, (own, joined_items(), "q", "d_v"), "join")
-    b.add(Reduce("greatest", logarithms, "max", "BLOCK_PARTS", Type("f32", ("BLOCK_Q",))), "join")
+    b.add(Reduce("greatest", exponent, "max", "BLOCK_PARTS", Type("f32", ("BLOCK_Q",))), "join")
     b.map("m_next", sympy.Max(m, symbol("greatest")), "join", m="m", greatest="greatest")
     b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "join", m_next="m_next")
     b.map("alpha", exp2(m - symbol("base")), "join", m="m", base="base")
-    weights = sympy.Mul(exp2(symbol(logarithms) - symbol("base")), *map(symbol, of_sums))
-    b.map("weights", weights, "join", "f32", False, **{name: name for name in (logarithms, "base", *of_sums)})
+    weights = sympy.Mul(exp2(symbol(exponent) - symbol("base")), *map(symbol, of_sums))
+    b.map("weights", weights, "join", "f32", False, **{name: name for name in (exponent, "base", *of_sums)})
     b.reduce_sum("l_parts", "weights", "BLOCK_PARTS", "join")
     b.map("l_next", l * symbol("alpha") + symbol("l_parts"), "join", l="l", alpha="alpha", l_parts="l_parts")
     b.map("weighed", symbol("o_parts") * symbol("weights"), "join", o_parts="o_parts", weights="weights")

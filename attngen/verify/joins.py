@@ -18,7 +18,7 @@ from attngen.verify.meaning import LOG2E, Header, Values, scale_of
 LN2 = symbol("LN2")
 ONE = sympy.Integer(1)
 PARTS = AXIS_DIM["joined"]
-NONE = -sympy.oo  # the LSE of a row that sees no key
+NONE = -sympy.oo  # the LSE, or the maximum, of a row that sees no key
 _ALL_OF_PARTS = f"O_PARTS and {LSE_OF_PARTS[0]}, or O_PARTS, {' and '.join(SUMS_OF_PARTS)}"
 
 
@@ -48,7 +48,7 @@ def _joined_by(names: Set[str]) -> tuple[str, ...] | None:
 
 
 def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
-    """LSE2 = scale * m + log2(l), or both of its terms' numbers; and the sums of weights times values over l."""
+    """LSE2_PARTS is scale * m + log2(l), or MAX_PARTS is scale * m and SUM_PARTS is l. The output is the sums of weighed values over l."""
     for name, op in stored.items():
         if (place := _items(kernel, op)) != item():
             yield f"%{op.value} is stored in %{name} at `{to_text(place)}`; expected {to_text(item())}, the part's number"
@@ -90,16 +90,16 @@ def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
         if loads[name].other != nothing:
             yield f"%{loads[name].name} is {to_text(loads[name].other)} past the last part; expected {to_text(nothing)}, which adds nothing"
     m, l, acc = map(values.of, ("m", "l", "acc"))  # noqa: E741
-    part, logarithm, *sums = (values.of(loads[name].name) for name in ("O_PARTS", *by))
+    part, exponent, *sums = (values.of(loads[name].name) for name in ("O_PARTS", *by))
 
     def over_parts(how: str, of: Expr) -> Expr:
         """What a turn has of its parts: the value of the one reduction of this expression over them."""
         made = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == (how, PARTS)]
         return next((values.of(op.name) for op in made if equal(values.of(op.value), of)), symbol(f"{how}_of_parts"))
 
-    greatest = sympy.Max(m, over_parts("max", logarithm))
+    greatest = sympy.Max(m, over_parts("max", exponent))
     base = select(greatest > NONE, greatest, 0)
-    before, weight = exp2(m - base), sympy.Mul(exp2(logarithm - base), *sums)
+    before, weight = exp2(m - base), sympy.Mul(exp2(exponent - base), *sums)
     expected = {"m": greatest, "l": l * before + over_parts("sum", weight), "acc": acc * before + over_parts("sum", part * weight)}
     for field, e in expected.items():
         yield from is_(values, given[field], e)

@@ -70,6 +70,14 @@ def test_each_pass_leaves_what_is_computed(name: str) -> None:
         hold(passed()[name], seed)
 
 
+def test_parts_of_modules_for_fp32_too_have_their_maxima_and_sums() -> None:
+    module = lower(latents(dtype=["bf16", "fp32"], cache={"paged": {"page_size": 64}}))
+    text = print_kernel(module.divided[0])
+    assert text.count("store %MAX_PARTS") == text.count("store %SUM_PARTS") == 1 and "LSE2_PARTS" not in text
+    for seed in range(3):
+        hold(module, seed)
+
+
 def test_split_columns_gives_each_role_half_of_the_columns() -> None:
     text = print_kernel(passed()["split-columns"].divided[0])
     for name in ("left", "right"):
@@ -158,7 +166,8 @@ def results(module: Module, kernel: Kernel, seed: int, page: int = 64) -> dict[s
             place = (table[b, row // page], 0, row % page) if paged else (b, 0, row)
             latent[place], rope[place] = numbers.standard_normal(512), numbers.standard_normal(64)
     items = max(2 * batch, chance.choice((4, 8, 12)))
-    out = {"O_PARTS": np.full((1, items, rows, 512), np.nan), "LSE2_PARTS": np.full((1, items, rows), np.nan)}
+    stored = [arg.name for arg in kernel.args if arg.role == "out"]
+    out = {name: np.full((1, items, rows, *((512,) if name == "O_PARTS" else ())), np.nan) for name in stored}
     q = {"Q": numbers.standard_normal((batch, 1, rows, 512)), "Q_ROPE": numbers.standard_normal((batch, 1, rows, 64))}
     tensors = {**q, "K": latent, "K_ROPE": rope, "CACHE_SEQLENS": lengths, **({"PAGE_TABLE": table} if paged else {}), **out}
     scalars = {"scale": 576**-0.5, "queries": queries, "B": batch, "items": items, "Nc": page * most, "Nn": 0, "Nq": rows}

@@ -9,10 +9,12 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
+from attngen.passes.pipeline import lower, stages
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import edit, lowered, target
+
+_SINGLE = make_spec({"name": "single", "head_dim": 32, "dtype": "fp32", "mask": "causal", "cache": "contiguous"})
 
 
 @cache
@@ -20,7 +22,7 @@ def _text(name: str) -> str:
     """The target IR of a committed spec, or of one for fp32."""
     if name != "fp32":
         return print_module(target(name))
-    return print_module(lower(make_spec({"name": "single", "head_dim": 32, "dtype": "fp32", "mask": "causal", "cache": "contiguous"})))
+    return print_module(lower(_SINGLE))
 
 
 def _changed(name: str, kernel: str, old: str, new: str) -> Module:
@@ -85,15 +87,16 @@ def test_halves_do_not_take_each_others_sums() -> None:
         verify(parse_module(text[:at] + swapped))
 
 
+@pytest.mark.parametrize("name", ["decode_gqa", "fp32"])
 @pytest.mark.parametrize("kernel", ["decode", "combine"])
-def test_each_part_has_its_own_place(kernel: str) -> None:
+def test_each_part_has_its_own_place(kernel: str, name: str) -> None:
     """Items count the parts of all sequences. Other rules see that too, so this one is asked alone."""
     from attngen.verify.joins import joins
 
     places = {"decode": ("[hkv, first_item + part]", "[hkv, part]"), "combine": ("_head[first_item + joined, q", "_head[joined, q")}
-    old, new = places[kernel]
-    for tensor in ("O_PARTS", "LSE2_PARTS"):
-        module = _changed("decode_gqa", kernel, f"%{tensor}{old}", f"%{tensor}{new}")
+    old, new = (place.replace("hkv", "h" if name == "fp32" else "hkv") for place in places[kernel])
+    for tensor in ("O_PARTS", *(("MAX_PARTS", "SUM_PARTS") if name == "fp32" else ("LSE2_PARTS",))):
+        module = _changed(name, kernel, f"%{tensor}{old}", f"%{tensor}{new}")
         assert [reason for reason in joins(module, module.kernel(kernel)) if "expected" in reason and "first_item + " in reason]
 
 
@@ -104,6 +107,15 @@ def test_a_turn_loads_each_tensor_once() -> None:
     twice = line.replace("%lse2_parts", "%lse2_more").replace("other(-inf)", "other(0)")
     with pytest.raises(VerifyError, match="rule `joins`: .* loads LSE2_PARTS, O_PARTS; expected"):
         verify(parse_module(edit(text, (line, f"{twice}\n{line}"), ("reduce max %lse2_parts", "reduce max %lse2_more"))))
+
+
+def test_a_part_is_stored_whole() -> None:
+    """The sum of its weights, too. Other rules see that as well, so this one is asked alone."""
+    from attngen.verify.joins import joins
+
+    module = _changed("fp32", "decode", "store %SUM_PARTS_head[q]", "store %MAX_PARTS_head[q]")
+    said = "it stores MAX_PARTS, O_PARTS; expected O_PARTS and LSE2_PARTS, or O_PARTS, MAX_PARTS and SUM_PARTS"
+    assert list(joins(module, module.kernel("decode"))) == [said]
 
 
 def test_the_maximum_is_carried_by_its_name() -> None:
@@ -130,3 +142,5 @@ def test_the_rule_holds_in_every_phase() -> None:
     for name in ("decode_gqa", "decode_sinks_paged_gqa", "decode_paged_fp8_gqa", "decode_mla", "decode_fp8_mla"):
         for step in ("build", "deal-keys", "dce"):
             verify(lowered(name)[step])
+    for module in stages(_SINGLE):
+        verify(module[1])
