@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -296,14 +297,14 @@ def run_case(
     truth, *rounded = _exact(attend, leaves, mask, grads, weight, names, operand, of_lse, whole=bool(spec.score))
 
     wide = (*(x.to(out_dtype) for x in (q, k, v)), *learned.values())
-    with _whole_products():
+    with whole_products():
         naive = errors(_gradients(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, grads, names), truth)
     found = errors(_gradients(ours, leaves, grads, names), truth)
     if tangents:
         along = (*make_inputs(spec, case, in_dtype, device, seed + 3)[:3], *map(torch.randn_like, learned.values()))
         exact, *changes = _exact_tangents(attend, leaves, along, mask, weight, names[: len(grads)], operand, of_lse)
         wide_along = (*(x.to(out_dtype) for x in along[:3]), *along[3:])
-        with _whole_products():
+        with whole_products():
             naive |= errors(_tangents(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, wide_along, names[: len(grads)]), exact)
         found |= errors(_tangents(ours, leaves, along, names[: len(grads)]), exact)
         truth, rounded = truth | exact, [*rounded, *changes]
@@ -315,11 +316,14 @@ def run_case(
 def fp32_products(spec: Spec, dtype: str, device: str, queries: int) -> tuple[Callable[..., torch.Tensor], float]:
     """Naive attention's product of fp32 tensors as the spec asks for it, and the error of its operands: TF32's bits are fp16's, truncated.
 
-    The interpreter multiplies in fp32 whatever the spec says. dtype: that of a call; queries: how many it has.
+    The interpreter multiplies in fp32 whatever the spec says, and tiles of 16 rows at least. dtype: that of a call. queries: how many it
+    has.
     """
-    if by_precision([dtype]) and spec.fp32_precision == "tf32" and not device.startswith("cpu"):
+    on_cpu = device.startswith("cpu")
+    if by_precision([dtype]) and spec.fp32_precision == "tf32" and not on_cpu:
         return truncated_matmul, torch.finfo(torch.float16).eps / 2
-    return (rows_matmul if queries == 1 else torch.matmul), 0.0
+    rows = 16 if on_cpu else 2
+    return (partial(rows_matmul, rows=rows) if queries < rows else torch.matmul), 0.0
 
 
 def rounding_of(
@@ -460,7 +464,7 @@ def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> di
 
 
 @contextmanager
-def _whole_products() -> Iterator[None]:
+def whole_products() -> Iterator[None]:
     """torch multiplies fp32 matrices in fp32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

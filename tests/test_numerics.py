@@ -21,7 +21,7 @@ from attngen.masks import MAX_OFFSET
 from attngen.policy import SPLIT_KEYS
 from attngen.reference import naive_attention, reference_mask, relative_error, rows_matmul, truncated_matmul
 from attngen.spec import make_spec
-from attngen.testing import KEYS, Case, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
+from attngen.testing import KEYS, Case, fp32_products, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 from tests.conftest import CUDA
 from tests.helpers import FEW, KINDS, NIGHTLY, ROOT, SMALLER, SPECS, WRAPPERS, built, module_of
 from tests.helpers import spec as spec_of
@@ -102,6 +102,17 @@ def test_a_product_of_one_row_is_that_of_matrices(rows: int) -> None:
     assert torch.allclose(found, wanted)
     upstream = torch.randn_like(wanted)
     assert all(torch.allclose(*x) for x in zip(*(torch.autograd.grad(y, (a, b), upstream) for y in (found, wanted))))
+
+
+def test_products_of_naive_attention_are_those_of_kernels() -> None:
+    """Sums as in tiles of 16 rows in the interpreter, and of 2 on a GPU; in TF32 where the spec asks, but in the interpreter."""
+    whole, quick = (make_spec({"name": "one", "head_dim": 64, "dtype": "fp32", "fp32_precision": p}) for p in ("ieee", "tf32"))
+    a, b = torch.randn(1, 128), torch.randn(128, 200)
+    for spec, queries in ((whole, 1), (whole, 15), (quick, 1)):
+        product, operand = fp32_products(spec, "fp32", "cpu", queries)
+        assert torch.equal(product(a, b), (a.repeat(16, 1) @ b)[:1]) and operand == 0
+    assert fp32_products(whole, "fp32", "cpu", 16) == fp32_products(whole, "fp32", "cuda", 2) == (torch.matmul, 0.0)
+    assert fp32_products(quick, "fp32", "cuda", 1) == (truncated_matmul, 2**-11)
 
 
 def test_modules_in_tf32_are_as_exact_as_its_products(tmp_path: Path, device: str) -> None:
