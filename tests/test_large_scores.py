@@ -94,7 +94,7 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("score", [8e2, 8e4, 8e6])
 @pytest.mark.parametrize("kind", CACHES)
 def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:
-    """Programs have parts of 1,500 keys, of more than one length: how much each weighs is told by more digits than its LSE has in fp32."""
+    """Programs have parts of 1,500 keys, of more than one length: their weights need more digits than an LSE in fp32 has."""
     spec = make_spec({"name": "large", "head_dim": 32, "dtype": "fp32", "mask": "causal", "backward": False, **CACHES[kind]})
     heads, kv_heads = (4 if spec.heads.sharing == "gqa" else 1), 1  # of one key head even the interpreter deals the keys in parts
     keys, room = 1500, 1504

@@ -248,13 +248,14 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
-PAST_THE_END = {"LSE": -sympy.oo, "LSE2": sympy.oo, "M_ALL": sympy.oo, "INV_L_ALL": sympy.Integer(0)}  # what a query there has
+def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry", later: Collection[str] = ()) -> None:
+    """Load what the kernel reads of queries to make weights again, but for tensors that it loads `later`.
 
-
-def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry", tensors: Collection[str] = PAST_THE_END.keys()) -> None:
-    """Load what the kernel reads, of `tensors`, to make weights again. Queries past the end are as ones that see no key."""
-    for tensor, other in PAST_THE_END.items():
-        if tensor in tensors and tensor in b.signature.reads:
+    Queries past the end are as ones that see no key.
+    """
+    past = {"LSE": -sympy.oo, "LSE2": sympy.oo, "M_ALL": sympy.oo, "INV_L_ALL": sympy.Integer(0)}
+    for tensor, other in past.items():
+        if tensor in b.signature.reads and tensor not in later:
             b.load(tensor.lower(), tensor, rows, block, other=other)
 
 

@@ -66,7 +66,7 @@ def build_jvp(spec: Spec) -> Kernel:
     rows = ("b", "h", "q")
     b.scale()
     divided = with_entropy or not only_fp32(spec)
-    load_sums(b, rows, tensors=("LSE", "M_ALL", *(("INV_L_ALL",) if divided else ())))
+    load_sums(b, rows, later=() if divided else ("INV_L_ALL",))
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("tq", "tQ", (*rows, "d_qk"))
     compute_lse2(b, "entry")
@@ -105,8 +105,7 @@ def build_jvp(spec: Spec) -> Kernel:
 
 def _divided(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str]) -> dict[str, str]:
     """What the loop has added up of each row, over the row's sum of weights."""
-    load_sums(b, rows, tensors=("INV_L_ALL",))
-    by = "inv_l_all"
+    by = b.load("inv_l_all", "INV_L_ALL", rows)
     return {
         field: b.map(f"{field}_divided", symbol(field) * symbol(by), "entry", "f32", False, **{field: ref, by: by})
         for field, ref in end.items()

@@ -125,10 +125,7 @@ def test_a_kernel_may_divide_what_it_adds_up_in_place_of_weights() -> None:
     """But not where it takes logarithms of the weights: what it adds up is then no sum of multiples of these."""
     divided = "%dq_divided = map expr(dq*inv_l_all) uses(dq=%keys_partial.dq, inv_l_all=%inv_l_all) : f32[BLOCK_Q, D_QK] @reg"
     changes = (
-        (
-            "%p = map expr(inv_l_all*exp2(-m_all + masked*qk_scale)) uses(inv_l_all=%inv_l_all, ",
-            "%p = map expr(exp2(-m_all + masked*qk_scale)) uses(",
-        ),
+        (f"{OF_SUMS} uses(inv_l_all=%inv_l_all, ", "expr(exp2(-m_all + masked*qk_scale)) uses("),
         ("%dq_out = map expr(dq*scale) uses(dq=%keys_partial.dq", f"{divided}\n    %dq_out = map expr(dq*scale) uses(dq=%dq_divided"),
     )
     verify(parse_module(edit(text_of("single"), *changes)))
