@@ -33,7 +33,7 @@ else:
             raise AttributeError(f"module `attngen` has no attribute `{name}`")
         import importlib
 
-        from attngen.collector import paused
+        from attngen.cache.collector import paused
 
         with paused():
             globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attngen import store
-from attngen.collector import paused
+from attngen.cache import store
+from attngen.cache.collector import paused
+from attngen.cache.fingerprint import hashed
+from attngen.cache.loader import forget, import_source, read_source
 from attngen.errors import AttngenError, SpecError, last_line
-from attngen.imported import forget, import_source, read_source
-from attngen.sources import hashed
 
 if TYPE_CHECKING:
     from attngen.spec import Spec
@@ -220,8 +220,8 @@ def _compile(key: str, spec: Spec, path: Path | None) -> store.Kept:
 def _render(spec: Spec, path: Path | None) -> dict[str, str]:
     """The files of a spec's module."""
     with paused():
-        from attngen.emit.render import render
-        from attngen.passes.pipeline import lower
+        from attngen.codegen.render import render
+        from attngen.lowering.pipeline import lower
         from attngen.spec import naming, place
 
         for where, text in spec.notes():

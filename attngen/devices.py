@@ -34,7 +34,7 @@ class DeviceClass:
     tensor_columns: int = 0  # of memory for sums of matrix instructions, 128 rows of 32 bits each; 0 where they are in registers
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
     shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
-    tuned_on: str = ""  # the device whose measured schedules (attngen/schedules) the class takes, where there are any
+    tuned_on: str = ""  # the device whose measured schedules (attngen/schedule) the class takes, where there are any
     source: str
 
     @property

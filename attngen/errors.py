@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class AttngenError(Exception):
@@ -53,6 +54,12 @@ class FitError(BuildError):
 def dotted(path: tuple[str | int, ...]) -> str:
     """A path in a document as one word: `mask.all_of[1].key_padding`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+
+
+def shown(text: Any) -> str:
+    """Text of a user as it can be printed within a sentence: short, on one line, without control characters."""
+    clean = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:64])
+    return clean if len(clean) <= 60 else clean[:57] + "..."
 
 
 def last_line(error: Exception) -> str:

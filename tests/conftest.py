@@ -16,8 +16,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is first i
 
 import torch
 
+from attngen.conformance.interpreter import check_interpreter, lighten
 from attngen.errors import AttngenError
-from attngen.interpreter import check_interpreter, lighten
 
 gc.set_threshold(50_000, 20, 100)  # sympy's caches are large and stay; to look through them again and again takes a tenth of the time
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"

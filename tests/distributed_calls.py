@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 from tests.helpers import built, spec
 
 B, HEADS, N = 2, 4, 24

@@ -14,17 +14,17 @@ import pytest
 import sympy
 import torch
 
-from attngen.emit.files import write_module
-from attngen.emit.render import render
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
 from attngen.ir.expr import select, symbol
 from attngen.ir.graph import Meaning, Module, Row
 from attngen.ir.host import If
 from attngen.ir.ops import Map, Mask, Op
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.base import Pass
-from attngen.passes.drop_undivided import without
-from attngen.passes.pipeline import lower, stages
+from attngen.lowering.pipeline import lower, stages
 from attngen.spec import Spec, load_spec
+from attngen.transforms.base import Pass
+from attngen.transforms.drop_unspecialized import without
 from attngen.verify import verify
 from docs.site.committed import spec_files
 
@@ -76,14 +76,14 @@ NIGHTLY = () if CUDA else pytest.mark.nightly
 @cache
 def built(name: str) -> ModuleType:
     """The committed module of a spec, imported."""
-    from attngen.testing import load_module
+    from attngen.conformance.harness import load_module
 
     return load_module(ROOT / "generated" / name)
 
 
 def module_of(made: Spec, folder: Path) -> ModuleType:
     """The module of a spec, built in a folder and imported."""
-    from attngen.testing import load_module
+    from attngen.conformance.harness import load_module
 
     write_module(render(lower(made)), folder)
     return load_module(folder)

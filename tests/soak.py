@@ -18,12 +18,12 @@ from types import ModuleType
 
 import torch
 
+from attngen.conformance.harness import Case, heads_for, load_module
+from attngen.conformance.over_cache import CacheCase, cache_cases
+from attngen.conformance.sweep import crowded, runs
 from attngen.errors import AttngenError
-from attngen.over_cache import CacheCase, cache_cases
 from attngen.runtime.launch import processors
 from attngen.spec import Spec, load_spec
-from attngen.sweep import crowded, runs
-from attngen.testing import Case, heads_for, load_module
 
 
 def cases(spec: Spec, processors: int) -> Iterator[Case | CacheCase]:

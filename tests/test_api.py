@@ -24,8 +24,10 @@ import pytest
 import torch
 
 import attngen
-from attngen import api, sources, store
-from attngen.emit.files import write_module
+from attngen import api
+from attngen.cache import fingerprint as sources
+from attngen.cache import store
+from attngen.codegen.files import write_module
 from attngen.errors import AttngenError, SpecError
 from attngen.spec import load_spec, make_spec
 from tests.helpers import ROOT
@@ -249,7 +251,7 @@ ONE_OF_MANY = """
 import sys, torch, attngen
 module = attngen.build({spec!r})
 assert module.attention is not None
-print(module.__file__, "attngen.emit.render" in sys.modules)
+print(module.__file__, "attngen.codegen.render" in sys.modules)
 """
 
 
@@ -265,7 +267,7 @@ def test_of_many_processes_one_compiles(cache: Path) -> None:
 
 KILLED = """
 import os, signal, attngen
-from attngen.emit import files
+from attngen.codegen import files
 def swap(fresh, folder, old):
     (fresh / "runtime.py").write_text("half of it")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -615,7 +617,7 @@ def test_collections_pause_while_a_module_is_compiled(monkeypatch: pytest.Monkey
         ran.append(gc.isenabled())
         raise AttngenError("enough")
 
-    monkeypatch.setattr("attngen.passes.pipeline.lower", lower)
+    monkeypatch.setattr("attngen.lowering.pipeline.lower", lower)
     for before in (True, False):
         (gc.enable if before else gc.disable)()
         try:
@@ -642,14 +644,14 @@ def test_the_digest_covers_every_file_that_decides_what_is_generated(tmp_path: P
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
 
     def digest() -> str:
-        code = "import sys; sys.path.insert(0, sys.argv[1]); import attngen.sources as s; print(s.PACKAGE, s.digest())"
+        code = "import sys; sys.path.insert(0, sys.argv[1]); import attngen.cache.fingerprint as s; print(s.PACKAGE, s.digest())"
         package, found = script(code, tmp_path).split()
         assert Path(package) == tmp_path / "attngen"
         return found
 
     seen = [digest()]
     assert seen == [sources.digest()]
-    for name in ("templates/triton/module.py.jinja", "attngen/passes/dce.py", "attngen/masks/documents.ir"):
+    for name in ("templates/triton/module.py.jinja", "attngen/transforms/dce.py", "attngen/masks/documents.ir"):
         with (tmp_path / name).open("a") as file:
             file.write("\n")
         seen.append(digest())

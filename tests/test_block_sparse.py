@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
+from attngen.conformance.harness import KEYS, Case, heads_for, run_case
+from attngen.conformance.oracle import reference_mask
+from attngen.ir.sizes import Sizes
 from attngen.masks import registry
-from attngen.reference import reference_mask
-from attngen.sizes import Sizes
 from attngen.spec import make_spec
-from attngen.testing import KEYS, Case, heads_for, run_case
 from tests.helpers import NIGHTLY, SPECS, built, module_of
 from tests.helpers import spec as spec_of
 from tests.test_numerics import SEQUENCES, dtypes, problem, run, small

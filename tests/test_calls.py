@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.testing import Case, heads_for, load_module, make_inputs
+from attngen.conformance.harness import Case, heads_for, load_module, make_inputs
 from tests.helpers import FEW, ROOT, built, spec
 
 Arguments = dict[str, Any]

@@ -459,7 +459,7 @@ def test_tune_without_a_gpu_says_what_it_needs(project: Path, attngen: Cli) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tune_makes_the_table_of_results_without_a_gpu(project: Path, attngen: Cli) -> None:
-    from attngen.schedules.table import read_table
+    from attngen.schedule.table import read_table
     from attngen.spec import load_spec
     from attngen.tune.run import read_results
     from attngen.tune.tuner import Outcome, Tried, plan
@@ -694,7 +694,7 @@ def test_a_cache_that_cannot_be_removed(tmp_path: Path, attngen: Cli, monkeypatc
     def fails(*_: Any) -> None:
         raise OSError(getattr(errno, number), "no")
 
-    monkeypatch.setattr("attngen.store._remove", fails)
+    monkeypatch.setattr("attngen.cache.store._remove", fails)
     assert attngen("cache", "--clear", code=1).endswith(
         f"cannot be removed (no); {'is another process building? ' * (hint[0] == 'T')}{hint}\n"
     )

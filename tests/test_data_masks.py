@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.emit.files import write_module
-from attngen.emit.render import render
-from attngen.passes.pipeline import lower
-from attngen.reference import reference_mask
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, heads_for, load_module, make_inputs, run_case
+from attngen.conformance.oracle import reference_mask
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
-from attngen.testing import Case, heads_for, load_module, make_inputs, run_case
 from tests.helpers import CUDA
 
 BLOCK = 128

@@ -12,14 +12,14 @@ import pytest
 import torch
 import yaml
 
+from attngen.builders import build_module
 from attngen.cli import main
-from attngen.emit.lanes import lanes, svg
 from attngen.errors import VerifyError
 from attngen.ir.host import HOST_OPS
-from attngen.ir.roles import ROLE_OPS
+from attngen.ir.pipe import ROLE_OPS
 from attngen.ir.text import print_module
-from attngen.logical import build_module
-from attngen.passes.pipeline import passes
+from attngen.lowering.pipeline import passes
+from attngen.report.timeline import lanes, svg
 from attngen.spec import make_spec, parse_spec
 from attngen.verify import divided_rules, rules, verify
 from attngen.verify.host import RULES as HOST_RULES
@@ -123,7 +123,7 @@ def test_the_dry_run_names_files_that_exist() -> None:
     """Of what comes next: every existing file is there, and no new one."""
     section = text("docs/ir.md").partition("## What comes next touches")[2]
     named = re.findall(r"`((?:attngen|templates)/[\w/.]+\.\w+)`", section)
-    new = {"attngen/logical/split_keys.py", "attngen/ir/names.py", "attngen/backends/__init__.py"}
+    new = {"attngen/builders/split_keys.py", "attngen/ir/names.py", "attngen/targets/registry.py"}
     assert named and [name for name in named if name not in new and not (ROOT / name).exists()] == []
 
 

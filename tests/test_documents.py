@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.derive import executed
+from attngen.conformance.derive import executed
 from attngen.errors import VerifyError
+from attngen.ir.sizes import Sizes
 from attngen.ir.text import parse_module, print_module
+from attngen.lowering.pipeline import lower
 from attngen.masks.document import OF_KEY, OF_QUERY, PACKED, Document
-from attngen.passes.pipeline import lower
-from attngen.sizes import Sizes
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, target
@@ -356,7 +356,7 @@ def test_a_program_gives_what_derive_says() -> None:
     ],
 )
 def test_what_a_program_is_given_is_what_it_takes(old: str, new: str, reason: str) -> None:
-    from attngen.emit.render import render
+    from attngen.codegen.render import render
 
     with pytest.raises(VerifyError) as error:
         render(verify(parse_module(edit(print_module(target("document_gqa")), (old, new)))))
@@ -369,7 +369,7 @@ def test_a_parameter_may_have_the_name_of_a_programs_value() -> None:
 
 
 def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    from attngen.emit.render import render
+    from attngen.codegen.render import render
 
     made = parse_module(edit(print_module(target("document_gqa")), ("= @documents(", "= @document(")))
     refused = "is of @document, which is no host program; the host programs are forward, backward, jvp, documents"

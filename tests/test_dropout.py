@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.emit.files import write_module
-from attngen.emit.render import render
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import KEYS, Case, heads_for, load_module, make_inputs, run_case
+from attngen.conformance.oracle import dropout_keep, dropout_weight, philox, relative_error
 from attngen.ir.text import parse_module, print_module
-from attngen.reference import dropout_keep, dropout_weight, philox, relative_error
 from attngen.runtime.dropout import dropout_mask_by
-from attngen.testing import KEYS, Case, heads_for, load_module, make_inputs, run_case
 from attngen.verify import verify
 from tests.helpers import CUDA, SMALLER, SPECS, built, target
 from tests.helpers import spec as spec_of

@@ -14,25 +14,25 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.analysis.io import hbm_bytes
-from attngen.analysis.numbers import done
-from attngen.analysis.roofline import Problem
-from attngen.bench.grids import cell
+from attngen.bench.cases.grids import cell
 from attngen.bench.results import rates
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, cli_cases, heads_for, make_inputs, run_case
+from attngen.conformance.oracle import naive_attention, reference_mask
+from attngen.cost.io import hbm_bytes
+from attngen.cost.numbers import done
+from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES, DEVICES
-from attngen.emit.page import page
-from attngen.emit.render import render
 from attngen.errors import SpecError, VerifyError
+from attngen.interp.host import execute
+from attngen.interp.tile import DOUBLE, SINGLE
 from attngen.ir.dtypes import ELEMENTS, Element, result_type
-from attngen.ir.execute import DOUBLE, SINGLE
-from attngen.ir.execute_host import execute
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import stages
-from attngen.reference import naive_attention, reference_mask
+from attngen.lowering.pipeline import stages
+from attngen.report.page import page
 from attngen.spec import json_schema, make_spec
-from attngen.testing import Case, cli_cases, heads_for, make_inputs, run_case
 from attngen.verify import verify
 from tests.helpers import edit, module_of
 

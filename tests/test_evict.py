@@ -16,7 +16,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attngen
-from attngen import api, store
+from attngen import api
+from attngen.cache import store
 from attngen.frontends.block_masks import masked_of
 from tests.helpers import CUDA
 

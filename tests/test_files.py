@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attngen.emit.files import diff_module, read_module, write_file, write_module
+from attngen.codegen.files import diff_module, read_module, write_file, write_module
 from attngen.errors import AttngenError
 from tests.helpers import ROOT
 
@@ -106,7 +106,7 @@ def test_what_a_killed_build_leaves_is_removed_by_the_next(tmp_path: Path, renam
     code = f"""
 import os, signal
 from pathlib import Path
-from attngen.emit.files import write_module
+from attngen.codegen.files import write_module
 rename, left = os.rename, [{renames}]
 def killed(source, target):
     if not left[0]:

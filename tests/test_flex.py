@@ -22,14 +22,14 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import attngen
 from attngen.bench.mods import MODS, Mod
+from attngen.conformance.oracle import relative_error
 from attngen.errors import SpecError
 from attngen.frontends import pairs
 from attngen.frontends.block_masks import masked_of
 from attngen.frontends.compiled import OLD
 from attngen.frontends.trace import TraceError, trace
-from attngen.frontends.values import OUTSIDE
-from attngen.reference import relative_error
-from attngen.sizes import Sizes
+from attngen.frontends.tracer import OUTSIDE
+from attngen.ir.sizes import Sizes
 from attngen.spec import parse_spec
 from tests.helpers import ROOT
 
@@ -328,7 +328,7 @@ def test_no_sentence_names_a_module_of_attngen() -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name: str) -> None:
     """The language's evaluator gives what PyTorch gives, and the same derivative in the score."""
-    from attngen.evaluate import evaluate
+    from attngen.lang.evaluate import evaluate
 
     def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return OPERATORS[name](s, q_idx + kv_idx)
@@ -608,7 +608,7 @@ def test_a_second_process_takes_the_module_from_the_cache(device: str) -> None:
         "api._render = lambda *_: exit('compiled')\n"
         "bias = torch.ones(2)\n"
         "out = attngen.flex_attention(*[torch.zeros(1, 2, 8, 16)] * 3, lambda s, b, h, q, k: s + bias[h] * 3, lambda b, h, q, k: q >= k)\n"
-        "print({'attngen.passes', 'sympy', 'pydantic', 'networkx', 'jinja2', 'yaml'} & set(sys.modules))\n"
+        "print({'attngen.transforms', 'sympy', 'pydantic', 'networkx', 'jinja2', 'yaml'} & set(sys.modules))\n"
     )
     attempt = functools.partial(subprocess.run, [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "compiled" in attempt().stderr

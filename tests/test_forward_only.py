@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.analysis.numbers import done, moved
-from attngen.analysis.roofline import Problem
-from attngen.analysis.theory import theorems
-from attngen.emit.page import page
-from attngen.emit.render import render
-from attngen.ir.execute import DOUBLE
-from attngen.ir.execute_host import execute
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, heads_for, make_inputs, run_case
+from attngen.conformance.oracle import naive_attention, reference_mask
+from attngen.conformance.sweep import repeats
+from attngen.cost.numbers import done, moved
+from attngen.cost.roofline import Problem
+from attngen.cost.theory import theorems
+from attngen.interp.host import execute
+from attngen.interp.tile import DOUBLE
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import stages
-from attngen.reference import naive_attention, reference_mask
+from attngen.lowering.pipeline import stages
+from attngen.report.page import page
 from attngen.spec import Spec, make_spec
-from attngen.sweep import repeats
-from attngen.testing import Case, heads_for, make_inputs, run_case
 from attngen.verify import verify
 from attngen.verify.inputs import verify_interface
 from tests.conftest import CUDA
@@ -172,7 +172,7 @@ def test_analysis_and_page_are_of_the_forward() -> None:
 
 
 def _report(module: Any) -> dict[str, Any]:
-    from attngen.analysis.report import report
+    from attngen.cost.report import report
 
     found: dict[str, Any] = report(module)
     return found

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.over_cache import CacheCase, make_call
-from attngen.reference import reference_mask
+from attngen.conformance.harness import DROPOUT_P, SEED, Case, asked, heads_for, make_all_gradients, make_inputs, result_names, torch_dtype
+from attngen.conformance.oracle import reference_mask
+from attngen.conformance.over_cache import CacheCase, make_call
 from attngen.spec import Spec, make_spec
-from attngen.testing import DROPOUT_P, SEED, Case, asked, heads_for, make_all_gradients, make_inputs, result_names, torch_dtype
 from tests.helpers import CUDA, NIGHTLY, SPECS, built, module_of
 from tests.helpers import spec as spec_of
 

@@ -1,4 +1,4 @@
-"""Imports go downwards only: no file of attngen needs itself, be it through an import inside a function."""
+"""Imports go downwards only: no file, and no package, of attngen needs itself, be it through an import inside a function."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 import networkx
 
 from tests.helpers import ROOT
+
+FILES = sorted((ROOT / "attngen").rglob("*.py"))
+MOST_AT_THE_TOP = 8  # files, of which one is py.typed
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -25,29 +28,52 @@ def imported(path: Path) -> Iterator[str]:
             yield f"{node.module}.{alias.name}" if found else str(node.module)
 
 
-def test_only_the_registry_names_a_backend() -> None:
-    folder = ROOT / "attngen" / "backends"
-    backends = {path.name for path in folder.iterdir() if (path / "__init__.py").exists()}
-    assert backends == {"hopper", "triton"}
-    for path in (ROOT / "attngen").rglob("*.py"):
-        named = {name.split(".")[2] for name in imported(path) if name.startswith("attngen.backends.")} & backends
+def package(module: str) -> str:
+    """The package that a module is in: its folder. A package is in itself, a file at the top of attngen is a package of its own."""
+    is_package = (ROOT / module.replace(".", "/")).is_dir()
+    return module if is_package or module.count(".") == 1 else module.rpartition(".")[0]
+
+
+def circles(edges: Iterator[tuple[str, str]]) -> list[list[str]]:
+    """The groups of nodes that need each other."""
+    graph: networkx.DiGraph[str] = networkx.DiGraph()
+    graph.add_edges_from(edges)
+    return [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
+
+
+def needs() -> Iterator[tuple[str, str]]:
+    """Each module of attngen with each module that it imports."""
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield from ((name, other) for other in imported(path))
+
+
+def test_only_the_registry_names_a_target() -> None:
+    folder = ROOT / "attngen" / "targets"
+    targets = {path.parent.name for path in folder.glob("*/__init__.py")} - {"common", "printing"}
+    assert targets == {"hopper", "triton"}
+    for path in FILES:
+        named = {name.split(".")[2] for name in imported(path) if name.startswith("attngen.targets.")} & targets
         inside = {path.relative_to(folder).parts[0]} if path.is_relative_to(folder) else set()
-        assert named <= inside or path == folder / "__init__.py", path
+        assert named <= inside or path == folder / "registry.py", path
 
 
 def test_no_file_needs_itself() -> None:
-    graph: networkx.DiGraph[str] = networkx.DiGraph()
-    for path in (ROOT / "attngen").rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        graph.add_edges_from((name, other) for other in imported(path))
-    assert len(graph) > 80
-    assert [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1] == []
+    assert len(FILES) > 200
+    assert circles(needs()) == []
 
 
-def test_tables_of_schedules_stand_below_passes_and_passes_below_tuning() -> None:
-    needed = {
-        package: {name for path in (ROOT / "attngen" / package).glob("*.py") for name in imported(path)}
-        for package in ("schedules", "passes")
-    }
-    assert [name for name in needed["schedules"] if name.startswith(("attngen.passes", "attngen.tune"))] == []
-    assert [name for name in needed["passes"] if name.startswith("attngen.tune")] == []
+def test_no_package_needs_itself() -> None:
+    """`attngen.targets.hopper` needs `attngen.targets.hopper.passes`, so no file of that imports from the former."""
+    edges = [(package(name), package(other)) for name, other in needs()]
+    assert len({name for name, _ in edges}) >= 40
+    assert circles((a, b) for a, b in edges if a != b) == []
+
+
+def test_a_circle_of_packages_is_found() -> None:
+    assert circles(iter([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")])) == [["a", "b", "c"]]
+
+
+def test_few_files_are_at_the_top() -> None:
+    found = sorted(path.name for path in (ROOT / "attngen").iterdir() if path.is_file())
+    assert len(found) <= MOST_AT_THE_TOP, found

@@ -1,4 +1,4 @@
-"""Triton's interpreter: what it is given, by which threads, and that what attngen/interpreter.py takes out of it changes no result."""
+"""Triton's interpreter: what it is given, by which threads, and that what attngen/conformance/interpreter.py takes out of it changes no result."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.emit.files import write_module
-from attngen.emit.render import render
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import KEYS, load_module, make_inputs
+from attngen.conformance.over_cache import CacheCase, run_cache_case
 from attngen.ir.graph import Module
-from attngen.over_cache import CacheCase, run_cache_case
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
-from attngen.testing import KEYS, load_module, make_inputs
 from tests.conftest import CUDA
 from tests.helpers import SPECS, built, module_of, spec, target
 from tests.test_numerics import problem, run, small

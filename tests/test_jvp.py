@@ -12,13 +12,13 @@ import torch
 from torch.autograd import forward_ad
 
 import attngen
+from attngen.builders import build_module
+from attngen.conformance.harness import Case, heads_for, make_inputs, run_case, torch_dtype
+from attngen.conformance.oracle import naive_attention, reference_mask, relative_error
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.ops import Dot
 from attngen.ir.text import parse_module, print_module
-from attngen.logical import build_module
-from attngen.reference import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
-from attngen.testing import Case, heads_for, make_inputs, run_case, torch_dtype
 from attngen.verify import verify
 from tests.conftest import CUDA
 from tests.helpers import FEW, SMALLER, WRAPPERS, built, edit, module_of, target

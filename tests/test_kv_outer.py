@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from attngen.conformance.harness import Case, heads_for, run_case
 from attngen.spec import make_spec
-from attngen.testing import Case, heads_for, run_case
 from tests.helpers import module_of
 
 VARIANTS = {

@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from attngen.evaluate import evaluate
 from attngen.ir.expr import FUNCTIONS, parse, symbol, to_text
 from attngen.ir.names import CALLED
+from attngen.lang.evaluate import evaluate
 from attngen.lang.expression import Expression, parse_mask, parse_score
 from attngen.lang.grammar import LangError
 from attngen.lang.limits import MAX_TEXT

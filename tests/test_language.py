@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from tests.helpers import ROOT, module_of
 

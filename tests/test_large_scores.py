@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import attngen
-from attngen.reference import naive_attention, reference_mask, relative_error
+from attngen.conformance.harness import Case, heads_for, run_case
+from attngen.conformance.oracle import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
-from attngen.testing import Case, heads_for, run_case
 
 WINDOW = {"sliding_window": {"left": 20, "right": 0}}
 KINDS: dict[str, dict[str, Any]] = {

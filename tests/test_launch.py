@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia import driver as nvidia
 from triton.knobs import HookChain, runtime_knobs
 
-from attngen.emit.host import variable
+from attngen.codegen.host import variable
 from attngen.ir.host import If
 from attngen.ir.names import OF_OUTPUTS, WRAPPER
 from tests.helpers import KINDS, built, spec, target

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import attngen
-from attngen import api, store
+from attngen import api
+from attngen.cache import store
+from attngen.conformance.oracle import reference_mask, reference_scores, relative_error
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
-from attngen.reference import reference_mask, reference_scores, relative_error
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.verify.inputs import verify_interface
 from tests.helpers import module_of

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.conformance.harness import Case, heads_for, make_inputs, run_case
+from attngen.conformance.oracle import reference_mask
 from attngen.errors import SpecError
-from attngen.passes.pipeline import lower
-from attngen.reference import reference_mask
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
-from attngen.testing import Case, heads_for, make_inputs, run_case
 from tests.helpers import module_of
 
 INT, HEAD = {"scalar": "int"}, {"tensor": ["H"], "grad": True}

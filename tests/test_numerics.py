@@ -16,12 +16,22 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.logical import build_module
+from attngen.builders import build_module
+from attngen.conformance.harness import (
+    KEYS,
+    Case,
+    fp32_products,
+    heads_for,
+    load_module,
+    make_gradients,
+    make_inputs,
+    run_case,
+    torch_dtype,
+)
+from attngen.conformance.oracle import naive_attention, reference_mask, relative_error, rows_matmul, truncated_matmul
+from attngen.heuristics import SPLIT_KEYS
 from attngen.masks import MAX_OFFSET
-from attngen.policy import SPLIT_KEYS
-from attngen.reference import naive_attention, reference_mask, relative_error, rows_matmul, truncated_matmul
 from attngen.spec import make_spec
-from attngen.testing import KEYS, Case, fp32_products, heads_for, load_module, make_gradients, make_inputs, run_case, torch_dtype
 from tests.conftest import CUDA
 from tests.helpers import FEW, KINDS, NIGHTLY, ROOT, SMALLER, SPECS, WRAPPERS, built, module_of
 from tests.helpers import spec as spec_of

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.emit.render import render
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, heads_for, make_all_gradients, make_inputs, run_case, torch_dtype
+from attngen.conformance.oracle import naive_max_score, reference_mask
 from attngen.errors import SpecError
 from attngen.ir.names import OF_OUTPUTS, OUTPUTS
 from attngen.lang.names import NAME as NAME_OF_INPUT
 from attngen.lang.names import name_problem
-from attngen.passes.pipeline import lower
-from attngen.reference import naive_max_score, reference_mask
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
-from attngen.testing import Case, heads_for, make_all_gradients, make_inputs, run_case, torch_dtype
 from tests.conftest import CUDA
 from tests.helpers import built, module_of
 from tests.helpers import spec as spec_of

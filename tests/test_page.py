@@ -16,25 +16,25 @@ import numpy as np
 import pytest
 import sympy
 
-from attngen.analysis.roofline import Problem
-from attngen.bounds.tiles import count_tiles
 from attngen.certify.certificate import keep
 from attngen.cli import main
 from attngen.cli.build import _tiles
-from attngen.emit.charts import PLOT
-from attngen.emit.elements import SIDE, Sample
-from attngen.emit.mathml import MathML
-from attngen.emit.page import _fit, page
-from attngen.emit.render import render
-from attngen.emit.signature import signatures
-from attngen.emit.tilemap import TileMap, draw_tiles, tile_maps
+from attngen.codegen.render import render
+from attngen.codegen.signature import signatures
+from attngen.cost.roofline import Problem
 from attngen.ir.expr import parse, symbol
 from attngen.ir.graph import Module
 from attngen.ir.ops import Loop
+from attngen.ir.sizes import Sizes
 from attngen.ir.text import print_module
-from attngen.passes.pipeline import lower, stages
-from attngen.sizes import Sizes
+from attngen.lowering.pipeline import lower, stages
+from attngen.report.charts import PLOT
+from attngen.report.elements import SIDE, Sample
+from attngen.report.mathml import MathML
+from attngen.report.page import _fit, page
+from attngen.report.tilemap import TileMap, draw_tiles, tile_maps
 from attngen.spec import parse_spec
+from attngen.tiles.tiles import count_tiles
 from tests.helpers import ROOT, built, lowered, spec, target
 
 NAMES = ("causal_mqa", "local_global_dropout_mha", "causal_padding_gqa")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.testing import load_module
+from attngen.conformance.harness import load_module
 from tests.helpers import ROOT, built
 from tests.test_numerics import problem, small
 

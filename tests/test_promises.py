@@ -14,11 +14,11 @@ import torch
 from pydantic import ValidationError
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attngen.conformance.harness import load_module
 from attngen.errors import VerifyError
+from attngen.ir.sizes import Sizes
 from attngen.ir.text import parse_module
 from attngen.masks import registry
-from attngen.sizes import Sizes
-from attngen.testing import load_module
 from attngen.verify.inputs import verify_interface
 from tests.helpers import CUDA, ROOT, SPECS, built, spec, target
 

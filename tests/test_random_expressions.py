@@ -27,7 +27,7 @@ import pytest
 
 from attngen.errors import SpecError, VerifyError
 from attngen.lang.names import CALLS
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from tests.spec_strategies import Data
 

@@ -19,12 +19,12 @@ import pytest
 import sympy
 import torch
 
+from attngen.builders.semantics import S, derivative, shared, whole_numbers
 from attngen.errors import SpecError
 from attngen.ir.expr import FUNCTIONS, clamp, exp2, floordiv, log2, mod, parse, select, sigmoid, symbol, to_text
-from attngen.logical.semantics import S, derivative, shared, whole_numbers
-from attngen.passes.base_two import in_base_two
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 from attngen.spec import Spec, make_spec
+from attngen.transforms.exp2_softmax import in_base_two
 from tests.lang_strategies import Sample, piecewise_scores, scores
 from tests.spec_strategies import drawn
 

@@ -23,14 +23,14 @@ import pytest
 import sympy
 
 from attngen.cli.common import lower
-from attngen.emit.files import diff_module, write_module
-from attngen.emit.render import render
+from attngen.codegen.files import diff_module, write_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, Result, cli_cases, heads_for, load_module, run_case
+from attngen.conformance.over_cache import CacheCase, run_cache_case
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module
-from attngen.over_cache import CacheCase, run_cache_case
 from attngen.spec import Spec, load_spec, make_spec
-from attngen.testing import Case, Result, cli_cases, heads_for, load_module, run_case
 from attngen.verify import verify
 from tests.conftest import CUDA
 from tests.spec_strategies import Data, cache_data, drawn, spec_data
@@ -216,7 +216,7 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dev
     def broken(*_: object) -> None:
         raise VerifyError("covers", "@fwd", "")
 
-    monkeypatch.setattr("attngen.passes.pipeline.verify", broken)
+    monkeypatch.setattr("attngen.lowering.pipeline.verify", broken)
     with pytest.raises(SpecError, match="breaks rule `covers`: @fwd; this is a mistake of attngen, not of the spec"):
         outcome(CAUSAL, tmp_path / "x.yaml", device)
 

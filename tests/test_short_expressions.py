@@ -23,7 +23,7 @@ import pytest
 from attngen.ir import prove
 from attngen.ir.expr import parse
 from attngen.ir.prove import MOST_STEPS, prove_le
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 
 BAR = 10.0  # seconds of CPU time of a build
@@ -64,8 +64,8 @@ REALS = ("s", "s", "slope[h]", "cap", "dense[h, q_idx, kv_idx]", "0.5", "kv_idx 
 _BUILD = """
 import json, sys, time, warnings
 from attngen.errors import SpecError
-from attngen.emit.render import render
-from attngen.passes.pipeline import lower
+from attngen.codegen.render import render
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 warnings.simplefilter("ignore")
 try:

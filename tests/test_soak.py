@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.conformance.harness import Case
+from attngen.conformance.over_cache import CacheCase, cache_cases
+from attngen.heuristics import FUSED_KEYS, FUSED_ROWS
 from attngen.ir.text import print_module
-from attngen.over_cache import CacheCase, cache_cases
-from attngen.policy import FUSED_KEYS, FUSED_ROWS
-from attngen.testing import Case
 from tests.helpers import CUDA, built, spec, target
 from tests.soak import cases, differing
 

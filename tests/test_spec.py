@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from attngen.errors import SpecError, suggest
 from attngen.lang.names import TAKEN, name_problem, names_schema
+from attngen.lowering.pipeline import lower
 from attngen.masks import registry
-from attngen.passes.pipeline import lower
 from attngen.spec import MAX_BYTES, Spec, json_schema, load_spec, make_spec, parse_spec, starter
 from tests.helpers import ROOT, SPECS
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import attngen
-from attngen.reference import naive_attention, reference_mask, reference_scores
+from attngen.conformance.harness import Case, asked, heads_for, make_all_gradients, make_inputs, torch_dtype
+from attngen.conformance.oracle import naive_attention, reference_mask, reference_scores
 from attngen.spec import make_spec
-from attngen.testing import Case, asked, heads_for, make_all_gradients, make_inputs, torch_dtype
 
 LARGEST = torch.finfo(torch.float32).max
 NUMBERS = (-torch.inf, -LARGEST, -3e38, LARGEST, torch.inf)

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from attngen import cli, sweep
-from attngen.over_cache import cache_cases
-from attngen.policy import FUSED_KEYS
+from attngen import cli
+from attngen.conformance import sweep
+from attngen.conformance.harness import Case, load_module
+from attngen.conformance.over_cache import cache_cases
+from attngen.conformance.sweep import Job, Table, cases, failures, page, run_job
+from attngen.heuristics import FUSED_KEYS
 from attngen.spec import make_spec
-from attngen.sweep import Job, Table, cases, failures, page, run_job
-from attngen.testing import Case, load_module
 from tests.helpers import module_of, spec
 
 SPEC = "name: small\nhead_dim: 16\nmask: causal\ndtype: [fp16, bf16]\n"

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from attngen.testing import Case, heads_for, load_module
+from attngen.conformance.harness import Case, heads_for, load_module
 from tests.conftest import CUDA
 from tests.helpers import FEW, KINDS, ROOT, SPECS, built, target
 from tests.helpers import spec as spec_of

@@ -17,13 +17,13 @@ import yaml
 from transformers import masking_utils as masks
 
 from attngen.cli import main
+from attngen.conformance.oracle import relative_error
 from attngen.errors import AttngenError
 from attngen.integrations.transformers import attend as attends
 from attngen.integrations.transformers import register
 from attngen.integrations.transformers.ahead import specs_for
 from attngen.integrations.transformers.formula import Formula, formula
 from attngen.integrations.transformers.mask import mask_of
-from attngen.reference import relative_error
 from attngen.spec import parse_spec
 from tests.conftest import CUDA
 from tests.helpers import ROOT

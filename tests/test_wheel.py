@@ -90,7 +90,7 @@ def test_the_sdist_gives_the_same_wheel(released: tuple[Path, Path], tmp_path: P
 
 
 def test_installed_it_builds_what_is_committed(environment: Path, run: Run, tmp_path: Path) -> None:
-    where = "import attngen, attngen.sources as s; print(attngen.__file__, s.templates_dir())"
+    where = "import attngen, attngen.cache.fingerprint as s; print(attngen.__file__, s.templates_dir())"
     package, templates = map(Path, run("python", "-c", where).split())
     assert package.is_relative_to(environment.parent) and templates == package.parent / "templates"
     shutil.copytree(ROOT / "generated" / "causal_padding_gqa", tmp_path / "causal_padding_gqa")  # with the compiler's readings

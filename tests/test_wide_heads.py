@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attngen.analysis.columns import parts_of_columns
-from attngen.analysis.flops import executed_flops, useful_flops
-from attngen.analysis.io import hbm_bytes
-from attngen.analysis.roofline import Problem, row_for, values
-from attngen.bounds.sizes import column_choices, tile_width
-from attngen.bounds.tiles import evaluate
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, heads_for, load_module, run_case
+from attngen.conformance.over_cache import cache_cases, run_cache_case
+from attngen.cost.columns import parts_of_columns
+from attngen.cost.flops import executed_flops, useful_flops
+from attngen.cost.io import hbm_bytes
+from attngen.cost.roofline import Problem, row_for, values
 from attngen.devices import CLASSES, DEVICES
-from attngen.emit.files import write_module
-from attngen.emit.render import render
 from attngen.errors import AttngenError
+from attngen.heuristics import LEAST_SHARED
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.over_cache import cache_cases, run_cache_case
-from attngen.passes.pipeline import lower
-from attngen.policy import LEAST_SHARED
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
-from attngen.testing import Case, heads_for, load_module, run_case
+from attngen.tiles.sizes import column_choices, tile_width
+from attngen.tiles.tiles import evaluate
 from tests.helpers import target
 
 WIDTHS: list[Any] = [264, 320, 384, 512, {"qk": 512, "v": 64}, {"qk": 320, "v": 512}]

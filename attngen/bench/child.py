@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from attngen.bench.cache import problem_of
-from attngen.bench.grids import Cell
+from attngen.bench.cases.cache import problem_of
+from attngen.bench.cases.grids import Cell
+from attngen.bench.cases.problem import Inputs
 from attngen.bench.peers import Call, Forward, Peer
-from attngen.bench.problem import Inputs
 from attngen.bench.results import DIFFERS, RESULTS, sentence
-from attngen.reference import relative_error
+from attngen.conformance.oracle import relative_error
 from attngen.spec import make_spec
 
 SETS = 3  # of inputs, at most, that calls take in turn

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from attngen.bench import timing
-from attngen.bench.grids import Cell
+from attngen.bench.cases.grids import Cell
+from attngen.bench.cases.problem import Inputs, Problem
 from attngen.bench.peers.base import Call
 from attngen.bench.peers.naive import naive
 from attngen.bench.peers.ours import ours
 from attngen.bench.peers.sdpa import sdpa, sdpa_cannot
-from attngen.bench.problem import Inputs, Problem
-from attngen.emit.files import write_module
-from attngen.emit.render import render
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
 from attngen.ir.heads import SHARINGS
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, load_spec
 
 TOKENS, HIDDEN, GROUP = 16384, 2048, 4  # of all sequences; of all query heads; query heads of a K/V head, where several share one

@@ -7,8 +7,8 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attngen.bench.catalog import TABLED
-from attngen.bench.grids import Cell
+from attngen.bench.cases.catalog import TABLED
+from attngen.bench.cases.grids import Cell
 from attngen.bench.peers import PEERS
 from attngen.bench.results import Line, Results
 from attngen.masks.none import NoMask

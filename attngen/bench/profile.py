@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from attngen.analysis.io import Traffic, dram_bytes, l2_bytes, left_in_cache, standard_bytes
-from attngen.analysis.roofline import Problem, chip, row_for, scheduled_rows, values
 from attngen.bench.counters import Bytes, Launch, find_ncu, profile
 from attngen.bench.profile_plot import plot
 from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line, rows
-from attngen.bounds.tiles import evaluate
+from attngen.codegen.files import write_file, write_module
+from attngen.codegen.render import render
+from attngen.cost.io import Traffic, dram_bytes, l2_bytes, left_in_cache, standard_bytes
+from attngen.cost.roofline import Problem, chip, row_for, scheduled_rows, values
 from attngen.devices import DEVICES, Device, class_of
-from attngen.emit.files import write_file, write_module
-from attngen.emit.render import render
 from attngen.errors import AttngenError, FitError, SpecError
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.graph import Kernel, Module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec
+from attngen.tiles.tiles import evaluate
 
 MARK = "call_starts"  # the kernel by which `profiled` marks the start of a call
 STREAMED = 32  # rows of the tiles that pass by one that stays on chip

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attngen.reference import reference_mask, reference_scores
+from attngen.conformance.harness import load_module, torch_dtype
+from attngen.conformance.oracle import reference_mask, reference_scores
 from attngen.spec import Spec, load_spec
-from attngen.testing import load_module, torch_dtype
 
 STARTED, FAILED = "started", "failed"  # what a line says of a call
 

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from attngen.analysis.numbers import emitted_bytes
-from attngen.analysis.roofline import Problem
-from attngen.bench.catalog import BLOCK_ROWS, DROPOUT_P, FLEX, MEMORY_ROWS
-from attngen.bench.grids import Cell
+from attngen.bench.cases.catalog import BLOCK_ROWS, DROPOUT_P, FLEX, MEMORY_ROWS
+from attngen.bench.cases.grids import Cell
 from attngen.bench.peers import PEERS
 from attngen.bench.results import DIRECTIONS as TIMES
 from attngen.bench.results import RESULTS, Line, Results
+from attngen.cost.numbers import emitted_bytes
+from attngen.cost.roofline import Problem
 from attngen.ir.names import DIRECTIONS
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 
 Table = list[list[str]]  # the headings, then the lines
 Peers = dict[str, Line]  # the lines of one cell, by peer

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from attngen import __version__
-from attngen.bench.grids import Cell
-from attngen.document import shown
-from attngen.errors import AttngenError
+from attngen.bench.cases.grids import Cell
+from attngen.errors import AttngenError, shown
 from attngen.ir.dtypes import ELEMENTS, result_of
 from attngen.spec import make_spec
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attngen.bench.catalog import TABLED
-from attngen.bench.grids import Cell
+from attngen.bench.cases.catalog import TABLED
+from attngen.bench.cases.grids import Cell
 from attngen.bench.results import DIRECTIONS, FIGURES, Line, Results, rates, sentence
 from attngen.errors import AttngenError, BuildError, SpecError
 from attngen.spec import Spec
@@ -225,9 +225,9 @@ def machine(setup: Setup, folder: Path) -> dict[str, Any]:
 
 def build(specs: Sequence[Spec], folder: Path) -> dict[str, Path]:
     """Generate the modules of specs, by their names."""
-    from attngen.emit.files import write_module
-    from attngen.emit.render import render
-    from attngen.passes.pipeline import lower
+    from attngen.codegen.files import write_module
+    from attngen.codegen.render import render
+    from attngen.lowering.pipeline import lower
 
     for spec in specs:
         try:

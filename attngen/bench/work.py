@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attngen.bench.catalog import find_grid
-from attngen.bench.grids import Cell, cell, only
+from attngen.bench.cases.catalog import find_grid
+from attngen.bench.cases.grids import Cell, cell, only
 from attngen.bench.peers import PEERS
 from attngen.bench.results import Results
 from attngen.bench.run import Setup, Work
-from attngen.document import shown
-from attngen.errors import AttngenError, suggest
+from attngen.errors import AttngenError, shown, suggest
 from attngen.spec import load_spec
 
 

@@ -9,12 +9,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from attngen.analysis.report import schedule
-from attngen.backends import BACKENDS, DIVIDERS, kernel_of, maker_of
-from attngen.backends.base import Job, Reading, short_digest
-from attngen.bounds.sizes import elem_sizes
+from attngen.cost.report import schedule
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
+from attngen.targets.common.base import Job, Reading, short_digest
+from attngen.targets.registry import BACKENDS, DIVIDERS, kernel_of, maker_of
+from attngen.tiles.sizes import elem_sizes
 
 TOLERANCE = 1.1  # greatest ratio of a prediction to its reading that needs no reason
 NUMBERS = ("shared_bytes", "registers", "spilled_bytes", "code_bytes", "triton")  # the fields of a reading that report.json stores

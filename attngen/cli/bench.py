@@ -110,7 +110,7 @@ def _measured(work: Work, setup: Setup, out_dir: Path) -> Results:
     """Measure cells; results.json is written after each, so that a run that is ended early keeps what it has."""
     from attngen.bench.results import Results
     from attngen.bench.run import machine, progress, run
-    from attngen.emit.files import write_file
+    from attngen.codegen.files import write_file
 
     start = time.perf_counter()
     with err.status("measuring the roofs") as status, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -150,7 +150,7 @@ def _show_table(results: Results, out_dir: Path) -> None:
     from attngen.bench import plots
     from attngen.bench.reports import reports
     from attngen.bench.results import CACHE_HEADINGS, HEADINGS, HOST_HEADINGS, MASK_HEADINGS, cache_rows, host_rows, mask_rows, ratios, rows
-    from attngen.emit.files import write_file
+    from attngen.codegen.files import write_file
 
     m = results.machine
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")

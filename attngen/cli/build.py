@@ -57,7 +57,7 @@ def _note(loaded: list[tuple[Path, Spec]]) -> None:
 
 def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: bool) -> None:
     """Fail, with a diff, if a folder does not hold these modules, or with `every` holds others."""
-    from attngen.emit.files import diff_module
+    from attngen.codegen.files import diff_module
 
     names = {module.name for module, _ in modules}
     diffs = [diff_module(files, out_dir / module.name) for module, files in modules]
@@ -71,7 +71,7 @@ def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: b
 
 def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool) -> None:
     """Write modules, and print a table of them."""
-    from attngen.emit.files import write_module
+    from attngen.codegen.files import write_module
 
     table = new_table("module", "mask", "heads", "dim", "sm90 fwd", "dK dV", "dQ", "", folds="mask")
     written = 0
@@ -120,8 +120,8 @@ def emit(
     attngen emit generated/causal_mqa/schedule.ir --out build     writes build/causal_mqa/
     """
     from attngen.certify.certificate import keep
-    from attngen.emit.files import write_module
-    from attngen.emit.render import render
+    from attngen.codegen.files import write_module
+    from attngen.codegen.render import render
 
     module = _read(ir, verbose)
     if module.phase != "target":
@@ -158,12 +158,12 @@ def dump(
     if graph is None and lanes is None:
         print(print_module(module), end="")
     if graph is not None:
-        from attngen.emit.graphviz import write_graph
+        from attngen.report.graphviz import write_graph
 
         write_graph(module, graph)
         print(graph)
     if lanes is not None:
-        from attngen.emit.lanes import write_lanes
+        from attngen.report.timeline import write_lanes
 
         write_lanes(module, lanes)
         print(lanes)

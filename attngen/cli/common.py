@@ -112,7 +112,7 @@ def _attempt(make: Callable[..., T], *args: object) -> T | AttngenError:
 def make_module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str, str]]:
     """The module of a spec and its files, with the readings that `out_dir` has of them."""
     from attngen.certify.certificate import keep
-    from attngen.emit.render import render
+    from attngen.codegen.render import render
 
     module = lower(path, spec)
     return module, keep(module, render(module), out_dir / module.name)
@@ -120,7 +120,7 @@ def make_module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str
 
 def lower(path: Path, spec: Spec, after: str | None = None) -> Module:
     """The module of a spec that was read from a file, which errors name."""
-    from attngen.passes.pipeline import lower as lowered
+    from attngen.lowering.pipeline import lower as lowered
     from attngen.spec import naming
 
     with naming(path):

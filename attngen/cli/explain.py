@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from attngen.analysis.models import Model
-    from attngen.analysis.roofline import Problem
+    from attngen.cost.models import Model
+    from attngen.cost.roofline import Problem
     from attngen.spec import Spec
 
 
@@ -43,9 +43,9 @@ def explain(
     attngen explain specs/causal_gqa.yaml --theory --model llama-70b --seq 131072
     attngen explain specs/causal_mqa.yaml --html causal_mqa.html
     """
-    from attngen.analysis.models import find_model
-    from attngen.analysis.roofline import Problem
-    from attngen.emit.theory import explain_theory
+    from attngen.cost.models import find_model
+    from attngen.cost.roofline import Problem
+    from attngen.report.theory import explain_theory
     from attngen.spec import load_spec
 
     loaded = load_spec(spec)
@@ -88,9 +88,9 @@ def _head_counts(path: Path, spec: Spec, heads: int | None, kv_heads: int | None
 def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[RenderableType]:
     """What is shown without --theory."""
     from attngen.certify.certificate import keep
-    from attngen.emit.explain import explain as explanation
-    from attngen.emit.render import render
-    from attngen.passes.pipeline import stages, undivided
+    from attngen.codegen.render import render
+    from attngen.lowering.pipeline import stages, undivided
+    from attngen.report.explain import explain as explanation
     from attngen.spec import naming
 
     with naming(path):
@@ -102,10 +102,10 @@ def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[Renderabl
 
 def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:
     from attngen.certify.certificate import keep
-    from attngen.emit.files import write_file
-    from attngen.emit.page import check_path, page
-    from attngen.emit.render import render
-    from attngen.passes.pipeline import stages
+    from attngen.codegen.files import write_file
+    from attngen.codegen.render import render
+    from attngen.lowering.pipeline import stages
+    from attngen.report.page import check_path, page
     from attngen.spec import naming
 
     check_path(html)

@@ -27,7 +27,7 @@ def doctor() -> None:
     \b
     attngen doctor
     """
-    from attngen import store
+    from attngen.cache import store
 
     packages = {name: _installed(name) for name in ("torch", "triton", "numpy")}
     missing = [name for name, installed in packages.items() if not installed]
@@ -120,7 +120,7 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="remove all module
     attngen cache
     attngen cache --clear
     """
-    from attngen import store
+    from attngen.cache import store
 
     if clear:
         before = _kept()
@@ -138,7 +138,7 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="remove all module
 
 def _kept() -> str:
     """The folder of built modules, how many there are, and how large."""
-    from attngen import store
+    from attngen.cache import store
 
     folders = store.modules()
     return f"{store.root()}: {count(len(folders), 'module')}, {sum(map(store.size, folders)) / 1e6:.1f} MB"

@@ -35,8 +35,8 @@ def profile(
     attngen profile specs/causal_fa1.yaml
     attngen profile specs/causal_fa1.yaml --seq 4096,16384 --tiles 32,64,128 --direction forward --out docs/io
     """
-    from attngen.analysis.roofline import Problem
     from attngen.bench.profile import run, write
+    from attngen.cost.roofline import Problem
     from attngen.ir.heads import SHARINGS
     from attngen.ir.names import DIRECTIONS
     from attngen.spec import load_spec, naming

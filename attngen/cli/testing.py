@@ -59,7 +59,7 @@ def _interpret_without_cuda() -> bool:
     """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before triton is imported."""
     import torch
 
-    from attngen.interpreter import check_interpreter, lighten
+    from attngen.conformance.interpreter import check_interpreter, lighten
 
     cuda = torch.cuda.is_available()
     if not cuda:
@@ -73,7 +73,7 @@ def _interpret_without_cuda() -> bool:
 
 def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: int) -> None:
     """Run all cases of specs, and write the page of their errors."""
-    from attngen.emit.files import write_file, write_module
+    from attngen.codegen.files import write_file, write_module
 
     with tempfile.TemporaryDirectory() as folder:
         made, wrong = make_each(make_module, loaded, Path(folder))
@@ -82,7 +82,7 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
         for module, files in made:
             write_module(files, Path(folder) / module.name)
         cuda = _interpret_without_cuda()
-        from attngen import sweep
+        from attngen.conformance import sweep
 
         device = "cuda" if cuda else "cpu"
         found = sweep.run(sweep.jobs(loaded, Path(folder), device), device, seed, jobs)
@@ -95,8 +95,8 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
 
 def _test_one(path: Path, loaded: Spec, seed: int) -> str:
     """Run the small cases of a spec, and print their errors; what went wrong, or nothing."""
-    from attngen.emit.files import write_module
-    from attngen.emit.render import render
+    from attngen.codegen.files import write_module
+    from attngen.codegen.render import render
 
     module = lower(path, loaded)
     failed = 0
@@ -104,8 +104,8 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         import torch
 
         cuda = _interpret_without_cuda()
-        from attngen.over_cache import cache_cases, result_of
-        from attngen.testing import cli_cases, load_module, result_names, tangent_names
+        from attngen.conformance.harness import cli_cases, load_module, result_names, tangent_names
+        from attngen.conformance.over_cache import cache_cases, result_of
 
         write_module(render(module), Path(folder) / loaded.name)
         generated = load_module(Path(folder) / loaded.name)

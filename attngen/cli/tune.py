@@ -30,7 +30,7 @@ def tune(
     ] = None,
     results: Annotated[Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")] = None,
     table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the table [default: that of the device's class, in attngen/schedules]")
+        Path | None, typer.Option(metavar="FILE", help="the table [default: that of the device's class, in attngen/schedule]")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
 ) -> None:
@@ -48,7 +48,7 @@ def tune(
     attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
-    from attngen.policy import RANGES
+    from attngen.heuristics import RANGES
     from attngen.tune import run, summary
 
     loaded = load_specs(given(specs, every, "tune"))
@@ -99,8 +99,8 @@ def _measure(
     table: Path | None,
 ) -> None:
     """Measure what `results` has not, where the device is here, and write the table."""
-    from attngen.emit.files import write_file
-    from attngen.schedules.table import Table, path_of, read_table
+    from attngen.codegen.files import write_file
+    from attngen.schedule.table import Table, path_of, read_table
     from attngen.tune import run, summary
 
     of_class = DEVICES[device].cls

@@ -18,10 +18,10 @@ from attngen.errors import AttngenError, suggest
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from attngen.backends.base import Reading
     from attngen.certify.certificate import Found
     from attngen.ir.graph import Kernel, Module, Row
     from attngen.spec import Spec
+    from attngen.targets.common.base import Reading
 
     Work = list[tuple[Module, Kernel, Row]]
 Changed = typer.Option(
@@ -56,7 +56,7 @@ def verify(
     attngen verify --all --changed                       for CI: what has changed, and a share of the rest
     """
     from attngen.certify.certificate import chosen, record
-    from attngen.emit.files import write_module
+    from attngen.codegen.files import write_module
 
     targets = target or [name for name in CLASSES if name != FALLBACK_CUDA]
     for name in targets:
@@ -102,7 +102,7 @@ def _check_built(loaded: Sequence[tuple[Path, Spec]], out_dir: Path) -> None:
 def _emitted(folder: Path) -> tuple[Module, dict[str, str]]:
     """The module that the schedule.ir in a folder gives, and its files, with the readings that the folder has of them."""
     from attngen.certify.certificate import keep
-    from attngen.emit.render import render
+    from attngen.codegen.render import render
     from attngen.ir.text import parse_module
     from attngen.verify import verify as verified
 
@@ -118,9 +118,9 @@ def _compiled(
 
     The readings are held against those of the modules in `built`. With `changed` those of the same kernels are taken from there.
     """
-    from attngen.backends import maker_of
-    from attngen.backends.base import Reading
     from attngen.certify.certificate import known, stale, violations
+    from attngen.targets.common.base import Reading
+    from attngen.targets.registry import maker_of
 
     found: dict[str, Found] = {}
     wrong: list[str] = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attngen.frontends.trace import Mod
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 ANY_LENGTH = 1 << 30  # rows and columns of a block in a mask of PyTorch for calls of any length
 SHORT = 1 << 28  # scores that are evaluated at a time, to hold a block mask against its function

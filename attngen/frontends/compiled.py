@@ -19,7 +19,7 @@ from attngen.errors import AttngenError
 from attngen.frontends import pairs
 from attngen.frontends.block_masks import is_block_mask
 from attngen.frontends.trace import Mod, leaves
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 # For each call that was traced: the module, the plan of its block mask, tensors that say which blocks are in its lists, and whether its
 # score forgets products. torch.compile

@@ -12,7 +12,7 @@ import ast
 from collections.abc import Set
 from typing import Any
 
-from attngen.frontends.values import joined
+from attngen.frontends.tracer import joined
 
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _FUNCTIONS = ("abs", "clamp", "max", "min")

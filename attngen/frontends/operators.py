@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attngen.frontends.values import (
+from attngen.frontends.tracer import (
     Fresh,
     Index,
     Note,

@@ -14,13 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from attngen.api import build_completed, is_held, stay
 from attngen.frontends.block_masks import Masked, check_fits, is_block_mask, masked_of
-from attngen.frontends.products import Product, fits, longer, taken_apart
+from attngen.frontends.extra_matmuls import Product, fits, longer, taken_apart
 from attngen.frontends.reach import check_reads
 from attngen.frontends.specs import data_of, dims_of, settled, title_of
 from attngen.frontends.trace import Mod, Traced, leaves, trace
+from attngen.ir.sizes import Sizes
 from attngen.lang.limits import WIDEST_HEAD
 from attngen.runtime.private import dispatch_modes, is_tracing
-from attngen.sizes import Sizes
 
 
 @dataclass

@@ -10,9 +10,9 @@ import ast
 
 import torch
 
-from attngen.evaluate import value_of
 from attngen.frontends.trace import Place, Traced
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
+from attngen.lang.evaluate import value_of
 
 POINTS = 1 << 16  # at which an index is evaluated, at most
 

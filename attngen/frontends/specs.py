@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 from attngen.frontends.trace import Mod, Table, Traced, TraceError, occurs, trace
+from attngen.ir.sizes import Sizes
 from attngen.lang.names import ANY
-from attngen.sizes import Sizes
 
 _BLOCKS = re.compile(r"(q_idx|kv_idx) // ([0-9]+)")
 _NATURAL = {"b": "B", "h": "H", "q_idx": "Nq", "kv_idx": "Nk", "q_pos": "Nk"}
@@ -89,7 +89,7 @@ def data_of(
 
 def settled(data: dict[str, Any]) -> dict[str, Any]:
     """The spec with how its gradients are summed: in a fixed order, where all can be. SpecError if the language does not have it."""
-    from attngen.logical.backward import in_fixed_order
+    from attngen.builders.backward import in_fixed_order
     from attngen.spec import make_spec
 
     fixed = in_fixed_order(make_spec(data, f"the spec of `{data['name']}`"))

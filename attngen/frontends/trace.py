@@ -20,8 +20,8 @@ import torch
 from attngen.errors import AttngenError
 from attngen.frontends.equal import agreed
 from attngen.frontends.operators import OPERATORS, READS, REDUCTIONS, SAME_AS
-from attngen.frontends.standins import Operators
-from attngen.frontends.values import OUTSIDE, Index, Note, Untold, Value, constant, in_place, joined, literal, scalar, size_of
+from attngen.frontends.proxies import Operators
+from attngen.frontends.tracer import OUTSIDE, Index, Note, Untold, Value, constant, in_place, joined, literal, scalar, size_of
 from attngen.ir.names import OF_OUTPUTS
 from attngen.lang.names import name_problem
 

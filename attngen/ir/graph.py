@@ -13,6 +13,7 @@ import networkx as nx
 import sympy
 
 from attngen.errors import VerifyError
+from attngen.heuristics import PACKED, RESIDENT, WAVES
 from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.expr import Bool, Expr, floordiv, select, symbol
 from attngen.ir.host import Host
@@ -47,12 +48,11 @@ from attngen.ir.ops import (
     WaitForGrid,
     Zip,
 )
-from attngen.ir.roles import Near, Own, Pipeline, Take, Work, bodies_of
-from attngen.policy import PACKED, RESIDENT, WAVES
+from attngen.ir.pipe import Near, Own, Pipeline, Take, Work, bodies_of
 
 MIRRORED = "mirrored"  # what programs know it by whether their heads go the other way round (see GridAxis)
 PHASES = ("logical", "scheduled", "target")
-DEFAULT_BACKEND = "triton"  # of attngen/backends
+DEFAULT_BACKEND = "triton"  # of attngen/targets
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class GridAxis:
 
 @dataclass(frozen=True)
 class Deal:
-    """How the keys of all sequences in a cache are dealt among programs: a sequence has cdiv(work, each) parts (see ir/deal.py).
+    """How the keys of all sequences in a cache are dealt among programs: a sequence has cdiv(work, each) parts (see ir/split_kv.py).
 
     work: units of work of a sequence, in terms of `Nk`, its number of keys, of what is the same for all sequences, and of `reads`.
     each: units of a part, at most; 0: as many as make the parts of all sequences keep the device busy, and no more than `items`.
@@ -688,7 +688,7 @@ class Row:
     num_stages: int
     tma: bool = False  # the device's copy engine does loads marked `via(descriptor)`; threads do the others
     measured: bool = False
-    backend: str = DEFAULT_BACKEND  # of attngen/backends: what compiles the kernel
+    backend: str = DEFAULT_BACKEND  # of attngen/targets: what compiles the kernel
     min_rows: int = 0
     columns: int = 0  # of a sum, that a program has, where several may share these; else 0
 
@@ -718,7 +718,7 @@ class Module:
     rope: where the values of a cache are the first columns of its keys, the number of those that are not; else 0.
     outputs: what calls can give beside the output, of OUTPUTS and in that order.
     divided: kernels that stand in for some of `kernels`, under schedule rows that name their backend. They are divided into roles
-    (ir/roles.py). One has the name of the kernel that it stands in for. Each other, for rows of its own, has a name and a schedule.
+    (ir/pipe.py). One has the name of the kernel that it stands in for. Each other, for rows of its own, has a name and a schedule.
     """
 
     name: str

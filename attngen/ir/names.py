@@ -115,7 +115,7 @@ AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids,
 SIZES = tuple(name for name, n in INTEGERS.items() if n.is_("scalar"))  # scalars that the tensors' shapes give
 DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # of tensors, besides head dimensions
 ROWS = frozenset(name for name in DIMS if INTEGERS[name].letter == "n")  # of these, those that count queries or keys
-SHARES = {axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source}  # of grids, see ir/shares.py
+SHARES = {axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source}  # of grids, see ir/split_axes.py
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program
 ROW_AXES = ("q", "kv", "joined")  # letters of indices whose tiles may pass the end
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter

@@ -520,7 +520,7 @@ class WaitForGrid(Op):
 
 @dataclass(frozen=True)
 class Role:
-    """What some warps of a divided kernel do, beside the other roles (see ir/roles.py).
+    """What some warps of a divided kernel do, beside the other roles (see ir/pipe.py).
 
     copies: groups of warps that run the role at one time; warps, of each copy; registers, of 32 bits, per thread.
     rows: a tile of the program's own rows is divided among the copies, each of which has so many; 0 where the role has none.

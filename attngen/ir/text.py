@@ -17,7 +17,7 @@ from attngen.ir.expr import parse, to_text
 from attngen.ir.graph import Blocks, Cache, Deal, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
 from attngen.ir.host import HOST_KIND, HOST_OPS, Host
 from attngen.ir.ops import OPS, Block, Op, Role
-from attngen.ir.roles import DIVIDED_KIND, DIVIDED_OPS
+from attngen.ir.pipe import DIVIDED_KIND, DIVIDED_OPS
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
 _POSITIONAL = {

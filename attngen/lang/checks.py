@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy
 
-from attngen.document import shown
+from attngen.errors import shown
 from attngen.ir.expr import BITS
 from attngen.lang.grammar import LangError, read_tree
 from attngen.lang.limits import LEAST_REAL, MAX_BITS, MAX_INT, MAX_POWER, MAX_REAL, MAX_SIZE

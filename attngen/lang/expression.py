@@ -6,8 +6,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attngen.document import shown
-from attngen.errors import IRError
+from attngen.errors import IRError, shown
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.graph import Read
 from attngen.lang.convert import Builder

@@ -9,8 +9,7 @@ from typing import Any
 
 import sympy
 
-from attngen.document import shown
-from attngen.errors import suggest
+from attngen.errors import shown, suggest
 from attngen.ir.expr import FUNCTIONS, Bool, Expr, clamp, erf, floor, floordiv, mod, nearest, select, trunc
 from attngen.lang.checks import Checks, Part
 from attngen.lang.limits import MAX_EXTREMES, MAX_INT, MAX_TURNS

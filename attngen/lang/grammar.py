@@ -9,7 +9,7 @@ import warnings
 from itertools import accumulate
 from typing import Any
 
-from attngen.document import shown
+from attngen.errors import shown
 from attngen.lang.limits import MAX_DEPTH, MAX_NODES, MAX_TEXT
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_serializer, model_validator
 
-from attngen.document import shown
-from attngen.errors import suggest
+from attngen.errors import shown, suggest
 from attngen.ir.names import BLOCKS
 from attngen.lang.limits import LEAST_REAL, MAX_DIM, MAX_INT, MAX_REAL
 from attngen.lang.names import ANY

@@ -8,8 +8,7 @@ from typing import Any
 
 import sympy
 
-from attngen.document import shown
-from attngen.errors import suggest
+from attngen.errors import shown, suggest
 from attngen.ir.expr import Expr, parse, symbol, to_text
 from attngen.ir.graph import Read
 from attngen.lang.checks import Part

@@ -15,9 +15,9 @@ import sympy
 from attngen.ir.expr import Bool, floordiv
 from attngen.ir.graph import Blocks, Derived, Input, Read
 from attngen.ir.ops import Fact
+from attngen.ir.sizes import Sizes
 from attngen.lang.expression import Expression, parse_mask
-from attngen.parts import KV, MAX_OFFSET, NK, NQ, Part, Q, WrittenPart, discover, evaluated, unique
-from attngen.sizes import Sizes
+from attngen.lang.part import KV, MAX_OFFSET, NK, NQ, Part, Q, WrittenPart, discover, evaluated, unique
 
 if TYPE_CHECKING:
     import torch

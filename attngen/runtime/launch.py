@@ -19,9 +19,9 @@ import torch
 import triton
 
 from attngen.runtime.descriptors import Described
-from attngen.runtime.divided import counter_of, divided
 from attngen.runtime.memory import NOTES
 from attngen.runtime.private import hooks_look_on, parts_of
+from attngen.runtime.warp_specialized import counter_of, divided
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _NONE: tuple[tuple[Any, ...], list[Launch]] = (), []

@@ -11,10 +11,10 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attngen.ir.expr import Expr, symbol
+from attngen.ir.sizes import Sizes
 from attngen.lang.expression import Expression, parse_score
+from attngen.lang.part import KV, NK, NQ, Part, Q, WrittenPart, discover, evaluated
 from attngen.masks import registry
-from attngen.parts import KV, NK, NQ, Part, Q, WrittenPart, discover, evaluated
-from attngen.sizes import Sizes
 
 if TYPE_CHECKING:
     import torch

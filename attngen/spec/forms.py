@@ -7,15 +7,14 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from attngen import document
-from attngen.document import shown
-from attngen.errors import suggest
+from attngen.errors import shown, suggest
 from attngen.lang.grammar import LangError
 from attngen.lang.names import name_problem, names_schema
 from attngen.lang.params import Param
+from attngen.lang.part import Part
 from attngen.masks import AllOf, AnyOf, Mask, Not, Written, registry
-from attngen.parts import Part
 from attngen.scores import Score, WrittenScore, score_registry
+from attngen.spec import document
 from attngen.spec.sentences import Mistakes, mistakes, said, said_by
 
 _WRITTEN = ["expr", "let", "params"]

@@ -13,20 +13,21 @@ import sympy
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from attngen import document
-from attngen.bounds.ranges import is_too_long, shows_nothing
+from attngen.errors import shown
+from attngen.heuristics import UNIT
 from attngen.ir.dtypes import ELEMENTS, LATENT_GROUP, agree, by_precision
 from attngen.ir.expr import Bool, Expr, symbol
 from attngen.ir.graph import Derived, Input, Read
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import OF_OUTPUTS, OUTPUTS
 from attngen.lang.limits import WIDEST_HEAD, WIDEST_LATENT, WIDEST_ROPE
+from attngen.lang.part import unique
 from attngen.masks import Mask, registry, union_note
-from attngen.parts import unique
-from attngen.policy import UNIT
 from attngen.scores import Score
+from attngen.spec import document
 from attngen.spec.forms import mask_schema, parse_mask, parse_score, score_schema
 from attngen.spec.sentences import Mistakes
+from attngen.tiles.ranges import is_too_long, shows_nothing
 
 # Packages that Python, generated modules and attngen import: the names that a module cannot have.
 PACKAGES = frozenset(sys.stdlib_module_names) | {
@@ -190,7 +191,7 @@ def _parse_cache(value: Any) -> Any:
     if value == "paged" or value == {"paged": None}:
         return {"paged": {}}
     if not isinstance(value, (dict, Cache)) or value == {}:
-        raise ValueError(f"is `{document.shown(value)}`; expected {_CACHES}")
+        raise ValueError(f"is `{shown(value)}`; expected {_CACHES}")
     return value | {"paged": {}} if isinstance(value, dict) and value.get("paged", {}) is None else value
 
 

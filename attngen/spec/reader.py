@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attngen import document
-from attngen.document import key_name, read_document
 from attngen.errors import BuildError, SpecError, VerifyError, nearest
+from attngen.spec import document
+from attngen.spec.document import key_name, read_document
 from attngen.spec.model import Spec, json_schema
 from attngen.spec.sentences import mistakes, said
 

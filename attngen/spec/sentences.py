@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from attngen import document
-from attngen.document import shown
-from attngen.errors import nearest, suggest
+from attngen.errors import nearest, shown, suggest
+from attngen.spec import document
 
 
 class Mistakes(ValueError):

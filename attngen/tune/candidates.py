@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from attngen.backends import DIVIDERS, backend_of
-from attngen.bounds.sizes import column_choices, lies_in_pages, sizes, streamed_bytes
-from attngen.bounds.tiles import count_tiles, evaluate, repeats
+from attngen.heuristics import MANY_ROWS, REACH
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.policy import MANY_ROWS, REACH
+from attngen.targets.registry import DIVIDERS, backend_of
+from attngen.tiles.sizes import column_choices, lies_in_pages, sizes, streamed_bytes
+from attngen.tiles.tiles import count_tiles, evaluate, repeats
 
 MOST = 16  # candidates of a kernel
 SLOWER = 1.6  # times the cheapest's modelled cost, at most

@@ -18,22 +18,22 @@ import torch
 import triton
 from torch.autograd import forward_ad
 
-from attngen.backends import DIVIDERS
-from attngen.bench import grids
-from attngen.bench.cache import CacheProblem
+from attngen.bench.cases import grids
+from attngen.bench.cases.cache import CacheProblem
+from attngen.bench.cases.problem import Inputs
 from attngen.bench.peers.ours import over_cache
-from attngen.bench.problem import Inputs
 from attngen.bench.timing import Times, device_times
-from attngen.bounds.launches import constants, launch_options
+from attngen.conformance.harness import load_module, make_workload, torch_dtype
+from attngen.conformance.oracle import relative_error
 from attngen.errors import last_line
+from attngen.heuristics import DEALT_KEYS, PACKED
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.heads import SHARINGS
+from attngen.ir.sizes import Sizes
 from attngen.ir.text import parse_module
-from attngen.policy import DEALT_KEYS, PACKED
-from attngen.reference import relative_error
-from attngen.sizes import Sizes
 from attngen.spec import Spec, load_spec
-from attngen.testing import load_module, make_workload, torch_dtype
+from attngen.targets.registry import DIVIDERS
+from attngen.tiles.launches import constants, launch_options
 from attngen.tune.tuner import Answer, Cell, home
 
 WRONG = 1e-2  # relative difference from the results of the model's choice, at most

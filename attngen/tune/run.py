@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attngen.backends import backend_of, maker_of
-from attngen.backends.base import short_digest
 from attngen.certify.certificate import reason
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
 from attngen.devices import CLASSES, DEVICES
-from attngen.emit.files import write_module
-from attngen.emit.render import render
 from attngen.errors import AttngenError, suggest
 from attngen.ir.graph import Row
-from attngen.schedules.classes import Key
-from attngen.schedules.table import Entry, Table
+from attngen.schedule.table import Entry, Table
+from attngen.targets.common.base import short_digest
+from attngen.targets.registry import backend_of, maker_of
+from attngen.tiles.classes import Key
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, home, outcome
 from attngen.tune.workers import Lost, Worker, share
 
@@ -163,7 +163,7 @@ class Machine:
 @contextmanager
 def machine(plans: Sequence[Plan], specs: Mapping[str, Path], jobs: int | None) -> Iterator[Machine]:
     """The GPU, with the plans' modules to measure; `specs` are their files by name."""
-    from attngen.runtime.divided import CHOICE
+    from attngen.runtime.warp_specialized import CHOICE
 
     with tempfile.TemporaryDirectory(prefix="attngen-tune-") as folder:
         for plan in plans:

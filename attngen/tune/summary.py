@@ -6,9 +6,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from attngen.backends import DIVIDERS
 from attngen.ir.graph import Row
-from attngen.schedules.table import schedule_of, shown
+from attngen.schedule.table import schedule_of, shown
+from attngen.targets.registry import DIVIDERS
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried
 
 WIDTHS = (26, 7, 7, 7, 15, 9, 15, 9, 8, 6)

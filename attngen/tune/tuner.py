@@ -12,15 +12,15 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from attngen.backends import DIVIDERS, backend_of
-from attngen.bounds.sizes import elem_sizes
+from attngen.heuristics import NOISE
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.graph import Kernel, Module, Row
-from attngen.passes.pipeline import divide, stages
-from attngen.policy import NOISE
-from attngen.schedules.classes import Key, key, ranges
-from attngen.schedules.table import Divided, Entry, schedule_of, usable
+from attngen.lowering.pipeline import divide, stages
+from attngen.schedule.table import Divided, Entry, schedule_of, usable
 from attngen.spec import Schedule, Spec
+from attngen.targets.registry import DIVIDERS, backend_of
+from attngen.tiles.classes import Key, key, ranges
+from attngen.tiles.sizes import elem_sizes
 from attngen.tune.candidates import Search, divided, runs, search
 from attngen.tune.workers import Lost
 

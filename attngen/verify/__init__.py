@@ -10,26 +10,26 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from attngen.backends import BACKENDS, DIVIDERS
-from attngen.backends.base import Rule
 from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.text import print_module
+from attngen.targets.common.base import Rule
+from attngen.targets.registry import BACKENDS, DIVIDERS
 from attngen.verify import host
 from attngen.verify.caches import ends
-from attngen.verify.columns import columns
-from attngen.verify.divided import bodies, flights, role_types, roles, scopes, used, walks
+from attngen.verify.combine import joins
+from attngen.verify.dependent_launch import waits
 from attngen.verify.indexing import bounds_checked, indexing, names
-from attngen.verify.joins import joins
 from attngen.verify.meaning import masks_as_said, scores_as_said
+from attngen.verify.order import merges, turns
 from attngen.verify.outputs import outputs
-from attngen.verify.overlaps import waits
+from attngen.verify.pipe import bodies, flights, role_types, roles, scopes, used, walks
 from attngen.verify.protocol import protocol
 from attngen.verify.quantised import quantised
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
+from attngen.verify.split_d import columns
 from attngen.verify.structure import deals, header, in_place, latents, live, loops, order, ordered, references, rewrites, shares, signature
 from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists, needed
-from attngen.verify.turns import merges, turns
 from attngen.verify.types import types
 
 _STRUCTURE: dict[str, Rule] = {

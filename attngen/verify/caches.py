@@ -8,7 +8,7 @@ from typing import Any
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, SIDES, Gather, Load
-from attngen.ir.roles import Clear, Fill, Issue, Take
+from attngen.ir.pipe import Clear, Fill, Issue, Take
 
 
 def of_all_columns(index: tuple[Any, ...]) -> tuple[Any, ...]:

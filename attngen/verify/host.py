@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 
 import sympy
 
-from attngen.bounds.launches import rows_are_aligned
-from attngen.ir.deal import least_items
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
 from attngen.ir.names import AXES, DROPOUT_SCALARS, FLAT, FOUND, INTEGERS, OUTPUTS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, TENSORS, WHOLE, Arg, Map, Op, Scatter, Type, Yield, dimension
 from attngen.ir.prove import prove_le
-from attngen.verify.overlaps import overlaps
+from attngen.ir.split_kv import least_items
+from attngen.tiles.launches import rows_are_aligned
+from attngen.verify.dependent_launch import overlaps
 
 Rule = Callable[[Module, Host], Iterator[str]]
 POSITIVE = {name for name, n in INTEGERS.items() if n.least and not n.source}  # that are never 0, whatever a call gives

@@ -8,8 +8,7 @@ from typing import Any
 
 import sympy
 
-from attngen.bounds.intervals import last_row
-from attngen.ir.deal import item, joined_items
+from attngen.heuristics import STRIP
 from attngen.ir.expr import Bool, cdiv, conjuncts, floordiv, mod, select, span, symbol, symbol_names, to_text
 from attngen.ir.graph import DEALT, MIRRORED, GridAxis, Kernel, Module
 from attngen.ir.heads import SHARINGS
@@ -42,8 +41,9 @@ from attngen.ir.ops import (
     dimension,
 )
 from attngen.ir.prove import prove_le
-from attngen.ir.shares import sharing as sharing_axes
-from attngen.policy import STRIP
+from attngen.ir.split_axes import sharing as sharing_axes
+from attngen.ir.split_kv import item, joined_items
+from attngen.tiles.intervals import last_row
 from attngen.verify.types import POSITIONS, dimensions
 
 CONSTANTS = {"LOG2E", "LN2"}

@@ -14,7 +14,6 @@ from typing import Any
 
 import sympy
 
-from attngen.bounds.intervals import implies
 from attngen.ir.expr import LARGEST, Bool, Expr, conjuncts, exp2, finite, floordiv, log2, mod, select, span, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
@@ -42,6 +41,7 @@ from attngen.ir.ops import (
     Zip,
     dimension,
 )
+from attngen.tiles.intervals import implies
 from attngen.verify.algebra import alike, equal, normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")

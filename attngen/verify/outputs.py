@@ -11,7 +11,7 @@ from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import SUMS
 from attngen.ir.ops import AXIS_DIM, Init, Loop, Reduce, SoftmaxStep, Store, Yield
 from attngen.verify.algebra import equal
-from attngen.verify.joins import LN2, ONE, is_
+from attngen.verify.combine import LN2, ONE, is_
 from attngen.verify.meaning import LOG2E, Header, Values, softmaxes
 
 KEPT = {

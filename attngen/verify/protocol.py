@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from attngen.interp.numeric import compiled
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.numeric import compiled
 from attngen.ir.ops import Block, Loop, Op
-from attngen.ir.roles import Await, Clear, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Share, Take, Turn, Work
+from attngen.ir.pipe import Await, Clear, Drain, Fill, Flush, Give, Issue, Pipeline, Put, Ring, Share, Take, Turn, Work
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.eight_bits import LARGEST
+from attngen.interp.e4m3 import LARGEST
 from attngen.ir.expr import Expr, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import SCALES

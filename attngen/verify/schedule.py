@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attngen.bounds.sizes import elem_sizes
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Dropout, Keep
+from attngen.tiles.sizes import elem_sizes
 
 
 def placed(module: Module, kernel: Kernel) -> Iterator[str]:

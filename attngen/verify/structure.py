@@ -11,7 +11,6 @@ from typing import Any
 import networkx as nx
 import sympy
 
-from attngen.backends import BACKENDS
 from attngen.ir.dtypes import ELEMENTS, agree, result_type
 from attngen.ir.expr import cdiv, symbol, to_text
 from attngen.ir.graph import Kernel, Module, Row, input_tensors
@@ -41,9 +40,10 @@ from attngen.ir.ops import (
     Yield,
     dimension,
 )
+from attngen.ir.pipe import Pipeline
 from attngen.ir.prove import prove_le
-from attngen.ir.roles import Pipeline
-from attngen.ir.shares import in_turn, ranges, shared, sharing
+from attngen.ir.split_axes import in_turn, ranges, shared, sharing
+from attngen.targets.registry import BACKENDS
 from attngen.verify.meaning import Values, latent_load
 
 WIDTHS = set(COLUMN_DIM.values())

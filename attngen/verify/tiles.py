@@ -7,16 +7,16 @@ from typing import Any
 
 import sympy
 
-from attngen.bounds.cuts import PLACES, cut_by, data_of, is_whole_without
-from attngen.bounds.intervals import GREATEST, greatest, implies, last_row, least, with_rows
-from attngen.bounds.ranges import is_of_packed, needed_rows, rows_of, tile_ranges
+from attngen.heuristics import STRIP
 from attngen.ir.expr import conjuncts, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Gather, Load, Map, Mask, Op, Position, Reduce
 from attngen.ir.prove import prove_le
-from attngen.ir.shares import ranges
-from attngen.policy import STRIP
+from attngen.ir.split_axes import ranges
+from attngen.tiles.boundary import PLACES, cut_by, data_of, is_whole_without
+from attngen.tiles.intervals import GREATEST, greatest, implies, last_row, least, with_rows
+from attngen.tiles.ranges import is_of_packed, needed_rows, rows_of, tile_ranges
 
 
 def classified(module: Module, kernel: Kernel) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from attngen.emit.page import environment
+from attngen.report.page import environment
 from docs.site.committed import ROOT
 
 NOTEBOOK_PAGE = "quickstart.md"

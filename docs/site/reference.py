@@ -11,10 +11,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import attngen
+from attngen.builders import build_module
 from attngen.cli import COMMANDS, app
-from attngen.emit.elements import Sample
-from attngen.emit.mathml import MathML
-from attngen.emit.page import SEES, Formula, Group, meaning
 from attngen.integrations.transformers import register
 from attngen.ir.dtypes import TORCH
 from attngen.ir.graph import Input
@@ -23,9 +21,11 @@ from attngen.lang import limits
 from attngen.lang.meanings import FUNCTIONS, OPERATORS
 from attngen.lang.names import CALLS, POSITIONS
 from attngen.lang.params import DIMS, Param
-from attngen.logical import build_module
+from attngen.lang.part import Part
 from attngen.masks import Mask, registry
-from attngen.parts import Part
+from attngen.report.elements import Sample
+from attngen.report.mathml import MathML
+from attngen.report.page import SEES, Formula, Group, meaning
 from attngen.scores import Score, score_registry
 from attngen.spec import json_schema, make_spec
 from docs.site.pages import rendered

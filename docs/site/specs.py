@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from attngen.analysis.roofline import Problem
 from attngen.cli.common import load_specs, make_each
-from attngen.emit.elements import Sample
-from attngen.emit.listing import highlight
-from attngen.emit.mathml import MathML
-from attngen.emit.page import meaning, page
-from attngen.emit.signature import signatures
-from attngen.emit.tilemap import tile_maps
+from attngen.codegen.signature import signatures
+from attngen.cost.roofline import Problem
 from attngen.ir.heads import SHARINGS
-from attngen.passes.pipeline import stages
+from attngen.lowering.pipeline import stages
+from attngen.report.elements import Sample
+from attngen.report.listing import highlight
+from attngen.report.mathml import MathML
+from attngen.report.page import meaning, page
+from attngen.report.tilemap import tile_maps
 from attngen.spec import Spec
 from docs.site.committed import ROOT, spec_files
 from docs.site.pages import rendered

@@ -7,18 +7,18 @@ from math import ceil
 import numpy as np
 import pytest
 
-from attngen.analysis.flops import executed_flops, total_tiles, useful_flops
-from attngen.analysis.io import CACHE, IN_FLIGHT, Traffic, dram_bytes, hbm_bytes, left_in_cache, standard_bytes
-from attngen.analysis.roofline import Problem, values
-from attngen.backends.triton.cost import fitted, occupancy
-from attngen.backends.triton.sram import registers_per_thread, row_formula, sram_bytes
-from attngen.bounds.sizes import tile_width
-from attngen.bounds.tiles import count_tiles, evaluate
+from attngen.cost.flops import executed_flops, total_tiles, useful_flops
+from attngen.cost.io import CACHE, IN_FLIGHT, Traffic, dram_bytes, hbm_bytes, left_in_cache, standard_bytes
+from attngen.cost.roofline import Problem, values
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol, to_text
 from attngen.ir.graph import Row
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import parse_spec
+from attngen.targets.triton.cost import fitted, occupancy
+from attngen.targets.triton.sram import registers_per_thread, row_formula, sram_bytes
+from attngen.tiles.sizes import tile_width
+from attngen.tiles.tiles import count_tiles, evaluate
 from tests.helpers import target
 
 SIZES = [(64, 64, 16, 16), (100, 100, 32, 16), (70, 130, 16, 32), (130, 70, 16, 32), (1, 200, 16, 16), (200, 1, 16, 16), (33, 0, 16, 16)]

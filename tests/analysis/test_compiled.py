@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.backends.base import Reading
-from attngen.backends.triton.compiler import Job, compile_all, job, source_digest, triton_version
-from attngen.backends.triton.sram import random_bytes, sram_bytes
 from attngen.certify.certificate import SHARE, chosen, commit, drawn, keep, percent, reason, record, recorded, stale, violations
 from attngen.cli import main
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
 from attngen.devices import CLASSES
-from attngen.emit.files import write_module
-from attngen.emit.render import render
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec, parse_spec
+from attngen.targets.common.base import Reading
+from attngen.targets.triton.compiler import Job, compile_all, job, source_digest, triton_version
+from attngen.targets.triton.sram import random_bytes, sram_bytes
 from tests.helpers import target
 from tests.test_language import VARIANTS
 
@@ -119,7 +119,7 @@ def test_few_rewritten_rows_fit_as_predicted(tmp_path):
         ({}, None),
         (
             {"spilled_bytes": 8},
-            "spills 8 bytes; tile selection leaves it out once attngen/backends/triton/spills.txt lists `sm80 fwd 64/64",
+            "spills 8 bytes; tile selection leaves it out once attngen/targets/triton/spills.txt lists `sm80 fwd 64/64",
         ),
         ({"shared_bytes": 10**6}, "needs 1,000,000 bytes of shared memory, and has 166,912"),
         ({"shared_bytes": 160_000}, "needs 160,000 bytes of shared memory, more than the"),

@@ -6,10 +6,10 @@ from io import StringIO
 
 from rich.console import Console
 
-from attngen.analysis.memory import scratch
-from attngen.analysis.roofline import Problem
-from attngen.emit.explain import explain
+from attngen.cost.memory import scratch
+from attngen.cost.roofline import Problem
 from attngen.ir.expr import to_text
+from attngen.report.explain import explain
 from tests.helpers import target
 
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import sympy
 
-from attngen.analysis import algorithms
-from attngen.analysis.algorithms import KERNELS as TEXTBOOK
-from attngen.analysis.algorithms import algorithm, kernels
-from attngen.analysis.flops import TILES, executed_flops, flops, total_tiles
-from attngen.analysis.io import compulsory_bytes, hbm_bytes, traffic
-from attngen.analysis.models import MODELS
-from attngen.analysis.numbers import done, flash1_tile, moved
-from attngen.analysis.roofline import Problem
-from attngen.analysis.theory import (
+from attngen.cost import algorithms
+from attngen.cost.algorithms import KERNELS as TEXTBOOK
+from attngen.cost.algorithms import algorithm, kernels
+from attngen.cost.flops import TILES, executed_flops, flops, total_tiles
+from attngen.cost.io import compulsory_bytes, hbm_bytes, traffic
+from attngen.cost.models import MODELS
+from attngen.cost.numbers import done, flash1_tile, moved
+from attngen.cost.roofline import Problem
+from attngen.cost.theory import (
     B_C,
     B_R,
     BETA,
@@ -38,14 +38,14 @@ from attngen.analysis.theory import (
     visible_share,
     work,
 )
-from attngen.analysis.theory import moved as moved_elements
-from attngen.bounds.sizes import elements, tile_bytes
-from attngen.bounds.tiles import count_tiles, runs, tile_loops
+from attngen.cost.theory import moved as moved_elements
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Module
 from attngen.ir.names import DIRECTIONS
 from attngen.ir.text import parse_module, print_module
+from attngen.tiles.sizes import elements, tile_bytes
+from attngen.tiles.tiles import count_tiles, runs, tile_loops
 from attngen.verify import verify
 from tests.analysis.walk import Walk
 from tests.helpers import SPECS, edit, target

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from attngen.bench.cases.problem import Inputs, Problem
 from attngen.bench.peers import PEERS as REAL
 from attngen.bench.peers import Call, Peer
-from attngen.bench.problem import Inputs, Problem
 from attngen.bench.timing import Times
 
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from attngen.bench import plots, timing
-from attngen.bench.cache import CacheProblem, problem_of
-from attngen.bench.catalog import LEAST_RAGGED, decode
+from attngen.bench.cases.cache import CacheProblem, problem_of
+from attngen.bench.cases.catalog import LEAST_RAGGED, decode
+from attngen.bench.cases.grids import Cell, cell
 from attngen.bench.child import STEP_BYTES, STEP_SETS
-from attngen.bench.grids import Cell, cell
 from attngen.bench.peers import PEERS
 from attngen.bench.reports import reports
 from attngen.bench.results import CACHE, Line, Results, cache_rows, rates, read_results, rows
 from attngen.bench.run import Setup, progress, run
-from attngen.reference import naive_attention, relative_error
+from attngen.conformance.oracle import naive_attention, relative_error
 from attngen.spec import make_spec
 from tests.helpers import ROOT
 

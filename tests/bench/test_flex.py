@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.bench.flex import Mods, cannot, mods, write
-from attngen.reference import naive_attention, reference_mask, reference_scores, relative_error
-from attngen.sizes import Sizes
+from attngen.bench.cases.flex import Mods, cannot, mods, write
+from attngen.conformance.harness import Case, heads_for, make_inputs
+from attngen.conformance.oracle import naive_attention, reference_mask, reference_scores, relative_error
+from attngen.ir.sizes import Sizes
 from attngen.spec import Spec, make_spec
-from attngen.testing import Case, heads_for, make_inputs
 from tests.helpers import SPECS, spec
 
 WRITTEN: dict[str, dict[str, Any]] = {

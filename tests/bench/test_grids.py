@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bench.catalog import decode, fa3, find_grid, flex, paper
-from attngen.bench.grids import cell, only, read_grid
+from attngen.bench.cases.catalog import decode, fa3, find_grid, flex, paper
+from attngen.bench.cases.grids import cell, only, read_grid
 from attngen.bench.peers import PEERS
 from attngen.bench.run import Setup
 from attngen.bench.work import listing, select

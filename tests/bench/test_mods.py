@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from attngen.bench.mods import MODS, Case, Made, Mod
+from attngen.conformance.oracle import relative_error
 from attngen.errors import AttngenError
-from attngen.reference import relative_error
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -207,6 +207,6 @@ def test_lengths_say_which_case_it_is() -> None:
 def test_the_functions_are_imported_without_the_compiler() -> None:
     code = "import sys, attngen.bench.mods; print(*(m for m in sys.modules if m.startswith('attngen.')))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    light = {"attngen.errors", "attngen.sizes", "attngen.ir", "attngen.ir.names"}
+    light = {"attngen.errors", "attngen.ir.sizes", "attngen.ir", "attngen.ir.names"}
     assert {m for m in found if not m.startswith("attngen.bench")} == light
     assert {m for m in found if not m.startswith("attngen.bench.mods")} == {*light, "attngen.bench"}

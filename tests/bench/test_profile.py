@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from attngen import cli
-from attngen.analysis.roofline import Problem
 from attngen.bench import profile as profiling
 from attngen.bench.counters import METRICS, Bytes, Launch, command, parse, profile
 from attngen.bench.profile import MARK, Call, attribute, predicted, predicted_naive, variants, write
 from attngen.bench.profile_results import Found, Line, rows
+from attngen.cost.roofline import Problem
 from attngen.devices import DEVICES
 from attngen.errors import AttngenError
 from attngen.spec import make_spec

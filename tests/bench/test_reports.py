@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.bench.catalog import FLEX, MEMORY_ROWS, flex, mods, variants
-from attngen.bench.grids import Cell
+from attngen.bench.cases.catalog import FLEX, MEMORY_ROWS, flex, mods, variants
+from attngen.bench.cases.grids import Cell
+from attngen.bench.cases.problem import Problem
 from attngen.bench.mods import MODS
-from attngen.bench.problem import Problem
 from attngen.bench.reports import reports
 from attngen.bench.results import Line, Results, read_results
 from attngen.bench.run import Setup

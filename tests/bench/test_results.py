@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from attngen.bench import plots
-from attngen.bench.catalog import paper
-from attngen.bench.grids import cell
+from attngen.bench.cases.catalog import paper
+from attngen.bench.cases.grids import cell
 from attngen.bench.results import (
     FIGURES,
     Line,

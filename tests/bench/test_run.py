@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from attngen.bench.functions import cell_of
-from attngen.bench.grids import cell
+from attngen.bench.cases.functions import cell_of
+from attngen.bench.cases.grids import cell
 from attngen.bench.mods import MODS
 from attngen.bench.results import CACHE, FIGURES, HOST, MASKS, Line, Results, read_results
 from attngen.bench.run import Setup, Work, progress, run

@@ -12,11 +12,11 @@ import sys
 import pytest
 
 from attngen.certify.certificate import keep
-from attngen.emit.files import read_module
-from attngen.emit.render import render
+from attngen.codegen.files import read_module
+from attngen.codegen.render import render
 from attngen.errors import AttngenError, VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, edit, lowered, portable, target
@@ -74,7 +74,7 @@ def test_there_is_no_module_without_a_spec():
 def test_bytes_do_not_depend_on_the_process():
     """Not on hashes of strings, nor on what ran before: two fresh processes with different seeds, and this one."""
     code = (
-        "import hashlib, json, sys; from attngen.emit.render import render; from attngen.passes.pipeline import lower; "
+        "import hashlib, json, sys; from attngen.codegen.render import render; from attngen.lowering.pipeline import lower; "
         "from attngen.spec import load_spec; "
         "print([hashlib.sha256(json.dumps(render(lower(load_spec(p)))).encode()).hexdigest() for p in sys.argv[1:]])"
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from attngen.analysis.report import report
-from attngen.analysis.roofline import Problem, counts, scheduled_rows
+from attngen.cost.report import report
+from attngen.cost.roofline import Problem, counts, scheduled_rows
 from attngen.devices import DEVICES
-from attngen.emit.explain import explain
+from attngen.report.explain import explain
 from tests.helpers import SPECS, spec, target
 
 

@@ -11,12 +11,12 @@ from itertools import islice
 
 import pytest
 
-from attngen.emit import layout, lines
-from attngen.emit.breaking import statement
-from attngen.emit.render import render
+from attngen.codegen import layout, lines
+from attngen.codegen.breaking import statement
+from attngen.codegen.render import render
 from attngen.errors import SpecError
 from attngen.ir.graph import Module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from tests.helpers import ROOT
 from tests.lang_strategies import scores

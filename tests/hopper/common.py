@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from attngen.backends.hopper.choice import obstacle
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import stages
+from attngen.lowering.pipeline import stages
 from attngen.spec import Spec, make_spec
+from attngen.targets.hopper.configs.common import obstacle
 from tests.helpers import SPECS, edit, spec, target
 
 

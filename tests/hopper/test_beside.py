@@ -7,18 +7,18 @@ import re
 
 import pytest
 
-from attngen.backends.hopper.choice import keeps_columns, key_bytes, least_rows
-from attngen.backends.hopper.shift_rows import ShiftRows
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
+from attngen.heuristics import SHORT_ROWS
 from attngen.ir.graph import Module, input_tensors
 from attngen.ir.names import OF_CACHE, OF_OUTPUTS
-from attngen.ir.roles import Ramp, Read, Ring
+from attngen.ir.pipe import Ramp, Read, Ring
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
-from attngen.passes.pipeline import lower
-from attngen.policy import SHORT_ROWS
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
+from attngen.targets.hopper.configs.common import keeps_columns, key_bytes, least_rows
+from attngen.targets.hopper.passes.hoist_bias import ShiftRows
 from attngen.verify import verify
 from tests.helpers import SPECS, target
 from tests.hopper.common import after, edited, edited_module, kernel, whole

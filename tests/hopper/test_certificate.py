@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from attngen.backends.base import Reading
-from attngen.backends.hopper.compiler import Job, compile_all, job, marks, source_digest
-from attngen.backends.hopper.sram import misfit, ring_bytes, row_formula, sram_bytes
-from attngen.bounds.sizes import sizes
-from attngen.bounds.tiles import evaluate
 from attngen.certify.certificate import chosen, keep, record, recorded, stale, violations, why_not
 from attngen.cli import main
-from attngen.emit.explain import fit_table
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.ir.expr import parse, to_text
 from attngen.ir.graph import Module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
+from attngen.report.explain import fit_table
 from attngen.spec import make_spec
+from attngen.targets.common.base import Reading
+from attngen.targets.hopper.toolchain.compiler import Job, compile_all, job, marks, source_digest
+from attngen.targets.hopper.toolchain.resources import misfit, ring_bytes, row_formula, sram_bytes
+from attngen.tiles.sizes import sizes
+from attngen.tiles.tiles import evaluate
 from tests.helpers import edit
 from tests.hopper.common import whole
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.verify import verify
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken

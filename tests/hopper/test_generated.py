@@ -14,9 +14,9 @@ import pytest
 import torch
 import triton
 
-from attngen.emit.render import render
-from attngen.runtime import divided as runtime
+from attngen.codegen.render import render
 from attngen.runtime import launch
+from attngen.runtime import warp_specialized as runtime
 from attngen.runtime.descriptors import descriptor, laid_out
 from tests.helpers import ROOT
 from tests.hopper.common import DIVIDED, whole

@@ -11,14 +11,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from attngen.backends.hopper.facts import TANGENTS
-from attngen.emit.files import write_module
-from attngen.emit.render import render
-from attngen.over_cache import CacheCase, make_call, run_cache_case
-from attngen.passes.pipeline import lower
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, cli_cases, heads_for, load_module, make_inputs, run_case, torch_dtype
+from attngen.conformance.over_cache import CacheCase, make_call, run_cache_case
+from attngen.conformance.sweep import repeats
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec
-from attngen.sweep import repeats
-from attngen.testing import Case, cli_cases, heads_for, load_module, make_inputs, run_case, torch_dtype
+from attngen.targets.hopper.configs.sm90 import TANGENTS
 from tests.helpers import built, target
 from tests.helpers import spec as spec_of
 from tests.hopper.common import DIVIDED, asking, whole, wide

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from attngen.backends.hopper.assign_roles import AssignRoles
-from attngen.backends.hopper.choice import room_of
-from attngen.backends.hopper.facts import NAMED_BARRIERS
-from attngen.backends.hopper.gradients import MOST_NUMBERS, row
-from attngen.backends.hopper.sram import sram_bytes
-from attngen.bounds.launches import groups, lane_registers
-from attngen.emit.render import render
+from attngen.builders import build_module
+from attngen.codegen.render import render
 from attngen.errors import BuildError, VerifyError
-from attngen.ir.execute import DOUBLE
-from attngen.ir.execute_host import execute
-from attngen.ir.execute_roles import DividedLaunch, RolesStuck
+from attngen.interp.host import execute
+from attngen.interp.tile import DOUBLE
+from attngen.interp.warp_groups import DividedLaunch, RolesStuck
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
-from attngen.logical import build_module
-from attngen.passes.pipeline import lower, stages, undivided
+from attngen.lowering.pipeline import lower, stages, undivided
 from attngen.spec import Spec, make_spec
+from attngen.targets.hopper.configs.common import room_of
+from attngen.targets.hopper.configs.fused_backward import MOST_NUMBERS, row
+from attngen.targets.hopper.configs.sm90 import NAMED_BARRIERS
+from attngen.targets.hopper.passes.warp_specialize import AssignRoles
+from attngen.targets.hopper.toolchain.resources import sram_bytes
+from attngen.tiles.launches import groups, lane_registers
 from attngen.verify import verify
 from attngen.verify.machine import broken
 from attngen.verify.protocol import protocol_of

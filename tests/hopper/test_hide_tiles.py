@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from attngen.backends.hopper.choice import candidates, may_hide, row
-from attngen.backends.hopper.facts import TANGENTS
-from attngen.backends.hopper.hide_tiles import HideTiles
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
-from attngen.ir.execute_roles import DividedLaunch
+from attngen.interp.warp_groups import DividedLaunch
 from attngen.ir.graph import Module
-from attngen.ir.roles import Pipeline
+from attngen.ir.pipe import Pipeline
 from attngen.ir.text import parse_module, print_kernel, print_module
-from attngen.passes.pipeline import divide
+from attngen.lowering.pipeline import divide
+from attngen.targets.hopper.configs.common import candidates, may_hide, row
+from attngen.targets.hopper.configs.sm90 import TANGENTS
+from attngen.targets.hopper.passes.skip_masked_tiles import HideTiles
 from attngen.verify import verify
 from attngen.verify.machine import Step, broken
 from attngen.verify.protocol import protocol_of

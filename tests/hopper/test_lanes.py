@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from attngen.analysis.roofline import Problem
 from attngen.cli import main
-from attngen.emit.graphviz import to_dot
-from attngen.emit.lanes import MEANING, STYLE, Span, Timeline, lanes, svg
-from attngen.emit.page import page
-from attngen.emit.render import render
+from attngen.codegen.render import render
+from attngen.cost.roofline import Problem
 from attngen.ir.graph import Module
 from attngen.ir.text import print_module
+from attngen.report.graphviz import to_dot
+from attngen.report.page import page
+from attngen.report.timeline import MEANING, STYLE, Span, Timeline, lanes, svg
 from tests.helpers import ROOT
 from tests.hopper.common import DIVIDED, after, asking, edited, kernel, whole
 

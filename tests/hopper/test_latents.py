@@ -10,18 +10,18 @@ from functools import cache
 import numpy as np
 import pytest
 
-from attngen.backends.hopper.certificate import given, under_product
-from attngen.backends.hopper.compiler import marks
-from attngen.backends.hopper.latents import declined
-from attngen.emit.lanes import Timeline
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
-from attngen.ir.execute import DOUBLE, execute_kernel
-from attngen.ir.execute_roles import DividedLaunch, RolesStuck
+from attngen.interp.tile import DOUBLE, execute_kernel
+from attngen.interp.warp_groups import DividedLaunch, RolesStuck
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import print_kernel, print_op
-from attngen.passes.pipeline import lower, stages, undivided
+from attngen.lowering.pipeline import lower, stages, undivided
+from attngen.report.timeline import Timeline
 from attngen.spec import Spec, make_spec
+from attngen.targets.hopper.configs.mla_decode import declined
+from attngen.targets.hopper.toolchain.certificate import given, under_product
+from attngen.targets.hopper.toolchain.compiler import marks
 from attngen.verify import verify
 from attngen.verify.machine import Program, Protocol, Step, Walk, broken
 from tests.helpers import spec, target

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.ir.execute import DOUBLE
-from attngen.ir.execute_host import execute
-from attngen.ir.execute_roles import DividedLaunch, RolesStuck
+from attngen.builders import build_module
+from attngen.interp.host import execute
+from attngen.interp.tile import DOUBLE
+from attngen.interp.warp_groups import DividedLaunch, RolesStuck
 from attngen.ir.graph import Module
-from attngen.logical import build_module
 from attngen.spec import Spec
 from tests.hopper.common import DIVIDED, asking, edited, whole
 from tests.passes.test_equality import Call, Unequal, must_be_equal, naive, with_many_queries

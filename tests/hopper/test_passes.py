@@ -6,19 +6,19 @@ import re
 
 import pytest
 
-from attngen.backends.hopper.assign_roles import AssignRoles
-from attngen.backends.hopper.chain_sums import ChainSums
-from attngen.backends.hopper.choice import FEW
-from attngen.backends.hopper.choice import row as chosen_row
-from attngen.backends.hopper.facts import TANGENTS
-from attngen.backends.hopper.halve_softmax import HalveSoftmax
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import BuildError, VerifyError
 from attngen.ir.graph import Row
-from attngen.ir.roles import Turn
+from attngen.ir.pipe import Turn
 from attngen.ir.text import parse_module, print_kernel, print_module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
+from attngen.targets.hopper.configs.common import FEW
+from attngen.targets.hopper.configs.common import row as chosen_row
+from attngen.targets.hopper.configs.sm90 import TANGENTS
+from attngen.targets.hopper.passes.defer_row_reduction import ChainSums
+from attngen.targets.hopper.passes.split_softmax import HalveSoftmax
+from attngen.targets.hopper.passes.warp_specialize import AssignRoles
 from attngen.verify import verify
 from tests.helpers import edit, spec, target
 from tests.hopper.common import DIVIDED, after, asking, edited, kernel, whole
@@ -458,7 +458,7 @@ def test_slots_and_tiles_by_hand_give_that_kernel() -> None:
     made = verify(
         edited("causal_gqa", ("BLOCK_KV=128 num_warps=4 num_stages=2 TMA=1 backend", "BLOCK_KV=64 num_warps=4 num_stages=3 TMA=1 backend"))
     )
-    from attngen.emit.render import render
+    from attngen.codegen.render import render
 
     assert (
         '("sm90", 2, "hopper"): (\n            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4}),'

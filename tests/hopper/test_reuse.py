@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.backends.hopper.reuse import reused
-from attngen.backends.instructions import parse
+from attngen.targets.common.instructions import parse
+from attngen.targets.hopper.toolchain.reuse import reused
 
 SCORES = "HGMMA.64x16x16.F32.BF16 R8, gdesc[UR16], RZ, !UPT, gsb0"  # into R8 to R15
 WEIGHTS = "HGMMA.64x16x16.F32.BF16 R24, R40, gdesc[UR16].tnspB, R24, gsb0"  # of R40 to R43, into R24 to R31

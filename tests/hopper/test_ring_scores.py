@@ -6,12 +6,12 @@ import re
 
 import pytest
 
+from attngen.conformance.sweep import crowded
 from attngen.errors import VerifyError
+from attngen.heuristics import ALIGNED_KEYS
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower, undivided
-from attngen.policy import ALIGNED_KEYS
+from attngen.lowering.pipeline import lower, undivided
 from attngen.spec import make_spec
-from attngen.sweep import crowded
 from attngen.verify import verify
 from tests.helpers import edit, spec, target
 from tests.hopper.test_gradients import backward, changed, edited, lines, steps, whole

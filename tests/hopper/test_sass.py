@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.backends.base import Reading
-from attngen.backends.hopper.certificate import faults, given, under_product
-from attngen.backends.hopper.compiler import machine_code, marks
-from attngen.backends.hopper.facts import REGISTERS, SHARED_REGISTERS
-from attngen.backends.hopper.sass import Part, parts, registers_named
-from attngen.backends.hopper.sram import sram_bytes
-from attngen.backends.instructions import parse
 from attngen.ir.graph import Kernel
 from attngen.ir.ops import Block, Role
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
+from attngen.targets.common.base import Reading
+from attngen.targets.common.instructions import parse
+from attngen.targets.hopper.configs.sm90 import REGISTERS, SHARED_REGISTERS
+from attngen.targets.hopper.toolchain.certificate import faults, given, under_product
+from attngen.targets.hopper.toolchain.compiler import machine_code, marks
+from attngen.targets.hopper.toolchain.resources import sram_bytes
+from attngen.targets.hopper.toolchain.sass import Part, parts, registers_named
 from tests.hopper.common import after, kernel, whole
 
 TILES = {"backend": "hopper", "block_q": 64, "block_kv": 128, "stages": 2}

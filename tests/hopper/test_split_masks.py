@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from attngen.bounds.cuts import cut_by, is_whole_without
-from attngen.bounds.tiles import evaluate
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.ir.expr import parse
 from attngen.ir.graph import Module
 from attngen.ir.ops import Mask
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
+from attngen.tiles.boundary import cut_by, is_whole_without
+from attngen.tiles.tiles import evaluate
 from attngen.verify import verify
 from tests.helpers import target
 from tests.hopper.common import after, edited_module, kernel, whole

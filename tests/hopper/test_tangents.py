@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from attngen.backends.hopper.choice import room_of
-from attngen.backends.hopper.facts import TANGENTS
-from attngen.backends.hopper.sram import sram_bytes
-from attngen.backends.hopper.tangents import row
-from attngen.emit.render import render
+from attngen.builders import build_module
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
-from attngen.ir.execute import DOUBLE
-from attngen.ir.execute_host import execute
-from attngen.ir.execute_roles import DividedLaunch
+from attngen.interp.host import execute
+from attngen.interp.tile import DOUBLE
+from attngen.interp.warp_groups import DividedLaunch
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Init
-from attngen.ir.roles import Hold
-from attngen.logical import build_module
-from attngen.passes.pipeline import divide, lower, stages, undivided
+from attngen.ir.pipe import Hold
+from attngen.lowering.pipeline import divide, lower, stages, undivided
 from attngen.spec import Spec, make_spec
+from attngen.targets.hopper.configs.common import room_of
+from attngen.targets.hopper.configs.jvp import row
+from attngen.targets.hopper.configs.sm90 import TANGENTS
+from attngen.targets.hopper.toolchain.resources import sram_bytes
 from attngen.verify import verify
 from attngen.verify.machine import broken
 from attngen.verify.protocol import protocol_of

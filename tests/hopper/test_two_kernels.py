@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.analysis.report import report
-from attngen.backends.base import Reading
-from attngen.backends.hopper.choice import FEW, LONG, long_row
 from attngen.certify.certificate import chosen, keep, record
-from attngen.emit.explain import fit_table
-from attngen.emit.render import render
+from attngen.codegen.render import render
+from attngen.cost.report import report
 from attngen.errors import IRError, VerifyError
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_kernel, print_module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
+from attngen.report.explain import fit_table
 from attngen.runtime import launch
 from attngen.spec import make_spec
+from attngen.targets.common.base import Reading
+from attngen.targets.hopper.configs.common import FEW, LONG, long_row
 from attngen.verify import _broken, verify
 from attngen.verify.inputs import verify_interface
 from tests.helpers import SPECS, edit, target

@@ -10,25 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.backends.base import Reading
-from attngen.backends.hopper.certificate import faults, under_product
-from attngen.backends.hopper.chain_sums import ChainSums
-from attngen.backends.hopper.choice import candidates, declined, may_share, resident, room_of, row, staying
-from attngen.backends.hopper.compiler import job
-from attngen.backends.hopper.halve_softmax import HalveSoftmax
-from attngen.backends.hopper.overlap_softmax import OverlapSoftmax
-from attngen.backends.hopper.sram import sram_bytes
-from attngen.backends.hopper.take_turns import TakeTurns
-from attngen.bounds.launches import launch_options, launch_registers
-from attngen.emit.lanes import Timeline
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import IRError, VerifyError
-from attngen.ir.execute_roles import RolesStuck
+from attngen.interp.warp_groups import RolesStuck
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_kernel, print_module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
+from attngen.report.timeline import Timeline
 from attngen.runtime import launch
 from attngen.spec import make_spec
+from attngen.targets.common.base import Reading
+from attngen.targets.hopper.configs.common import candidates, declined, may_share, resident, room_of, row, staying
+from attngen.targets.hopper.passes.defer_row_reduction import ChainSums
+from attngen.targets.hopper.passes.ping_pong import TakeTurns
+from attngen.targets.hopper.passes.software_pipeline_softmax import OverlapSoftmax
+from attngen.targets.hopper.passes.split_softmax import HalveSoftmax
+from attngen.targets.hopper.toolchain.certificate import faults, under_product
+from attngen.targets.hopper.toolchain.compiler import job
+from attngen.targets.hopper.toolchain.resources import sram_bytes
+from attngen.tiles.launches import launch_options, launch_registers
 from attngen.verify import verify
 from tests.hopper.common import DIVIDED, after, edited, kernel, whole
 from tests.hopper.test_numerics import hold

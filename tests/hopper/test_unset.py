@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.backends.instructions import parse
-from attngen.backends.unset import unset
+from attngen.targets.common.instructions import parse
+from attngen.targets.common.unset import unset
 from tests.hopper.test_sass import CODE, printed, said_of
 
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"

@@ -7,18 +7,18 @@ from functools import cache
 import pytest
 import torch
 
-from attngen.backends.hopper.choice import row, staying
-from attngen.backends.hopper.sram import rings, sram_bytes
-from attngen.backends.hopper.widths import piece_of, pieces, width_of
+from attngen.codegen.render import render
 from attngen.devices import CLASSES
-from attngen.emit.render import render
 from attngen.errors import VerifyError
-from attngen.ir.execute_roles import DividedLaunch
+from attngen.interp.warp_groups import DividedLaunch
 from attngen.ir.graph import Module
-from attngen.ir.roles import Put, Ring
+from attngen.ir.pipe import Put, Ring
 from attngen.ir.text import parse_module, print_kernel, print_module
-from attngen.passes.pipeline import lower, stages
+from attngen.lowering.pipeline import lower, stages
 from attngen.runtime.descriptors import descriptor
+from attngen.targets.hopper.configs.common import row, staying
+from attngen.targets.hopper.configs.head_dims import piece_of, pieces, width_of
+from attngen.targets.hopper.toolchain.resources import rings, sram_bytes
 from attngen.verify import verify
 from tests.helpers import edit
 from tests.hopper.common import after, edited, whole, wide

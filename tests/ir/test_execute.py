@@ -9,21 +9,21 @@ import pytest
 import sympy
 import torch
 
-from attngen.backends.triton.legalize import LegalizeTriton
+from attngen.conformance.oracle import dropout_keep, naive_attention
 from attngen.errors import AttngenError
-from attngen.ir.execute import DOUBLE, SINGLE, OutsideTensor, execute_kernel, run_together, spread
-from attngen.ir.execute_host import execute
+from attngen.interp.host import execute
+from attngen.interp.numeric import value
+from attngen.interp.philox import keep_scores, philox
+from attngen.interp.tile import DOUBLE, SINGLE, OutsideTensor, execute_kernel, run_together, spread
 from attngen.ir.expr import parse, symbol
 from attngen.ir.graph import Module
-from attngen.ir.numeric import value
-from attngen.ir.philox import keep_scores, philox
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.classify_tiles import ClassifyTiles
-from attngen.passes.list_tiles import ListTiles
-from attngen.passes.place_barriers import PlaceBarriers
-from attngen.passes.simplify import Simplify
-from attngen.passes.split_loops import SplitLoops
-from attngen.reference import dropout_keep, naive_attention
+from attngen.targets.triton.legalize import LegalizeTriton
+from attngen.transforms.classify_tiles import ClassifyTiles
+from attngen.transforms.insert_cta_barriers import PlaceBarriers
+from attngen.transforms.simplify import Simplify
+from attngen.transforms.split_loops import SplitLoops
+from attngen.transforms.use_block_lists import ListTiles
 from tests.helpers import ROOT, SMALL, WALKS, built, edit, unverified
 from tests.test_dropout import ANSWERS
 

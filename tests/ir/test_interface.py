@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
 from attngen.verify import verify

@@ -16,7 +16,7 @@ import sympy
 from attngen.errors import VerifyError
 from attngen.ir.expr import parse, symbol, to_text
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify import verify
 from attngen.verify.algebra import normal, same

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.analysis.io import l2_bytes
-from attngen.bounds.tiles import evaluate, runs, tile_loops, unbounded, visited
+from attngen.cost.io import l2_bytes
 from attngen.ir.expr import Expr, parse, symbol
 from attngen.ir.graph import GridAxis, Kernel, Module
 from attngen.ir.ops import Arg, Loop, Type
-from attngen.ir.shares import part, whole
+from attngen.ir.split_axes import part, whole
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.split_loops import SplitLoops
+from attngen.tiles.tiles import evaluate, runs, tile_loops, unbounded, visited
+from attngen.transforms.split_loops import SplitLoops
 from attngen.verify import rules
 from tests.helpers import edit, lowered, target
 

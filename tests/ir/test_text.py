@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.emit.render import render
+from attngen.codegen.render import render
 from attngen.errors import AttngenError, IRError, VerifyError
 from attngen.ir.expr import parse, to_text
 from attngen.ir.text import parse_module, print_module

@@ -11,9 +11,9 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.expr import symbol, to_text
 from attngen.ir.graph import PHASES, GridAxis
-from attngen.ir.shares import part
+from attngen.ir.split_axes import part
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify import rules, verify
 from tests.helpers import WALKS, edit, lowered, portable, target, unverified

@@ -10,7 +10,7 @@ import sympy
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import exp2, log2, parse, symbol, to_text
-from attngen.passes.base_two import BaseTwo, in_base_two
+from attngen.transforms.exp2_softmax import BaseTwo, in_base_two
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.passes.classify_tiles import ClassifyTiles
+from attngen.transforms.classify_tiles import ClassifyTiles
 from attngen.verify import verify
 from tests.helpers import SMALL, WALKS, changes, edit, module, unverified
 

@@ -6,7 +6,7 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import print_module
-from attngen.passes.dce import Dce
+from attngen.transforms.dce import Dce
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.backends.triton.describe_loads import DescribeLoads
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
+from attngen.targets.triton.use_tma import DescribeLoads
 from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, target
 

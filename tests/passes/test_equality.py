@@ -1,6 +1,6 @@
 """Random small specs: the module after every pass computes what the module before it did, and the first one what naive attention does.
 
-All outputs and all gradients, in float64, by the executor of the IR (attngen/ir/execute.py). Masks and scores are drawn from the grammar
+All outputs and all gradients, in float64, by the executor of the IR (attngen/interp/tile.py). Masks and scores are drawn from the grammar
 of tests/lang_strategies.py, as tests/passes/test_random_masks.py and tests/test_random_scores.py draw them.
 
     python -m tests.passes.test_equality --checks 5000 --seed 1
@@ -26,21 +26,9 @@ import pytest
 import sympy
 import torch
 
-from attngen.derive import derive, function
-from attngen.errors import AttngenError, SpecError
-from attngen.ir.execute import DOUBLE
-from attngen.ir.execute_host import execute
-from attngen.ir.expr import symbol
-from attngen.ir.graph import Module
-from attngen.ir.host import Alloc, Copy, If, Launch, ListBlocks, Place, SumDistances, View
-from attngen.ir.names import OUTPUTS
-from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
-from attngen.ir.text import parse_module, print_module
-from attngen.logical import build_module
-from attngen.passes.base import Pass
-from attngen.passes.classify_tiles import ClassifyTiles
-from attngen.passes.pipeline import lower, passes
-from attngen.reference import (
+from attngen.builders import build_module
+from attngen.conformance.derive import derive, function
+from attngen.conformance.oracle import (
     dropout_keep,
     naive_attention,
     naive_entropy,
@@ -49,8 +37,20 @@ from attngen.reference import (
     reference_mask,
     reference_scores,
 )
-from attngen.sizes import Sizes
+from attngen.errors import AttngenError, SpecError
+from attngen.interp.host import execute
+from attngen.interp.tile import DOUBLE
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Module
+from attngen.ir.host import Alloc, Copy, If, Launch, ListBlocks, Place, SumDistances, View
+from attngen.ir.names import OUTPUTS
+from attngen.ir.ops import Load, Loop, Map, Mask, Op, Position, SoftmaxStep, Store, Yield
+from attngen.ir.sizes import Sizes
+from attngen.ir.text import parse_module, print_module
+from attngen.lowering.pipeline import lower, passes
 from attngen.spec import Spec, make_spec
+from attngen.transforms.base import Pass
+from attngen.transforms.classify_tiles import ClassifyTiles
 from attngen.verify.host import reasons
 from tests import lang_strategies
 from tests.helpers import in_one_pass, module_of

@@ -6,7 +6,7 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.expr import parse
-from attngen.passes.hoist_scalars import HoistScalars
+from attngen.transforms.hoist_scalars import HoistScalars
 from attngen.verify import verify
 from attngen.verify.types import _integers_of
 from tests.helpers import SMALL, changes, edit, lowered, module, unverified

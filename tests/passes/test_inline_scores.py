@@ -6,7 +6,7 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.inline_scores import InlineScores
+from attngen.transforms.inline_scores import InlineScores
 from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, unverified
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.backends.triton.legalize import LegalizeTriton
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
+from attngen.targets.triton.legalize import LegalizeTriton
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, target
 

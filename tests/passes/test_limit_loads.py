@@ -10,9 +10,9 @@ import pytest
 from attngen.ir.graph import Module
 from attngen.ir.ops import Load
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.limit_loads import LimitLoads
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
+from attngen.transforms.limit_loads import LimitLoads
 from tests.helpers import SPECS, changes, target
 
 

@@ -10,9 +10,9 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.graph import Blocks, Module
 from attngen.ir.text import parse_module, print_kernel, print_module
-from attngen.passes.list_tiles import ListTiles
-from attngen.passes.pipeline import lower, stages
+from attngen.lowering.pipeline import lower, stages
 from attngen.spec import make_spec, parse_spec
+from attngen.transforms.use_block_lists import ListTiles
 from attngen.verify import verify
 from attngen.verify.host import reasons
 from attngen.verify.tiles import lists

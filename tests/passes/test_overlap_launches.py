@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from attngen.bounds.launches import constants, launch_options
 from attngen.devices import CLASSES
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.overlap_launches import OverlapLaunches
+from attngen.tiles.launches import constants, launch_options
+from attngen.transforms.dependent_launch import OverlapLaunches
 from attngen.verify import verify
-from attngen.verify.overlaps import overlaps as verify_launches
+from attngen.verify.dependent_launch import overlaps as verify_launches
 from tests.helpers import SPECS, changes, edit, lowered, spec, target
 
 CACHED = [name for name in SPECS if spec(name).cache]

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.backends.triton.cost import cost
 from attngen.errors import VerifyError
-from attngen.passes.pipeline import stages
-from attngen.passes.pipeline_loads import PipelineLoads
+from attngen.lowering.pipeline import stages
+from attngen.schedule.pipeline_loads import PipelineLoads
+from attngen.targets.triton.cost import cost
 from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, spec
 

@@ -6,7 +6,7 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.place_barriers import PlaceBarriers
+from attngen.transforms.insert_cta_barriers import PlaceBarriers
 from attngen.verify import verify
 from attngen.verify.structure import rewrites
 from tests.helpers import SMALL, WALKS, changes, edit, lowered, module, target, unverified

@@ -6,7 +6,7 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.place_memory import PlaceMemory
+from attngen.transforms.assign_memory_space import PlaceMemory
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module
 

@@ -27,18 +27,18 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from attngen.bounds.ranges import tile_ranges
-from attngen.bounds.tiles import evaluate
-from attngen.derive import derive
+from attngen.builders.backward import build_dkdv
+from attngen.builders.forward import build_forward
+from attngen.conformance.derive import derive
 from attngen.errors import SpecError
 from attngen.ir.expr import clamp, floordiv, mod, select
 from attngen.ir.graph import Kernel, Read
-from attngen.logical.backward import build_dkdv
-from attngen.logical.forward import build_forward
+from attngen.ir.sizes import Sizes
+from attngen.lowering.pipeline import lower
 from attngen.masks.document import SORTED_SPANS
-from attngen.passes.pipeline import lower
-from attngen.sizes import Sizes
 from attngen.spec import Spec, make_spec
+from attngen.tiles.ranges import tile_ranges
+from attngen.tiles.tiles import evaluate
 from tests import lang_strategies
 from tests.spec_strategies import drawn
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attngen.bounds.intervals import Scene
-from attngen.bounds.sampled import Counted, counted, samples, worth_listing
-from attngen.policy import LISTED, SAMPLED_ROWS
+from attngen.heuristics import LISTED, SAMPLED_ROWS
 from attngen.spec import make_spec
+from attngen.tiles.intervals import Scene
+from attngen.tiles.sampled import Counted, counted, samples, worth_listing
 
 N = LISTED * SAMPLED_ROWS
 MASKS = {

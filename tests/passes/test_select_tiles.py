@@ -13,22 +13,22 @@ import pytest
 import torch
 from rich.console import Console
 
-from attngen.analysis.report import report
-from attngen.analysis.roofline import Problem
-from attngen.backends.triton import cost as model
-from attngen.backends.triton.cost import cost, schedule_key
-from attngen.backends.triton.sram import miscounts, misfit, sram_bytes, sram_formula
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import load_module
+from attngen.cost.report import report
+from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES
-from attngen.emit.explain import explain
-from attngen.emit.files import write_module
-from attngen.emit.render import render
 from attngen.errors import FitError, VerifyError
 from attngen.ir.graph import Row
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower, stages
-from attngen.passes.select_tiles import SelectTiles
+from attngen.lowering.pipeline import lower, stages
+from attngen.report.explain import explain
+from attngen.schedule.select_tiles import SelectTiles
 from attngen.spec import parse_spec
-from attngen.testing import load_module
+from attngen.targets.triton import cost as model
+from attngen.targets.triton.cost import cost, schedule_key
+from attngen.targets.triton.sram import miscounts, misfit, sram_bytes, sram_formula
 from attngen.verify import verify
 from tests.helpers import ROOT, SMALL, changes, edit, lowered, module, spec, target
 from tests.versions.__main__ import PAIRS

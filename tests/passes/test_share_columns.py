@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from attngen.bounds.sizes import column_choices
+from attngen.builders import build_module
 from attngen.errors import VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.logical import build_module
-from attngen.passes.pipeline import passes
-from attngen.passes.share_columns import ShareColumns
-from attngen.passes.split_gradients import SplitGradients
+from attngen.lowering.pipeline import passes
 from attngen.spec import parse_spec
+from attngen.tiles.sizes import column_choices
+from attngen.transforms.split_d import ShareColumns
+from attngen.transforms.split_dkdv import SplitGradients
 from attngen.verify import verify
 from tests.helpers import changes, edit, module
 from tests.passes.test_equality import Call, check_steps

@@ -8,9 +8,9 @@ import sympy
 from attngen.errors import VerifyError
 from attngen.ir.expr import conjuncts, parse, symbol, to_text
 from attngen.ir.ops import Mask
-from attngen.passes.pipeline import lower
-from attngen.passes.simplify import Simplify, simplify_condition
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
+from attngen.transforms.simplify import Simplify, simplify_condition
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from attngen.emit.render import render
+from attngen.builders import build_module
+from attngen.codegen.render import render
+from attngen.conformance.harness import Case, heads_for, run_case
 from attngen.errors import VerifyError
 from attngen.ir.ops import Loop, Store, Yield
 from attngen.ir.text import parse_module, print_module
-from attngen.logical import build_module
-from attngen.passes.pipeline import lower
-from attngen.passes.split_gradients import SplitGradients
-from attngen.schedules.table import schedule_of, shown
+from attngen.lowering.pipeline import lower
+from attngen.schedule.table import schedule_of, shown
 from attngen.spec import parse_spec
-from attngen.testing import Case, heads_for, run_case
+from attngen.transforms.split_dkdv import SplitGradients
 from attngen.verify import verify
 from tests.helpers import changes, edit, module, module_of, target
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.passes.split_loops import SplitLoops
+from attngen.transforms.split_loops import SplitLoops
 from attngen.verify import verify
 from tests.helpers import SMALL, WALKS, changes, edit, lowered, module
 

@@ -12,14 +12,14 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.bounds.intervals import Scene
-from attngen.bounds.ranges import classify
-from attngen.bounds.tiles import evaluate
 from attngen.ir.expr import parse, symbol
 from attngen.masks.causal import Causal
 from attngen.masks.key_padding import KeyPadding
 from attngen.masks.sliding_window import SlidingWindow
-from attngen.passes.simplify import simplify_condition
+from attngen.tiles.intervals import Scene
+from attngen.tiles.ranges import classify
+from attngen.tiles.tiles import evaluate
+from attngen.transforms.simplify import simplify_condition
 
 TILE = {"q": "BLOCK_Q", "kv": "BLOCK_KV"}
 EXTENT = {"q": "Nq", "kv": "Nk"}

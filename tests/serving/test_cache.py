@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.conformance.over_cache import POISON, CacheCase, cache_cases, make_call, run_cache_case
 from attngen.errors import BuildError
-from attngen.over_cache import POISON, CacheCase, cache_cases, make_call, run_cache_case
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from tests.helpers import CUDA, SPECS, built, module_of, spec
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.over_cache import CacheCase, Call, make_call
+from attngen.conformance.over_cache import CacheCase, Call, make_call
 from tests.helpers import CUDA, SPECS, built, spec
 
 DEVICE = "cuda" if CUDA else "cpu"

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from attngen.builders.programs import alone
+from attngen.conformance.over_cache import POISON, CacheCase, Call, make_call, run_cache_case
 from attngen.errors import BuildError, VerifyError
-from attngen.ir.execute import _dealt
-from attngen.ir.execute_host import execute_host
+from attngen.interp.host import execute_host
+from attngen.interp.tile import _dealt
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
-from attngen.logical.programs import alone
+from attngen.lowering.pipeline import lower
 from attngen.masks.document import OF_QUERY
-from attngen.over_cache import POISON, CacheCase, Call, make_call, run_cache_case
-from attngen.passes.classify_tiles import ClassifyTiles
-from attngen.passes.pipeline import lower
 from attngen.spec import Spec, make_spec
+from attngen.transforms.classify_tiles import ClassifyTiles
 from attngen.verify import verify
 from tests.helpers import CUDA, built, changes, edit, lowered, module_of, spec, target
 from tests.serving.test_cache import _grown

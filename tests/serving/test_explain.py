@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from attngen.analysis.roofline import Problem
-from attngen.analysis.serving import decoding, read_bytes
+from attngen.cost.roofline import Problem
+from attngen.cost.serving import decoding, read_bytes
 from attngen.devices import DEVICES
-from attngen.emit.explain import over_cache
-from attngen.ir.numeric import compiled
+from attngen.interp.numeric import compiled
+from attngen.report.explain import over_cache
 from tests.helpers import SPECS, spec, target
 
 CACHED = [name for name in SPECS if spec(name).cache]

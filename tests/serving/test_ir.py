@@ -14,25 +14,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attngen.bounds.launches import launch_options
-from attngen.emit.render import render
+from attngen.codegen.render import render
+from attngen.conformance.over_cache import CacheCase, attend_sequence, make_call
 from attngen.errors import IRError
-from attngen.ir.deal import deal, unit_of_parts
-from attngen.ir.execute import DOUBLE
-from attngen.ir.execute_host import execute_host
+from attngen.heuristics import WAVES
+from attngen.interp.host import execute_host
+from attngen.interp.numeric import value
+from attngen.interp.tile import DOUBLE
 from attngen.ir.expr import parse, portion, to_text
 from attngen.ir.graph import Module
 from attngen.ir.names import OF_CACHE
-from attngen.ir.numeric import value
+from attngen.ir.split_kv import deal, unit_of_parts
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
-from attngen.over_cache import CacheCase, attend_sequence, make_call
-from attngen.passes.deal_keys import DealKeys
-from attngen.passes.pipeline import lower
-from attngen.passes.simplify import simplify_condition
-from attngen.policy import WAVES
-from attngen.printing.printer import to_triton
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
+from attngen.targets.printing.printer import to_triton
+from attngen.tiles.launches import launch_options
+from attngen.transforms.simplify import simplify_condition
+from attngen.transforms.split_kv import DealKeys
 from tests.helpers import SPECS, changes, edit, lowered, spec, target
 
 CACHED = [name for name in SPECS if spec(name).cache]

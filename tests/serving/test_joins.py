@@ -9,7 +9,7 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower, stages
+from attngen.lowering.pipeline import lower, stages
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import edit, lowered, target
@@ -91,7 +91,7 @@ def test_halves_do_not_take_each_others_sums() -> None:
 @pytest.mark.parametrize("kernel", ["decode", "combine"])
 def test_each_part_has_its_own_place(kernel: str, name: str) -> None:
     """Items count the parts of all sequences. Other rules see that too, so this one is asked alone."""
-    from attngen.verify.joins import joins
+    from attngen.verify.combine import joins
 
     places = {"decode": ("[hkv, first_item + part]", "[hkv, part]"), "combine": ("_head[first_item + joined, q", "_head[joined, q")}
     old, new = (place.replace("hkv", "h" if name == "fp32" else "hkv") for place in places[kernel])
@@ -111,7 +111,7 @@ def test_a_turn_loads_each_tensor_once() -> None:
 
 def test_a_part_is_stored_whole() -> None:
     """The sum of its weights, too. Other rules see that as well, so this one is asked alone."""
-    from attngen.verify.joins import joins
+    from attngen.verify.combine import joins
 
     module = _changed("fp32", "decode", "store %SUM_PARTS_head[q]", "store %MAX_PARTS_head[q]")
     said = "it stores MAX_PARTS, O_PARTS; expected O_PARTS and LSE2_PARTS, or O_PARTS, MAX_PARTS and SUM_PARTS"
@@ -130,7 +130,7 @@ def test_the_maximum_is_carried_by_its_name() -> None:
 
 def test_turns_join_all_parts() -> None:
     """Other rules see that too."""
-    from attngen.verify.joins import joins
+    from attngen.verify.combine import joins
 
     module = _changed("decode_gqa", "combine", "ranges(0 .. cdiv(parts, BLOCK_PARTS))", "ranges(1 .. cdiv(parts, BLOCK_PARTS))")
     assert [reason for reason in joins(module, module.kernel("combine")) if reason.endswith("and turns for all parts")]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from attngen.conformance.over_cache import CacheCase, cache_cases, make_call, run_cache_case
 from attngen.errors import SpecError, VerifyError
-from attngen.ir.eight_bits import NUMBERS, numbers, pairs
+from attngen.interp.e4m3 import NUMBERS, numbers, pairs
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
-from attngen.over_cache import CacheCase, cache_cases, make_call, run_cache_case
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, spec, target

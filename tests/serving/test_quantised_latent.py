@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.conformance.over_cache import CacheCase, Call, cache_cases, make_call, run_cache_case
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.text import parse_module, print_module
-from attngen.over_cache import CacheCase, Call, cache_cases, make_call, run_cache_case
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, spec, target

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attngen.backends import DIVIDERS
 from attngen.ir.graph import Row
-from attngen.schedules.table import schedule_of, shown
+from attngen.schedule.table import schedule_of, shown
+from attngen.targets.registry import DIVIDERS
 from attngen.tune.workers import Lost
 
 BY = {"gpu": "a GPU", "torch": "2", "triton": "3"}

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from attngen.backends import DIVIDERS
-from attngen.backends.base import Reading
-from attngen.backends.hopper.choice import row as usual_row
-from attngen.backends.hopper.sram import sram_bytes
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
 from attngen.devices import CLASSES
-from attngen.emit.files import write_module
-from attngen.emit.render import render
 from attngen.errors import AttngenError
+from attngen.heuristics import RANGES, SHORT_ROWS
 from attngen.ir.graph import Module, Row
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
-from attngen.passes.pipeline import undivided as sentences
-from attngen.policy import RANGES, SHORT_ROWS
-from attngen.schedules.classes import key
-from attngen.schedules.table import Divided, Entry, Table, read_table, schedule_of
+from attngen.lowering.pipeline import lower
+from attngen.lowering.pipeline import undivided as sentences
+from attngen.schedule.table import Divided, Entry, Table, read_table, schedule_of
 from attngen.spec import Spec, load_spec, make_spec
 from attngen.spec.model import Schedule
+from attngen.targets.common.base import Reading
+from attngen.targets.hopper.configs.common import row as usual_row
+from attngen.targets.hopper.toolchain.resources import sram_bytes
+from attngen.targets.registry import DIVIDERS
+from attngen.tiles.classes import key
 from attngen.tune import measure, run, summary
 from attngen.tune.measure import Bench
 from attngen.tune.tuner import Cell, Outcome, Plan, compete, home, plan
@@ -381,7 +381,7 @@ def test_a_sentence_says_why_a_kernel_has_no_row() -> None:
     narrow = "its heads have 64 columns, and with such a mask and modifiers the portable kernel is about as fast."
     none = partial(why, {})
     assert none() == [no_row + narrow] and why(EVERYWHERE) == none(schedule={"backend": "hopper"}) == []
-    assert why({None: ()}) == [f"{no_row}the portable kernel was measured to be as fast (attngen/schedules, H200)."]
+    assert why({None: ()}) == [f"{no_row}the portable kernel was measured to be as fast (attngen/schedule, H200)."]
     assert none(schedule={"backend": "triton"}) == [f"{no_row}the spec says `schedule: {{backend: triton}}`."]
     (said,) = none(schedule={"block_q": 64, "stages": 2})
     assert said.startswith(f"{no_row}the spec's `schedule` has block_q and stages, which is for portable kernels")

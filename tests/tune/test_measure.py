@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from attngen.bench.timing import Times
-from attngen.emit.files import write_module
-from attngen.emit.render import render
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
 from attngen.spec import load_spec
 from attngen.tune import measure
 from attngen.tune.measure import Bench

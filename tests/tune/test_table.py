@@ -7,21 +7,21 @@ from functools import cache
 
 import pytest
 
-from attngen.analysis.report import report
-from attngen.backends.triton import cost as model
-from attngen.backends.triton.cost import schedule_key
 from attngen.certify.certificate import chosen
+from attngen.cost.report import report
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
+from attngen.heuristics import MODELLED, RANGES, SHORT_ROWS
 from attngen.ir.graph import Module, Row
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
-from attngen.passes.pipeline_loads import PipelineLoads
-from attngen.passes.select_tiles import SelectTiles
-from attngen.policy import MODELLED, RANGES, SHORT_ROWS
-from attngen.schedules.classes import Key, key, mask_class, ranges
-from attngen.schedules.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
+from attngen.lowering.pipeline import lower
+from attngen.schedule.pipeline_loads import PipelineLoads
+from attngen.schedule.select_tiles import SelectTiles
+from attngen.schedule.table import Entry, Schedule, Table, committed, read_table, schedule_of, shown, usable
 from attngen.spec import parse_spec
+from attngen.targets.triton import cost as model
+from attngen.targets.triton.cost import schedule_key
+from attngen.tiles.classes import Key, key, mask_class, ranges
 from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, lowered, target
 
@@ -296,7 +296,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, text):
 
 
 def test_the_committed_tables_are_of_their_class_and_as_written():
-    from attngen.schedules.table import path_of
+    from attngen.schedule.table import path_of
 
     assert set(committed()) == {"sm90"}
     for name, known in committed().items():

@@ -10,12 +10,12 @@ from math import prod
 
 import pytest
 
-from attngen.backends.triton import cost as model
-from attngen.backends.triton.cost import cost, schedule_key, spills
-from attngen.backends.triton.sram import misfit
 from attngen.errors import AttngenError
-from attngen.policy import RANGES, SHORT_ROWS
-from attngen.schedules.table import Table, read_table, schedule_of
+from attngen.heuristics import RANGES, SHORT_ROWS
+from attngen.schedule.table import Table, read_table, schedule_of
+from attngen.targets.triton import cost as model
+from attngen.targets.triton.cost import cost, schedule_key, spills
+from attngen.targets.triton.sram import misfit
 from attngen.tune import run, summary, tuner
 from attngen.tune.candidates import DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, choices, search
 from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman

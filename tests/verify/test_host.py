@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from attngen.emit.render import render
+from attngen.builders import WAYS, build_module
+from attngen.builders.host import Way, build_hosts
+from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.ir.expr import symbol
 from attngen.ir.text import parse_module, print_module
-from attngen.logical import WAYS, build_module
-from attngen.logical.host import Way, build_hosts
 from attngen.spec import make_spec
 from attngen.verify import verify
 from attngen.verify.host import reasons

@@ -9,7 +9,7 @@ import sympy
 from mpmath import iv
 
 from attngen.ir.expr import parse
-from attngen.passes.pipeline import lower
+from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify.algebra import alike, equal, normal
 from attngen.verify.points import Unknown, agree, value

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.bounds.tiles import evaluate, unbounded
-from attngen.bounds.turns import either_way, first_first, last_first
-from attngen.derive import derive
+from attngen.conformance.derive import derive
 from attngen.errors import VerifyError
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Add, Count, Load, Position
+from attngen.ir.sizes import Sizes
 from attngen.ir.text import parse_module, print_module
-from attngen.passes.pipeline import lower
-from attngen.sizes import Sizes
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
+from attngen.tiles.order import either_way, first_first, last_first
+from attngen.tiles.tiles import evaluate, unbounded
 from attngen.verify import verify
 from tests.helpers import edit
 

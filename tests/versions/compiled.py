@@ -11,14 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from attngen.backends.base import Reading
-from attngen.backends.triton.compiler import compile_all, job, triton_version
-from attngen.backends.triton.cost import schedule_key
-from attngen.backends.triton.sram import sram_bytes
 from attngen.certify.certificate import TOLERANCE, chosen, reason
 from attngen.devices import CLASSES
 from attngen.ir.graph import Kernel, Module, Row
 from attngen.ir.text import parse_module
+from attngen.targets.common.base import Reading
+from attngen.targets.triton.compiler import compile_all, job, triton_version
+from attngen.targets.triton.cost import schedule_key
+from attngen.targets.triton.sram import sram_bytes
 from tests.versions import divided
 
 ROOT = Path(__file__).parents[2]

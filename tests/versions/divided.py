@@ -6,11 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from attngen.backends.hopper import HOPPER
-from attngen.backends.hopper.certificate import under_product
+from attngen.codegen.files import write_module
+from attngen.codegen.render import render
 from attngen.devices import CLASSES
-from attngen.emit.files import write_module
-from attngen.emit.render import render
+from attngen.targets.hopper import HOPPER
+from attngen.targets.hopper.toolchain.certificate import under_product
 from tests.hopper.common import DIVIDED, whole
 
 NAME = "hopper"  # among the targets

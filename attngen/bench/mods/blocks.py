@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from attngen.bench.mods.mod import Made, case, mask
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 Tensor = torch.Tensor
 

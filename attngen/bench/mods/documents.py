@@ -8,7 +8,7 @@ import torch
 
 from attngen.bench.mods.mod import Made, case, mask
 from attngen.bench.mods.windows import causal
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 Tensor = torch.Tensor
 

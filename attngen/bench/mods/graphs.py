@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from attngen.bench.mods.mod import Made, case, normal, score, whole
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 Tensor = torch.Tensor
 

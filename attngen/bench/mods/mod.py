@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from attngen.errors import AttngenError
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 
 @dataclass(frozen=True, eq=False)

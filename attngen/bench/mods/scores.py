@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attngen.bench.mods.mod import Made, Mod, case, normal, score
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 Tensor = torch.Tensor
 Scores = Callable[[Tensor], Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 from attngen.bench.mods.mod import Made, case, mask
-from attngen.sizes import Sizes
+from attngen.ir.sizes import Sizes
 
 Tensor = torch.Tensor
 

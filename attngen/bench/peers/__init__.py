@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from attngen.bench.flex import cannot
+from attngen.bench.cases.flex import cannot
 from attngen.bench.peers.base import Call, Forward, Peer, uncached, undropped, unquantised
 from attngen.bench.peers.fa4 import fa4, fa4_cannot
 from attngen.bench.peers.flashinfer import flashinfer, flashinfer_cannot

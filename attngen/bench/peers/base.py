@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attngen.bench.grids import Cell
+from attngen.bench.cases.grids import Cell
 
 if TYPE_CHECKING:
     import torch
 
-    from attngen.bench.problem import Inputs, Problem
+    from attngen.bench.cases.problem import Inputs, Problem
 
 
 Forward = Callable[["Inputs"], "torch.Tensor"]

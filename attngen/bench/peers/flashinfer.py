@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attngen.bench.grids import Cell
+from attngen.bench.cases.grids import Cell
 from attngen.bench.peers.base import Call, importable
 from attngen.masks.causal import Causal
 from attngen.masks.none import NoMask
@@ -14,7 +14,7 @@ from attngen.scores.softcap import Softcap
 if TYPE_CHECKING:
     import torch
 
-    from attngen.bench.problem import Inputs, Problem
+    from attngen.bench.cases.problem import Inputs, Problem
 
 WORKSPACE = 2**27  # bytes, as its documentation has them
 SHARED = 4  # query heads of a K/V head from which on its tensor cores pay, as SGLang and vLLM choose

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attngen.bench.flex import cannot
-from attngen.bench.grids import Cell
+from attngen.bench.cases.flex import cannot
+from attngen.bench.cases.grids import Cell
 from attngen.bench.peers.base import Call, Forward, importable
 
 if TYPE_CHECKING:
     import torch
 
-    from attngen.bench.problem import Inputs, Problem
+    from attngen.bench.cases.problem import Inputs, Problem
 
 
 LONGEST_SUM = 64  # terms of a sum in a function, which does not compile if the compiler does not unroll it: by default it does up to 7

@@ -9,7 +9,7 @@ from attngen.bench.peers.base import Call
 if TYPE_CHECKING:
     import torch
 
-    from attngen.bench.problem import Inputs, Problem
+    from attngen.bench.cases.problem import Inputs, Problem
 
 
 def naive(problem: Problem) -> Call:

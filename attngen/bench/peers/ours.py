@@ -12,16 +12,16 @@ from attngen.bench.peers.base import Call, Forward
 if TYPE_CHECKING:
     import torch
 
-    from attngen.bench.problem import Inputs, Problem
+    from attngen.bench.cases.problem import Inputs, Problem
 
 
 def ours(problem: Problem) -> Call:
     """The generated module, with what the mask reads planned."""
     import torch
 
-    from attngen.bench.functions import FunctionProblem
-    from attngen.bench.functions import ours as of_function
-    from attngen.testing import load_module
+    from attngen.bench.cases.functions import FunctionProblem
+    from attngen.bench.cases.functions import ours as of_function
+    from attngen.conformance.harness import load_module
 
     if isinstance(problem, FunctionProblem):
         return Call(of_function(problem))

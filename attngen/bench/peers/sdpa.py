@@ -7,7 +7,7 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attngen.bench.grids import Cell
+from attngen.bench.cases.grids import Cell
 from attngen.bench.peers.base import Call
 from attngen.masks.causal import Causal
 from attngen.masks.none import NoMask
@@ -15,7 +15,7 @@ from attngen.masks.none import NoMask
 if TYPE_CHECKING:
     import torch
 
-    from attngen.bench.problem import Inputs, Problem
+    from attngen.bench.cases.problem import Inputs, Problem
 
 
 def sdpa_cannot(cell: Cell, single: bool = False, masked: bool = True) -> str:

@@ -275,7 +275,7 @@ def _is_served(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
 @cache
 def _has_cache(formula: Formula) -> bool:
     """Whether a mask has kernels over a cache. If it visits lists of blocks, as where it is data, these are made of a whole call's keys."""
-    from attngen.logical.semantics import listed_blocks
+    from attngen.builders.semantics import listed_blocks
     from attngen.spec import make_spec
 
     mask = {"all_of": list(formula.parts)} if formula.parts else "none"

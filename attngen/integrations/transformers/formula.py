@@ -20,7 +20,7 @@ import torch
 from attngen.errors import AttngenError
 from attngen.frontends.specs import written
 from attngen.frontends.trace import held, names_of, trace
-from attngen.frontends.values import joined
+from attngen.frontends.tracer import joined
 from attngen.masks import KV, Mask, Q
 from attngen.masks.causal import Causal
 from attngen.masks.sliding_window import SlidingWindow

@@ -1,0 +1,1 @@
+"""What is measured: cells, grids of cells, and their data."""

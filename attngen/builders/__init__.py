@@ -1,0 +1,88 @@
+"""From a spec to logical IR, one file per direction. Nothing is decided about tiles or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attngen import __version__
+from attngen.builders.backward import build_delta, build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, learned, unfused
+from attngen.builders.blocks import build_blocks
+from attngen.builders.forward import build_forward, build_forward_by_key, build_forward_end
+from attngen.builders.host import build_hosts
+from attngen.builders.jvp import build_jvp
+from attngen.builders.key_mass import build_key_mass
+from attngen.builders.pack_gqa import PACKED
+from attngen.builders.programs import add_programs
+from attngen.builders.results import with_results
+from attngen.builders.semantics import listed_blocks, meaning
+from attngen.builders.serving import add_cache
+from attngen.errors import BuildError
+from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Kernel, Module
+from attngen.ir.heads import SHARINGS
+from attngen.spec import Spec
+
+Build = Callable[[Spec], Kernel]
+WAYS = (PACKED,)  # to compute the forward of some calls: a call takes the first whose condition holds, else @fwd
+
+
+def build_module(spec: Spec) -> Module:
+    """The logical module of a spec: its kernels, and the host programs that launch them.
+
+    In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of the backward; two
+    of a backward in one pass, if it can be; also those of WAYS that apply, and `blocks` if data says which blocks of scores count. In
+    FlashAttention-1's order (`kv_outer`), programs walk over the key tiles of a head, and further kernels finish what these have
+    rewritten. Specs with `backward: false` have the kernels of the forward alone.
+
+    Raises BuildError where the spec asks for something that has no kernels.
+    """
+    blocks = listed_blocks(spec)
+    _check_tiles(spec, blocks)
+    forward: tuple[Build, ...]
+    backward: tuple[Build, ...]
+    forward, backward = {
+        "q_outer": ((build_forward,), (build_dq, build_delta, build_dkdv)),
+        "kv_outer": ((build_forward_by_key, build_forward_end), (build_delta, build_dkdv, build_dq_end)),
+    }[spec.schedule.order]
+    if SHARINGS[spec.heads.sharing].is_shared and spec.schedule.order == "q_outer":
+        backward += (build_dkdv_end,)
+    if not unfused(spec):
+        backward += (build_fused, build_dq_end)
+    kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
+    kernels += (build_jvp(spec),) if spec.trains else ()
+    kernels += (build_key_mass(spec),) if "key_mass" in spec.outputs else ()
+    ways = [way for way in WAYS if way.applies(spec)]
+    kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))
+    module = Module(
+        name=spec.name,
+        version=__version__,
+        spec_hash=spec.hash(),
+        phase="logical",
+        backend=DEFAULT_BACKEND,
+        sharing=spec.heads.sharing,
+        head_dim_qk=spec.head_dim.qk,
+        head_dim_v=spec.head_dim.v,
+        dtypes=spec.dtype,
+        precision=spec.fp32_precision,
+        mask=spec.mask.describe(),
+        score=", ".join(s.describe() for s in spec.score) or "none",
+        order=spec.schedule.order,
+        blocks=blocks,
+        dropout=spec.dropout,
+        inputs=spec.inputs(),
+        derived=spec.derived(),
+        learned=learned(spec) if spec.trains else (),
+        kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
+        meaning=meaning(spec),
+        rope=spec.rope,
+        outputs=spec.outputs,
+    )
+    return add_programs(with_results(add_cache(build_hosts(module, ways, spec.trains), spec)))
+
+
+def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:
+    """Raise BuildError if the spec asks for tiles larger than the blocks that its mask lists."""
+    for key, rows in (("block_q", spec.schedule.block_q), ("block_kv", spec.schedule.block_kv)):
+        if blocks and rows and rows > blocks.size:
+            why = "its data says which count" if blocks.data else "`block_sparse` says which count"
+            size = f"the mask lists blocks of {blocks.size} x {blocks.size} scores ({why}), which tiles divide"
+            raise BuildError(("schedule", key), f"is {rows}, and {size}; expected {blocks.size} or less")

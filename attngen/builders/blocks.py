@@ -1,0 +1,35 @@
+"""Masks of arbitrary data: a kernel evaluates the mask in every block of scores, to find the blocks that a call visits."""
+
+from __future__ import annotations
+
+import sympy
+
+from attngen.builders.common import KernelBuilder, in_bounds
+from attngen.builders.signature import Signature
+from attngen.heuristics import LISTED, STRIP
+from attngen.ir.expr import cdiv, floordiv, select, symbol
+from attngen.ir.graph import Kernel
+from attngen.ir.ops import AXIS_DIM, Access, Base, Init, Type, Yield
+from attngen.spec import Spec
+
+BLOCKS = Signature("blocks", "q", (), ("COUNT",), about="Before all: how many pairs the mask leaves visible, of each strip of a block.")
+
+
+def build_blocks(spec: Spec) -> Kernel:
+    """The number of visible pairs in each strip of a block: scores of 0 are masked, and those above -inf are counted."""
+    b = KernelBuilder(spec, BLOCKS)
+    b.tensors()
+    b.sizes()
+    b.reads()
+    scores = (AXIS_DIM["q"], AXIS_DIM["kv"])
+    row, strip = (floordiv(symbol(f"{axis}_start"), sympy.Integer(n)) for axis, n in (("q", LISTED), ("kv", STRIP)))
+    b.add(Base("COUNT_row", Access("COUNT", (symbol("b"), symbol("h"), row)), Type("ptr")))
+    b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step")
+    b.add(Init("score", sympy.Integer(0), Type("f32", scores)), "step")
+    b.mask("masked", "score", sympy.And(b.where, in_bounds("q"), in_bounds("kv")), "step")
+    b.map("visible", select(symbol("masked") > -sympy.oo, sympy.Float(1.0), sympy.Float(0.0)), "step", masked="masked")
+    b.reduce_sum("count_rows", "visible", scores[1], "step")
+    b.reduce_sum("count", "count_rows", scores[0], "step")
+    b.store("COUNT_row", (strip,), "count", "step")
+    b.add(Yield("yield_step", ()), "step")
+    return b.kernel()

@@ -1,0 +1,453 @@
+"""The shared part of kernel builders: adding typed ops to blocks, and how heads index K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import sympy
+
+from attngen.builders.semantics import S, keeps_extremes, listed_blocks, of_product, shared, varies, whole_numbers
+from attngen.builders.signature import Signature, grid, parts_of, tensor_args
+from attngen.errors import BuildError
+from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol, to_text
+from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
+from attngen.ir.heads import SHARINGS
+from attngen.ir.names import DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    Access,
+    Add,
+    Arg,
+    Block,
+    Checks,
+    Dot,
+    Dropout,
+    Fact,
+    Gather,
+    Init,
+    Keep,
+    Length,
+    Load,
+    Loop,
+    Map,
+    Mask,
+    Merge,
+    Op,
+    Reduce,
+    Scatter,
+    Seed,
+    Store,
+    Type,
+    Unzip,
+    Zip,
+    dimension,
+)
+from attngen.ir.prove import prove_le
+from attngen.ir.split_axes import sharing
+from attngen.lang.part import NATURAL
+from attngen.spec import Spec
+from attngen.tiles.order import turn_of
+
+POSITIONS = {"Nq": "q", "Nk": "kv"}  # dimensions that are visited in tiles
+LONG = 16  # an index with more operations than this is computed once, as a value of its own
+AXIS_OF = {dim: axis for axis, dim in AXIS_DIM.items()}
+
+
+class KernelBuilder:
+    """Collects the ops of one kernel, giving each value its type."""
+
+    def __init__(self, spec: Spec, signature: Signature, wants: Iterable[Any] = ()) -> None:
+        """`wants`: what the kernel computes besides the score. Together with score and mask it decides which inputs are read."""
+        self.spec, self.signature = spec, signature
+        own = signature.own
+        self.own_axis, self.loop_axis = own, "kv" if own == "q" else "q"
+        self.score_dims = ("BLOCK_KV", "BLOCK_Q") if signature.transposed else ("BLOCK_Q", "BLOCK_KV")
+        self.ops: dict[str, list[Op]] = {"entry": []}
+        self.types: dict[str, Type] = {}
+        self.grid = grid(signature, spec.heads.sharing)
+        self.shares = next(iter(sharing(self.grid)), None)  # the axis whose programs share a loop
+        self.deal: Deal | None = None  # how keys of a cache are dealt among programs
+        self.heads = _heads(spec, signature)
+        self.score = spec.modified()
+        self.tensor_types = input_tensors(spec.inputs(), spec.derived())
+        self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
+        self.lengths = {i.name for i in spec.inputs() if i.is_size}
+        along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
+        said = spec.visible() if own == "q" else spec.visible_by_key()
+        self.where = said if signature.masks else sympy.true
+        facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)]
+        self.facts = tuple(_usable(fact, along) for fact in facts)
+        self.wants = (*([self.score] if signature.scores else []), *wants)
+        needed = named_by(spec, (self.where, *(e for f in self.facts for e in f), *self.wants))
+        self.places: dict[tuple[str, Any], str] = {}  # (block, long index) -> the name of its value
+        self.needed = tuple(read for read in spec.reads() if read.name in needed)
+        self.needed_numbers = tuple(name for name in self.numbers if name in needed)
+
+    def add(self, op: Op, block: str = "entry") -> str:
+        self.ops.setdefault(block, []).append(op)
+        self.types.update({f"{op.name}.{f}".rstrip("."): t for f, t in op.results().items()})
+        return op.name
+
+    def read_tangents(self, reads: Iterable[Read]) -> None:
+        """Read the tangents of inputs where these are read: `tslope` of %tSLOPE where `slope` is read."""
+        for read in reads:
+            tensor = f"t{read.tensor.upper()}"
+            self.tensor_types[tensor] = self.tensor_types[read.tensor]
+            self.needed += (Read(f"t{read.name}", tensor, read.index),)
+
+    def tensors(self, learned: Iterable[Learned] = ()) -> None:
+        """Declare all tensors that the kernel reads and writes, also for mask and modifiers."""
+        read = {_argument(read.tensor): self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
+        outs = parts_of(learned, self.spec.inputs())
+        for arg in tensor_args(self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
+            self.add(arg)
+
+    def _in_cache(self, type_: Type) -> Type:
+        """The type of an input: where keys are in a cache, one of each key has room for all keys that a sequence may have.
+
+        Where rows are the queries of all heads of a group, those of one head are `queries`.
+        """
+        named = ({"Nk": "Nc"} if self.signature.cache else {}) | ({"Nq": "queries"} if self.signature.packs else {})
+        return replace(type_, dims=tuple(named.get(d, d) for d in type_.dims))
+
+    def scalar(self, name: str) -> None:
+        self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.numbers}[name])))
+
+    def sizes(self) -> None:
+        """Declare scalars: the sizes of a kernel, those that indexing by head needs, and the numbers of mask and modifiers."""
+        names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
+        packs, heads = self.signature.packs, SHARINGS[self.spec.heads.sharing]
+        names += ["queries"] if packs else []
+        named = _symbols((self.where, *self.wants, *(e for read in self.needed for e in read.index)))
+        shared = heads.counts_group and not packs and (self.signature.scores or symbol("hkv") in named)
+        if (
+            shared
+            or (packs and symbol("h") in named)
+            or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs)
+        ):
+            names.append("group")
+        names += [str(self.shares.extent)] if self.shares and not self.deal else []
+        names += ["B", "items"] if self.deal else []
+        names += ["Nc", "Nn"] if self.signature.cache or self.deal else []
+        names += ["page_rows"] if self.signature.cache and self.signature.cache.page == "page_rows" else []
+        names += [PAIRS] if self.signature.merges else []
+        places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
+        bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv", *self.lengths}
+        by_keys = (self.signature.masks or symbol("Nk") in named | _symbols(places)) and not self.signature.cache
+        for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_numbers)):
+            self.scalar(name)
+        if self.signature.cache and self.signature.masks:
+            self.add(Length("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
+
+    def load_keys(self, name: str, tensor: str, head: Any, column: str, block: str) -> None:
+        """Load a tile of K or V: of the sequence and head; in a cache of pages, of those that the sequence has."""
+        cache = self.signature.cache
+        if cache is None or not cache.page:
+            self.load(name, tensor, ("b", head, "kv", column), block)
+            return
+        self.pages("page", symbol("kv_idx"), block)
+        self.load(name, tensor, (head, "kv", column), block, pages="page")
+
+    def pages(self, name: str, row: Any, block: str) -> None:
+        """The number of the page in which each row of a sequence lies, where the sequence has the row; once in a block."""
+        assert self.signature.cache is not None
+        if name not in self.types:
+            where = sympy.And(in_bounds("kv"), *([row >= 0, row < symbol("Nc")] if row != symbol("kv_idx") else []))
+            at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(self.signature.cache.page))))
+            self.add(Gather(name, at, self.uses((*at.index, where)), Type("i32", ("BLOCK_KV",)), where), block)
+
+    def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0, pages: str | None = None) -> str:
+        """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
+        access = _access(tensor, index)
+        dims = tuple(AXIS_DIM[a] for a in access.axes())
+        if set(access.axes()) == {"q", "kv"}:  # in the order of the scores' dimensions
+            dims = self.score_dims
+        always = (self.own_axis, "joined", *(("q", "kv") if block == "entry" else ()))
+        check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ROW_AXES)
+        return self.add(Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block)
+
+    def store(self, tensor: str, index: tuple[Any, ...], value: str, block: str = "entry") -> None:
+        access = _access(tensor, index)
+        own = self.own_axis
+        check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ROW_AXES)
+        self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
+
+    def merge(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
+        """Store the program's tile of `tensor`, or add it to that of the other program of its pair: programs of shares are paired."""
+        (axis,) = sharing(self.grid)
+        access, number = _access(tensor, index), symbol(axis.var)
+        turns = _access("DKDV_TURNS", (*(i for i in index[:-1] if i != self.own_axis), f"{self.own_axis}_start"))
+        turn = mod(number, sympy.Integer(2))
+        self.add(Merge(f"merge_{value}", access, value, ((self.own_axis, "always"),), "", turns, turn, ends), "entry")
+
+    def accumulate(self, tensor: str, index: tuple[Any, ...], value: str, turns: str) -> None:
+        """Add a tile to what other programs add to, in turns: from the last of the tiles that they own on."""
+        access = _access(tensor, index)
+        check: Checks = tuple((a, "partial") for a in access.axes() if a == self.loop_axis)
+        own = self.own_axis
+        place = _access(turns, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1]))
+        tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))  # of which all come, as long as no pass knows better
+        turn, makers = turn_of(own, tiles, listed_blocks(self.spec))
+        for op in makers:
+            self.add(op, "step")
+        self.add(Add(f"add_{value}", access, value, check, "", place, turn), "step")
+
+    def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
+        return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)
+
+    def carried(self, block: str, **starts: str) -> None:
+        """Declare a loop body's arguments, typed as the values they start from."""
+        for name, start in starts.items():
+            self.add(Arg(name, "carry", self.types[start]), block)
+
+    def loop(
+        self,
+        name: str,
+        var: str,
+        extent: Any,
+        body: str,
+        block: str = "entry",
+        cls: str = "unknown",
+        first: Any = 0,
+        heads: Any = (),
+        **starts: str,
+    ) -> str:
+        self.add(Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls, heads=heads), block)
+        self.types.update({f"{name}.{f}": self.types[s] for f, s in starts.items()})
+        return name
+
+    def dot(self, name: str, a: str, b: str, over: str, block: str, acc: str | None = None) -> str:
+        dims = tuple(d for v in (a, b) for d in self.types[v].dims if d != over)
+        return self.add(Dot(name, a, b, over, Type("f32", dims), acc), block)
+
+    def map(self, name: str, expr: Any, block: str = "entry", dtype: str = "f32", score: bool = False, **uses: str) -> str:
+        """An elementwise expression. The result has the dimensions of its widest operand."""
+        dims = max((self.types[r].dims for r in uses.values()), key=len, default=())
+        return self.add(Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
+
+    def unzip(self, name: str, value: str, columns: str, block: str = "entry") -> str:
+        """The even and the odd columns of a tile, `name.even` and `name.odd`; `columns` is the dimension of each. Of pairs: their numbers,
+        in fp16."""
+        of = self.types[value]
+        dtype = "fp16" if of.quantised else of.dtype
+        return self.add(Unzip(name, value, Type(dtype, (*of.dims[:1], columns))), block)
+
+    def zip(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:
+        """The tile whose even columns are the value named `columns` + `even`, and whose odd ones that named `columns` + `odd`."""
+        return self.add(Zip(name, f"{columns}even", f"{columns}odd", type_), block)
+
+    def reduce_sum(self, name: str, value: str, over: str, block: str = "entry") -> str:
+        dims = tuple(d for d in self.types[value].dims if d != over)
+        return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
+
+    def reads(self) -> None:
+        """Load what mask and modifiers read: in the loop's body if it varies along the loop or with its head, else before the loop."""
+        for read in self.needed:
+            self._read(read, self._home([e for _, e, _ in self._natural(read)]))
+
+    def _home(self, index: Iterable[Any]) -> str:
+        names = _symbols(index)
+        homes = {block for block, ops in self.ops.items() if {op.name for op in ops} & {str(s) for s in names}}
+        if symbol(f"{self.loop_axis}_idx") in names or "step" in homes:
+            return "step"
+        return "group" if symbol("g") in names or "group" in homes else "entry"
+
+    def _read(self, read: Read, block: str) -> None:
+        tensor = _argument(read.tensor)
+        plain = self._natural(read)
+        rows = [d in POSITIONS for d, _, _ in plain]
+        if all(e == natural for _, e, natural in plain) and rows == sorted(rows) and not self._is_packed(read):
+            self.load(read.name, tensor, tuple(POSITIONS.get(d, e) for d, e, _ in plain), block)
+            return
+        at, inside = self._inside(read, block)
+        value = Type(self.tensor_types[read.tensor].dtype, self._dims(_symbols((*at, inside))))
+        self.add(Gather(read.name, Access(tensor, at), self.uses((*at, inside)), value, inside), block)
+
+    def scatter(self, read: Read, tensor: str, value: str, block: str = "entry") -> None:
+        """Add a value to `tensor` where `read` reads, after a sum over the dimensions that the places do not depend on."""
+        at, inside = self._inside(read, block)
+        dims = self._dims(_symbols((*at, inside)))
+        for over in [d for d in self.types[value].dims if d not in dims]:
+            value = self.reduce_sum(f"{tensor.lower()}_{AXIS_OF[over]}_sum", value, over, block)
+        name = f"scatter_{sum(map(len, self.ops.values()))}"
+        self.add(Scatter(name, Access(tensor, at), value, self.uses((*at, inside)), inside), block)
+
+    def place(self, read: Read, dim: int, name: str, block: str) -> str:
+        """The place along a dimension at which a tensor is read, as a value; a negative one counts from the end."""
+        at, _ = self._inside(read, block)
+        return self.compute(name, at[dim], block, "i32")
+
+    def _is_packed(self, read: Read) -> bool:
+        """Whether rows of a tile, which are queries of several heads, read different heads or queries of a tensor."""
+        return self.signature.packs and not {"Hq", "Nq"}.isdisjoint(self.tensor_types[read.tensor].dims)
+
+    def _natural(self, read: Read) -> list[tuple[str, Any, Any]]:
+        """For each dimension of a read: its name, its index in this kernel, and the natural index of the dimension."""
+        dims = zip(self.tensor_types[read.tensor].dims, read.index)
+        return [(d, e.xreplace(self.heads), NATURAL[d].xreplace(self.heads) if d in NATURAL else None) for d, e in dims]
+
+    def _place(self, read: Read, e: Any, block: str) -> Any:
+        """An index. A long one becomes a value of the block, which is computed there once."""
+        if sympy.count_ops(e) <= LONG:
+            return e
+        if (block, e) not in self.places:
+            taken = {*self.types, *self.numbers, *(r.name for r in self.spec.reads())}
+            names = (f"{read.name}_place{number or ''}" for number in range(len(taken) + 1))
+            self.places[block, e] = self.compute(next(name for name in names if name not in taken), e, block, "i32")
+        return symbol(self.places[block, e])
+
+    def _inside(self, read: Read, block: str | None = None) -> tuple[tuple[Any, ...], Bool]:
+        """(indices of a read, condition under which they are inside the tensor). Negative indices count from the end.
+
+        With a block, long indices become values of it. Raises BuildError if no index is inside.
+        """
+        inside: list[Any] = []
+        at = []
+        for dim, e, natural in self._natural(read):
+            e = e if block is None else self._place(read, e, block)
+            extent = dimension(dim).xreplace(self.heads)
+            low, high = span(e)
+            if e != natural and low < 0:  # from the end
+                e = select(e < 0, e + extent, e)
+                if not prove_le(-extent, low):
+                    inside.append(e >= 0)
+            if not (prove_le(high, extent - 1) or (e == natural and dim not in POSITIONS)):
+                inside.append(e < extent)
+            at.append(e)
+        where = sympy.And(*inside, *([in_bounds("q")] if self._is_packed(read) else []))
+        if where == sympy.false:
+            places = ", ".join(map(to_text, read.index))
+            outside = f"reads `{read.tensor}` at `{places}`, which is outside of it; expected places inside"
+            raise BuildError(self.spec.key_of(read.tensor), outside)
+        return tuple(at), where
+
+    def uses(self, expressions: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+        """The values that expressions name."""
+        names = sorted(str(s) for s in _symbols(expressions))
+        return tuple((n, n) for n in names if n in self.types)
+
+    def _dims(self, symbols: Iterable[Any]) -> tuple[str, ...]:
+        """Dimensions of an expression in these symbols, in the order of the scores."""
+        names = {str(s) for s in symbols}
+        found = {d for n in names & self.types.keys() for d in self.types[n].dims}
+        found |= {AXIS_DIM[a] for a in ROW_AXES if f"{a}_idx" in names}
+        return tuple(d for d in self.score_dims if d in found)
+
+    def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:
+        """An expression in values of the kernel and positions. The result has all of their dimensions."""
+        e = e.xreplace(self.heads)
+        return self.add(Map(name, e, self.uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
+
+    def mask(self, name: str, value: str, where: Bool, block: str) -> str:
+        """Apply a condition; one that is always true leaves the value as it is."""
+        if where == sympy.true:
+            return value
+        where = where.xreplace(self.heads)
+        used = _symbols((where,))
+        uses = tuple((read.name, read.name) for read in self.needed if symbol(read.name) in used)
+        facts = tuple(Fact(*(e.xreplace(self.heads) for e in fact)) for fact in self.facts)
+        return self.add(Mask(name, value, where, uses, self.types[value], facts), block)
+
+    def scale(self) -> None:
+        """The factor of scores to base 2, if nothing else modifies them."""
+        if self.score == S:
+            self.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
+
+    def seed(self) -> None:
+        """If the spec has dropout: its scalars, and the key of its random numbers."""
+        if self.spec.dropout:
+            for name in DROPOUT_SCALARS:
+                self.scalar(name)
+            self.add(Seed("seed", "SEED", Type("i64")))
+
+    def draw(self, head: Any, *dims: str) -> None:
+        """If the spec has dropout: draw which probabilities of a tile are kept, in the loop's body."""
+        if self.spec.dropout:
+            self.add(Keep("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
+
+    def dropped(self, value: str) -> str:
+        """A tile of probabilities of the loop body after dropout; without dropout the tile itself."""
+        return self.add(Dropout("p_kept", value, "keep", self.types[value]), "step") if self.spec.dropout else value
+
+    def kernel(self) -> Kernel:
+        blocks = tuple(Block(n, tuple(ops)) for n, ops in self.ops.items())
+        of = self.signature
+        return Kernel(of.name, self.grid, blocks, self.own_axis, of.packs, of.about, deal=self.deal)
+
+
+def _symbols(expressions: Iterable[Any]) -> set[Any]:
+    return {s for e in expressions for s in e.free_symbols}
+
+
+def named_by(spec: Spec, expressions: Iterable[Any]) -> set[str]:
+    """The names in expressions, and in the places of the reads that these name."""
+    found = {str(s) for s in _symbols(expressions)}
+    for read in reversed(spec.reads()):
+        found |= {str(s) for s in _symbols(read.index)} if read.name in found else set()
+    return found
+
+
+def _usable(fact: Fact, along: set[str]) -> Fact:
+    """What is known of a condition without what differs along the loop."""
+
+    def usable(e: Bool) -> bool:
+        return along.isdisjoint(str(s) for s in e.free_symbols)
+
+    return Fact(
+        fact.literal,
+        sympy.And(*(part for part in sympy.And.make_args(fact.needs) if usable(part))),
+        sympy.Or(*(part for part in sympy.Or.make_args(fact.enough) if usable(part))),
+    )
+
+
+def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
+    """The query head and the key head, by their names in expressions, in terms of what a kernel's programs own.
+
+    In a kernel that packs heads, also the query and the head of a row.
+    """
+    h, hkv, sharing = symbol("h"), symbol("hkv"), SHARINGS[spec.heads.sharing]
+    if not signature.by_key_head:
+        return {hkv: sharing.read}
+    if signature.packs:
+        row, queries = symbol("q_idx"), symbol("queries")
+        head = sharing.owned * symbol("group") + floordiv(row, queries)
+        return {h: head, hkv: sharing.owned, row: mod(row, queries), symbol("Nq"): queries}
+    return {at: e for at, e in ((h, sharing.member), (hkv, sharing.owned)) if at != e}
+
+
+def _argument(tensor: str) -> str:
+    """The argument of kernels that is an input, or what is derived; a tangent is named as its argument."""
+    return tensor.upper() if tensor == tensor.lower() else tensor
+
+
+def _access(tensor: str, index: tuple[Any, ...]) -> Access:
+    return Access(tensor, tuple(symbol(i) if isinstance(i, str) else i for i in index))
+
+
+def scores(b: KernelBuilder, *more: Any) -> list[Any]:
+    """Compute the score of the softmax, to base 2, from the product `s`. Returns `more`, in terms of what was computed."""
+    if b.score == S:
+        b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
+        return list(more)
+    made, (first, *rest) = shared(*(whole_numbers(of_product(e)) for e in (b.score, *more)))
+    for name, e in made:
+        b.compute(name, e)
+    to_base_two = sympy.Add(*(symbol("LOG2E") * term for term in sympy.Add.make_args(first)))
+    if keeps_extremes(b.spec):
+        b.compute("score_base", first)
+        lowest = select(symbol("score_base") > -sympy.oo, -LARGEST, -sympy.oo)
+        to_base_two = sympy.Min(sympy.Max(symbol("LOG2E") * symbol("score_base"), lowest), LARGEST)
+    b.compute("score", to_base_two, score=True)
+    return rest
+
+
+def kv_head(spec: Spec) -> Any:
+    """The K/V head that query head `h` reads. K and V are indexed, never expanded."""
+    return SHARINGS[spec.heads.sharing].read
+
+
+def in_bounds(axis: str) -> Bool:
+    return symbol(f"{axis}_idx") < symbol(AXIS_EXTENT[axis])

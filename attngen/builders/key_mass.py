@@ -1,0 +1,49 @@
+"""How much weight all queries give each key: the column sums of P, as logical IR."""
+
+from __future__ import annotations
+
+from attngen.builders.backward import compute_lse2, load_sums, probabilities
+from attngen.builders.common import KernelBuilder, kv_head
+from attngen.builders.semantics import exact_sums
+from attngen.builders.signature import Signature, with_sums
+from attngen.ir.expr import cdiv, symbol
+from attngen.ir.graph import Kernel
+from attngen.ir.ops import Yield
+from attngen.spec import Spec
+
+SIGNATURE = Signature(
+    "key_mass",
+    "kv",
+    ("Q", "K", "LSE"),
+    ("KEY_MASS",),
+    apart=True,
+    about="The weight that all queries give each key: one program per key tile, over query tiles; scores are transposed.",
+)
+
+
+def build_key_mass(spec: Spec) -> Kernel:
+    """The sum of each key's weights over queries, before dropout, from q, k and the LSE alone.
+
+    As in @dkdv, whose tiles of queries it visits, weights are computed anew, P = 2^(score - lse2), with lse2 = +inf for rows that see no
+    key and for those past the end. Each query head has sums of its own, in the order of the queries.
+    """
+    b = KernelBuilder(spec, with_sums(SIGNATURE, exact_sums(spec)))
+    b.tensors()
+    b.scalar("scale")
+    b.sizes()
+    b.scale()
+    b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"))
+    b.reads()
+    starts = {"mass": b.init("mass_init", 0, "BLOCK_KV")}
+    b.loop("queries", "q", cdiv(symbol("Nq"), symbol("BLOCK_Q")), "step", **starts)
+
+    b.carried("step", **starts)
+    b.load("q", "Q", ("b", "h", "q", "d_qk"), "step")
+    load_sums(b, ("b", "h", "q"), "step")
+    compute_lse2(b, "step")
+    probabilities(b, "k", "q")
+    b.reduce_sum("p_sum", "p", "BLOCK_Q", "step")
+    b.map("mass_next", symbol("mass") + symbol("p_sum"), "step", mass="mass", p_sum="p_sum")
+    b.add(Yield("yield_step", (("mass", "mass_next"),)), "step")
+    b.store("KEY_MASS", ("b", "h", "kv"), "queries.mass")
+    return b.kernel()

@@ -1,0 +1,71 @@
+"""Few queries of grouped heads: the kernel `packed` computes those of all heads of a group as rows of one tile.
+
+Otherwise most of a tile would be empty, and each head would read the same keys again.
+"""
+
+from __future__ import annotations
+
+import sympy
+
+from attngen.builders.forward import build_forward
+from attngen.builders.host import HostBuilder, Way, known_type
+from attngen.builders.semantics import listed_blocks, varies
+from attngen.builders.signature import Signature
+from attngen.heuristics import FEW_QUERIES
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Kernel, Module, input_tensors
+from attngen.ir.heads import SHARINGS
+from attngen.ir.host import Copy, View
+from attngen.ir.ops import Type
+from attngen.lang.part import NATURAL, Q
+from attngen.spec import Spec
+
+SIGNATURE = Signature(
+    "packed",
+    "q",
+    ("Q", "K", "V"),
+    ("O", "LSE"),
+    packs=True,
+    about="Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.",
+)
+
+
+def applies(spec: Spec) -> bool:
+    """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
+    shared = SHARINGS[spec.heads.sharing].is_shared
+    alone = not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
+    own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
+    return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
+
+
+def kernels(spec: Spec) -> tuple[Kernel, ...]:
+    """The forward, in tiles of packed rows."""
+    return (build_forward(spec, SIGNATURE),)
+
+
+def view_rows(b: HostBuilder, block: str, numbers: tuple[str, ...] = ("LSE",)) -> dict[str, str]:
+    """Views of q and the results whose rows are the queries of all heads of a group, by the names of what they are views of."""
+    names = {name: f"{name}_rows" for name in ("Q", "O", *numbers)}
+    for name, rows in names.items():
+        batch, _, _, *columns = known_type(name).dims
+        type_ = Type(known_type(name).dtype, (batch, "Hkv", "Gq", *columns), "hbm")
+        b.add(View(rows, name, "group", type_, fresh=name != "Q"), block)
+    return names
+
+
+def launch(b: HostBuilder, block: str, module: Module) -> None:
+    """Launch `packed` on views whose rows are the queries of all heads of a group."""
+    names = view_rows(b, block, module.row_tensors)
+    b.launch("packed", block, tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
+    b.add(Copy("copy_0", "O_rows", "O"), block)
+
+
+PACKED = Way(
+    name="By_size",
+    where=sympy.And(sympy.Lt(symbol("Nq"), FEW_QUERIES), sympy.Lt(symbol("Hkv"), symbol("Hq"))),
+    then="few_queries",
+    orelse="many_queries",
+    applies=applies,
+    kernels=kernels,
+    launch=launch,
+)

@@ -1,0 +1,140 @@
+"""Keys and values that a cache holds in 8 bits: how kernels read them, and how new ones are stored.
+
+A load takes two numbers, which lie in columns side by side, as one value of 16 bits. Products then are of even columns and of odd ones,
+in fp16, which has all numbers of 8 bits. Queries are divided by the largest of their row first, so that fp16 has these, too.
+
+Of a latent, each key has a factor for each group of LATENT_GROUP columns. Numbers are multiplied by it as they are read, and are of the
+element type then: scores and outputs need no factors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from attngen.builders.common import KernelBuilder
+from attngen.heuristics import UNIT
+from attngen.interp.e4m3 import LARGEST
+from attngen.ir.dtypes import QUANTISED
+from attngen.ir.expr import select, symbol
+from attngen.ir.names import SCALES
+from attngen.ir.ops import HALVES, Access, Gather, Load, Map, Reduce, Type
+
+SMALLEST = sympy.Float(2.0**-126)  # factor, which divides numbers
+
+
+def _by_head(b: KernelBuilder) -> bool:
+    """Whether factors are the same for all keys of a head."""
+    return b.signature.cache is not None and b.signature.cache.scale == "head"
+
+
+def _by_tile(b: KernelBuilder, block: str) -> bool:
+    """Whether factors are the same for all keys of a tile in a loop: pages have room for whole tiles (see Kernel.tile_page)."""
+    cache = b.signature.cache
+    tile = b.spec.schedule.block_kv or UNIT
+    return block != "entry" and cache is not None and cache.page.isdigit() and int(cache.page) % tile == 0
+
+
+def load_scales(b: KernelBuilder, head: Any, block: str) -> None:
+    """The factors of keys and values: one of the program's head; or, in the block that has pages, one of the tile's page, or each row's."""
+    if _by_head(b):
+        for tensor in SCALES.values():
+            b.add(Load(tensor.lower(), Access(tensor, (head,)), Type("f32")))
+        return
+    dims: tuple[str, ...] = ("BLOCK_KV",)
+    page = next(op for op in b.ops[block] if isinstance(op, Gather) and op.name == "page")
+    if _by_tile(b, block):
+        first = {symbol("kv_idx"): symbol("kv_start")}
+        at, where = Access("PAGE_TABLE", tuple(e.xreplace(first) for e in page.src.index)), page.where.xreplace(first)
+        page, dims = Gather("first_page", at, b.uses((*at.index, where)), Type("i32"), where), ()
+        b.add(page, block)
+    for tensor in SCALES.values():
+        at = Access(tensor, (symbol(page.name), head))
+        b.add(Gather(tensor.lower(), at, b.uses((*at.index, page.where)), Type("f32", dims), page.where), block)
+
+
+def split_queries(b: KernelBuilder, head: Any) -> None:
+    """Queries in fp16, as `q_columns`, each divided by the largest number of its row, `q_size`; and factors that are of a whole head."""
+    q, q_size = symbol("q"), symbol("q_size")
+    b.map("q_abs", sympy.Max(q, -q), q="q")
+    b.add(Reduce("q_size", "q_abs", "max", "D_QK", Type("f32", ("BLOCK_Q",))))
+    b.map("q_unit", select(q_size > 0, q / q_size, q), dtype="fp16", q="q", q_size="q_size")
+    b.unzip("q_columns", "q_unit", "PAIRS_QK")
+    if _by_head(b):
+        load_scales(b, head, "entry")
+        b.map("s_scale", q_size * symbol("k_scale"), q_size="q_size", k_scale="k_scale")
+
+
+def multiply_keys(b: KernelBuilder, head: Any) -> None:
+    """The product `s` of a tile of queries and one of keys, as for numbers of the element type."""
+    b.load_keys("k_pairs", "K", head, "pair_qk", "step")
+    if not _by_head(b):
+        load_scales(b, head, "step")  # before the products, while which they arrive
+    b.unzip("k", "k_pairs", "PAIRS_QK", "step")
+    even = b.dot("s_even", "q_columns.even", "k.even", "PAIRS_QK", "step")
+    b.dot("s_unit", "q_columns.odd", "k.odd", "PAIRS_QK", "step", acc=even)
+    s_unit, q_size, k_scale = map(symbol, ("s_unit", "q_size", "k_scale"))
+    if not (_by_head(b) or _by_tile(b, "step")):
+        b.map("s", s_unit * q_size * k_scale, "step", s_unit="s_unit", q_size="q_size", k_scale="k_scale")
+        return
+    if not _by_head(b):
+        b.map("s_scale", q_size * k_scale, "step", q_size="q_size", k_scale="k_scale")
+    b.map("s", s_unit * symbol("s_scale"), "step", s_unit="s_unit", s_scale="s_scale")
+
+
+def multiply_values(b: KernelBuilder, head: Any, p: str) -> dict[str, str]:
+    """What the sums of weights `p` times values are after a tile, for even and odd columns.
+
+    Factors of a tile multiply its product. Where they differ from key to key, weights take them first, divided by the largest of the tile,
+    as fp16 has no small numbers: factors below 2**-12 of that lose digits.
+    """
+    b.load_keys("v_pairs", "V", head, "pair_v", "step")
+    b.unzip("v", "v_pairs", "PAIRS_V", "step")
+    if _by_head(b):
+        return {f"acc_{half}": b.dot(f"acc_{half}_next", p, f"v.{half}", "BLOCK_KV", "step", acc=f"rescaled_{half}") for half in HALVES}
+    factor = "v_scale"
+    if not _by_tile(b, "step"):
+        v_scale, factor, v_size = symbol("v_scale"), "v_size", symbol("v_size")
+        b.add(Reduce("v_size", "v_scale", "max", "BLOCK_KV", Type("f32")), "step")
+        b.map("v_unit", select(v_size > 0, v_scale / v_size, 0), "step", v_scale="v_scale", v_size="v_size")
+        p = b.map("p_scaled", symbol("p") * symbol("v_unit"), "step", p=p, v_unit="v_unit")
+    found = {}
+    for half in HALVES:
+        part, rescaled = b.dot(f"part_{half}", p, f"v.{half}", "BLOCK_KV", "step"), f"rescaled_{half}"
+        total = symbol("rescaled") + symbol("summed") * symbol(factor)
+        uses = (("rescaled", rescaled), ("summed", part), (factor, factor))
+        found[f"acc_{half}"] = b.add(Map(f"acc_{half}_next", total, uses, b.types[part]), "step")
+    return found
+
+
+def join_values(b: KernelBuilder, loop: str) -> str:
+    """The sums of weights times values after a loop, of all columns."""
+    acc = b.zip("acc", f"{loop}.acc_", Type("f32", ("BLOCK_Q", "D_V")))
+    return b.map("acc_scaled", symbol(acc) * symbol("v_scale"), acc=acc, v_scale="v_scale") if _by_head(b) else acc
+
+
+def load_latents(b: KernelBuilder, head: Any) -> None:
+    """`k`, a tile of latents in the element type: of each row's pairs all numbers, each times the factor of its group of columns."""
+    b.load_keys("k_pairs", "K", head, "pair_v", "step")
+    b.load_keys("k_scale", "K_SCALE", head, "group_v", "step")
+    columns = b.unzip("k_columns", "k_pairs", "PAIRS_V", "step")
+    b.zip("k_unit", f"{columns}.", Type("fp16", ("BLOCK_KV", "D_V")), "step")
+    b.map("k", symbol("k_unit") * symbol("k_scale"), "step", dtype="T", k_unit="k_unit", k_scale="k_scale")
+
+
+def scale_latents(b: KernelBuilder) -> None:
+    """`k_scale`, the factors of a tile of new latents: of the largest number of a group they make the largest one of 8 bits."""
+    b.map("k_abs", sympy.Max(symbol("k"), -symbol("k")), k="k")
+    b.add(Reduce("k_size", "k_abs", "max", "D_V", Type("f32", ("BLOCK_KV", "GROUPS_V"))))
+    b.map("k_scale", sympy.Max(symbol("k_size") / LARGEST, SMALLEST), k_size="k_size")
+
+
+def quantise(b: KernelBuilder, value: str, scale: str, pairs: str) -> str:
+    """A tile of new keys or values as the cache holds it: divided by its factors, and rounded."""
+    cache = b.signature.cache
+    assert cache is not None
+    uses = ((value, value), (scale, scale))
+    made = b.add(Map(f"{value}_unit", symbol(value) / symbol(scale), uses, Type("f32", b.types[value].dims)))
+    columns = b.unzip(f"{value}_columns", made, pairs)
+    return b.zip(f"{value}_pairs", f"{columns}.", Type(QUANTISED[cache.dtype], (*b.types[made].dims[:1], pairs)))

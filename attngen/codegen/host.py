@@ -1,0 +1,418 @@
+"""Views of host programs for the templates: the Python statement of each op, as strings.
+
+Python variables are named after the IR's values, in small letters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+
+from attngen.codegen.layout import LONGEST, fitted, tuple_text
+from attngen.codegen.torch_text import to_torch
+from attngen.ir.dtypes import TORCH
+from attngen.ir.expr import exp2, log2, parse, select, symbol, to_text
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
+from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, stride_names
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, WHOLE, Arg, Load, Map, Type, Yield
+from attngen.targets.common.base import PrintedKernel
+
+_WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
+_SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
+_MADE = {name: source for name, source in FOUND.items() if name not in _SHAPES}  # each may need those before it
+
+
+def sizes_of(wanted: Iterable[str]) -> list[str]:
+    """Statements that read the `wanted` sizes from the shapes of q and k; other sizes are ignored."""
+    lines = []
+    for first, tensor, names in ((0, "q", ("B", "Hq", "Nq")), (1, "k", ("Hkv", "Nk"))):
+        found = [name for name in names if name in wanted]
+        if found == list(names):
+            lines.append(f"{', '.join(names)} = {tensor}.shape[{first or ''}:3]")
+        else:
+            lines += [f"{name} = {tensor}.shape[{first + names.index(name)}]" for name in found]
+    return lines
+
+
+@dataclass
+class HostNode:
+    """A view of one op: `kind` names the macro that prints it, `text` holds the macro's strings, `branches` the nodes of an `if`."""
+
+    kind: str
+    text: dict[str, Any]
+    branches: list[list[HostNode]] = field(default_factory=list)
+
+
+@dataclass
+class HostView:
+    """A host program as the template prints it."""
+
+    params: list[str]
+    sizes: list[str]  # statements that define sizes and strides
+    nodes: list[HostNode]
+    returned: str  # the statement that returns the results
+    remembered: int  # the number of its tensors if the runtime may remember what it does, else 0
+
+
+@dataclass
+class KernelHandle:
+    """The runtime's object with which host programs launch a kernel."""
+
+    variable: str
+    args: list[str]  # arguments of runtime.Kernel
+
+
+def variable(name: str) -> str:
+    """The Python variable that holds a value of the IR."""
+    name, _, member = name.partition(".")
+    return VARIABLES.get(name, f"{name}_{member}".rstrip("_").lower())
+
+
+def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
+    """The handle of a kernel, with all that the runtime needs to know to launch it."""
+    args = ["kernels", f'"{kernel.name}"']
+    if not kernel.walks:
+        args.append(f'"{AXIS_DIM[kernel.own_axis]}"')
+    tensors = [a.name for a in kernel.args if a.role != "scalar"]
+    described = [f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile]
+    numbers = _numbers(kernel)
+    wholes = {at: a.name for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized}
+    few = {name for name, n in INTEGERS.items() if n.is_("few")}
+    heads = [str(at) for at, name in wholes.items() if name in few]
+    specialised = [str(at) for at, name in wholes.items() if name not in few]
+    flags = _flags(view)
+    for name, items in (
+        ("described", described),
+        ("heads", heads),
+        ("specialised", specialised),
+        ("flags", [f'"{flag}"' for flag in flags]),
+    ):
+        args += [f"{name}={tuple_text(items)}"] if items else []
+    return KernelHandle(kernel.name.upper(), args)
+
+
+def _flags(view: PrintedKernel) -> dict[str, str]:
+    """The flags that a kernel is compiled for, each with the Python expression that gives its value at a call."""
+    return {**({"DROPOUT": "seed is not None"} if view.dropout else {}), **({"LEARN": "need_inputs"} if view.learns else {})}
+
+
+def _numbers(kernel: Kernel) -> list[Arg]:
+    """A kernel's scalars in the order of its parameters: first those that a call gives, then sizes."""
+    scalars = [a for a in kernel.args if a.role == "scalar"]
+    return [a for a in scalars if a.name not in SIZES] + [a for a in scalars if a.name in SIZES]
+
+
+def _described(kernel: Kernel, tensor: str) -> str:
+    """The name of the tile size, as in `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty if it does not."""
+    for op in kernel.ops():
+        if isinstance(op, Load) and op.via and kernel.accessed(op)[0].name == tensor:
+            return AXIS_DIM[op.src.axes()[0]]
+    return ""
+
+
+class HostContext:
+    """Builds the view of one host program."""
+
+    def __init__(self, module: Module, host: Host, views: Mapping[str, PrintedKernel]) -> None:
+        self.module, self.host, self.views = module, host, views
+        self.sizes: set[str] = set()  # sizes that the program's statements use
+        self.strides: dict[str, int] = {}  # arguments whose strides launches take, and how many of each
+        self.given_shapes = host.name == "forward"  # its callers may pass sizes and strides that they know
+        tensors = [variable(a.name) for a in host.args if a.role == "in"]
+        self.first = "q" if "q" in tensors else tensors[0]  # on whose device it allocates and launches
+
+    def view(self) -> HostView:
+        """The view of the whole program."""
+        nodes = self._block("entry")
+        params = [a.name if a.name in SIZES else variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
+        results = [variable(ref) for ref in self.host.results.values()]
+        returned = f"return {', '.join(results)}" if results else ""
+        returned = returned if len(returned) < LONGEST else fitted("return ", results, "")
+        return HostView(params, self._definitions(), nodes, returned, self._remembered())
+
+    def _remembered(self) -> int:
+        """The number of the program's tensors if it is the backward, and does nothing but make tensors, by the runtime, and launch."""
+        plain = all(
+            isinstance(op, (Arg, If, Launch, Yield))
+            or (isinstance(op, Map) and not op.type.dims)
+            or (isinstance(op, Alloc) and not set(op.type.dims) & {"*", "Td"} and (op.fill is None or (op.fill == 0 and not op.like)))
+            for op in self.host.ops()
+        )
+        return sum(a.role == "in" for a in self.host.args) if plain and self.host.name == "backward" else 0
+
+    def _definitions(self) -> list[str]:
+        """Statements that define the sizes and strides which the other statements use."""
+        wanted = set(self.sizes)
+        for name in reversed(_MADE):
+            of_others = name in wanted and "." not in _MADE[name]
+            wanted |= {str(s) for s in parse(_MADE[name]).free_symbols} if of_others else set()
+            wanted |= {"Hq", "Hkv"} if name == "group" and name in wanted else set()
+        strides = {name: name for name in self.strides}
+        if self.given_shapes:
+            names: list[str] = [name if name in wanted else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
+            names += [f"{strides.pop(name)}_strides" if name in strides else "_" for name in ("q", "k", "v")]
+            lines = [f"{', '.join(names)} = shapes or runtime.shapes_of(q, k, v)"]
+        elif {"Q", "K"} <= {a.name for a in self.host.args}:
+            lines = sizes_of(wanted)
+        else:
+            lines = self.sizes_of_args(wanted)
+        lines += [f"{name} = {text}" for name, text in _MADE.items() if name in wanted]
+        if strides:
+            variables = ", ".join(f"{name}_strides" for name in strides)
+            lines.append(fitted(f"{variables}{',' * (len(strides) == 1)} = runtime.strides", list(strides), ""))
+        return lines
+
+    def sizes_of_args(self, wanted: Iterable[str]) -> list[str]:
+        """Statements that read the `wanted` sizes from the shapes of the arguments."""
+        known = {*self.host.by_name}
+        lines = []
+        for arg in self.host.args:
+            new = set(arg.type.dims) & set(wanted) - known
+            names = [dim if dim in new else "_" for dim in arg.type.dims]
+            lines += [f"{', '.join(names)} = {variable(arg.name)}.shape"] if new else []
+            known |= new
+        return lines
+
+    # ------------------------------------------------------------------ expressions
+
+    def _python(self, e: Any) -> str:
+        """The Python source of an expression of sizes and flags; the sizes are added to `self.sizes`."""
+        self.sizes |= {str(s) for s in e.free_symbols} & (FOUND.keys() | self.host.sizes)
+        if isinstance(e, select):
+            where, then, orelse = map(self._python, e.args)
+            return f"{then} if {where} else {orelse}"
+        chosen = {choice: symbol(f"choice{i}") for i, choice in enumerate(sorted(e.atoms(select), key=str))}
+        if chosen:
+            texts = {str(name): f"({self._python(choice)})" for choice, name in chosen.items()}
+            return re.sub(r"choice\d+", lambda name: texts[name[0]], self._python(e.xreplace(chosen)))
+        return re.sub(r"(?<=\w)\*(?=[\w(])", " * ", to_text(e)).replace("divisor(", "runtime.divisor(")
+
+    def _dim(self, dim: str) -> str:
+        if dim in _WIDTHS:
+            return _WIDTHS[dim]
+        if blocks := re.fullmatch(BLOCKS, dim):
+            return f"-(-{self._python(symbol(blocks[1]))} // {blocks[2]})"
+        return self._python(sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim))
+
+    def _dense(self, dims: Iterable[str]) -> tuple[str, str]:
+        """The Python source of the shape and of the strides of a contiguous tensor."""
+        names = [self._dim(d) for d in dims]
+        strides = [" * ".join(names[i + 1 :]) or "1" for i in range(len(names))]
+        return tuple_text(names), tuple_text(strides)
+
+    # ------------------------------------------------------------------ ops
+
+    def _block(self, name: str) -> list[HostNode]:
+        nodes = []
+        for op in self.host.block(name).ops:
+            if isinstance(op, Arg) or (isinstance(op, Yield) and name == "entry"):
+                continue
+            text = getattr(self, f"_{HOST_KIND[type(op)]}")(op)
+            blocks = [block for block in (op.then, op.orelse) if block] if isinstance(op, If) else []
+            branches = [self._block(block) + self._fields(op, block) for block in blocks if isinstance(op, If)]
+            nodes.append(HostNode(HOST_KIND[type(op)], text, branches))
+        return nodes
+
+    def _fields(self, op: If, block: str) -> list[HostNode]:
+        """The assignments by which a branch of an `if` gives its results."""
+        last = self.host.block(block).ops[-1]
+        pairs = [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
+        return [HostNode("fields", {"names": [name for name, _ in pairs], "values": [value for _, value in pairs]})] if pairs else []
+
+    def _yield(self, op: Yield) -> dict[str, Any]:
+        return {}
+
+    def _alloc(self, op: Alloc) -> dict[str, Any]:
+        var, dims = variable(op.name), op.type.dims
+        if op.otherwise:
+            self._python(symbol("Hkv"))
+            parts = self._python(symbol(dims[2]))
+            return {"var": f"{var}, {var}_strides", "expr": f"runtime.room_for_splits({variable(op.otherwise)}, {parts})"}
+        dtype = TORCH[op.type.dtype]
+        like = variable(op.like) if op.like else self.first
+        nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing({like}, {len(dims)}, {dtype})"
+        if op.where == sympy.false:
+            return {"var": var, "expr": nothing}
+        if "Td" in dims:  # as many rows as the schedule of the kernel says
+            kernel = next(k.name for k in self.module.kernels if any(a.name == op.name for a in k.args))
+            return {"var": var, "expr": f"runtime.distance_parts({kernel.upper()}, q, k, {self._python(op.where)})"}
+        if op.like:
+            made = f"runtime.empty_rows({like}, {_WIDTHS[dims[-1]]}{'' if op.type.dtype == 'T' else f', {dtype}'})"
+        elif set(dims) & {"*"}:
+            made = f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
+            return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}
+        else:
+            made = f"runtime.{'zeros' if op.fill == 0 else 'empty'}({like}, {', '.join(self._dense(dims))}, {dtype})"
+        if op.fill is not None and not made.startswith("runtime.zeros"):
+            made += ".zero_()" if op.fill == 0 else f".fill_({self._number(op.fill)})"
+        if op.where != sympy.true:
+            made += f" if {self._python(op.where)} else {nothing}"
+        return {"var": var, "expr": made}
+
+    def _number(self, e: Any) -> str:
+        return "-math.inf" if e == -sympy.oo else to_text(e)
+
+    def _view(self, op: View) -> dict[str, Any]:
+        var, src = variable(op.name), variable(op.src)
+        if op.by == "expand":
+            return {"var": var, "expr": f"{src}.expand({self._dim('B')}, {self._dim('Hq')}, -1, -1)"}
+        if op.by in COLUMNS:
+            return {"var": var, "expr": f"{src}[..., {':HEAD_DIM_V' if op.by == 'first_columns' else 'HEAD_DIM_V:'}]"}
+        if self._is_contiguous(op.name):
+            return {"var": var, "expr": src}
+        if op.by == "heads":
+            return {"var": var, "expr": f"{src}.unflatten(1, ({self._dim('Hkv')}, {self._dim('group')}))"}
+        options = ", fresh=True" * op.fresh + ", shaped=True" * self._is_described(op)
+        return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{options})"}
+
+    def _is_described(self, op: View) -> bool:
+        """Whether a kernel that packs heads gets columns of this view, which a copy engine then reads in the kernel's divided form."""
+        columns = {o.name for o in self.host.ops() if isinstance(o, View) and o.by in COLUMNS and o.src == op.name}
+        launched = {o.kernel for o in self.host.ops() if isinstance(o, Launch) and columns & {ref for _, ref in o.args}}
+        return any(kernel.name in launched for kernel in self.module.divided)
+
+    def _copy(self, op: Copy) -> dict[str, Any]:
+        return {"src": variable(op.src), "into": variable(op.into)}
+
+    def _if(self, op: If) -> dict[str, Any]:
+        some = [f"{variable(ref)}.numel()" for ref in op.of]
+        either = " or ".join(some)
+        condition = [f"({either})" if len(some) > 1 and op.where != sympy.true else either] if some else []
+        return {"condition": " and ".join([*condition, *([self._python(op.where)] if op.where != sympy.true else [])])}
+
+    def _sum(self, op: Sum) -> dict[str, Any]:
+        dims = self.host.type_of(op.value).dims
+        gone = [str(dims.index(d)) for d in op.over]
+        value = variable(op.value)
+        expr = f"{value}.sum({tuple_text(gone)})" if gone else value
+        left = [d for d in dims if d not in op.over]
+        if tuple(left) != op.type.dims:
+            expr += f".permute({', '.join(str(left.index(d)) for d in op.type.dims)})"
+        return {"var": variable(op.name), "expr": expr}
+
+    def _place(self, op: Place) -> dict[str, Any]:
+        index = ", ".join("slice(None)" if at == ":" else at for at in op.at)
+        return {"var": variable(op.name), "expr": f"runtime.placed({variable(op.value)}, {variable(op.like)}, {index})"}
+
+    def _sum_distances(self, op: SumDistances) -> dict[str, Any]:
+        at = next(i for i, e in enumerate(op.at) if "distance" in e)
+        kept = tuple_text([{"b": "0", "h": "1"}[e] for e in op.at if e in ("b", "h")]) or "()"
+        distance = f"torch.arange(-{self._dim('Nq')}, {self._dim('Nk')}, device=q.device)"
+        where = parse(op.at[at])
+        self._python(where)
+        index = to_torch(where, {"distance": distance})
+        return {"var": variable(op.name), "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})"}
+
+    def _map(self, op: Map) -> dict[str, Any]:
+        if not op.type.dims:
+            return {"var": op.name, "expr": self._python(op.expr), "comment": INTEGERS[op.name].about if op.name in INTEGERS else ""}
+        return {"var": variable(op.name), "expr": self._elementwise(op.expr, dict(op.uses), op.type)}
+
+    def _elementwise(self, e: Any, uses: dict[str, str], type_: Type) -> str:
+        """The Python source of an expression of tensors; each tensor is broadcast to the named dimensions of the result."""
+        if e.is_Symbol and str(e) in uses:
+            dims = self.host.type_of(uses[str(e)]).dims
+            index = [":" if d in dims else "None" for d in type_.dims]
+            while index and index[0] == "None":
+                del index[0]
+            spread = f"[{', '.join(index)}]" if "None" in index and dims else ""
+            return f"{variable(uses[str(e)])}{spread}"
+        for function in (sympy.exp, exp2, log2):
+            if isinstance(e, function):
+                return f"torch.{function.__name__}({self._elementwise(e.args[0], uses, type_)})"
+        if isinstance(e, (sympy.Max, sympy.Min)) and e.args[0].is_number:  # of a tensor and a number
+            bound, rest = "min" if isinstance(e, sympy.Max) else "max", self._elementwise(e.args[1], uses, type_)
+            return f"{rest if rest.isidentifier() else f'({rest})'}.clamp({bound}={to_text(e.args[0])})"
+        if e.is_Mul and e.args[0] == -1:
+            return f"-{self._elementwise(-e, uses, type_)}"
+        if e.is_Add or e.is_Mul:
+            terms = sorted(e.args, key=lambda a: (a.could_extract_minus_sign(), not a.is_Function, str(a)))
+            texts = [self._elementwise(a, uses, type_) for a in terms]
+            text = " + ".join(texts) if e.is_Add else " * ".join(f"({x})" if a.is_Add else x for a, x in zip(terms, texts))
+            return text.replace("+ -", "- ") if e.is_Add else text
+        return to_text(e)
+
+    def _cut_blocks(self, op: CutBlocks) -> dict[str, Any]:
+        names = [variable(f"{op.name}.{f}") for f in ("seen", "full")]
+        sizes = f"{self._dim('Nq')}, {self._dim('Nk')}"
+        return {"var": ", ".join(names), "expr": f"runtime.seen_and_full({variable(op.src)}, {sizes}, BLOCK)"}
+
+    def _list_blocks(self, op: ListBlocks) -> dict[str, Any]:
+        masks = [variable(ref) for ref in (op.src, op.full) if ref]
+        masks = [f"runtime.turned({mask})" if op.own == "kv" else mask for mask in masks]
+        fields = ("full_rank", "rank", "list") if op.full else ("rank", "list")
+        function = "list_cut_blocks" if op.full else "list_blocks"
+        return {"var": ", ".join(variable(f"{op.name}.{f}") for f in fields), "expr": f"runtime.{function}({', '.join(masks)})"}
+
+    # ------------------------------------------------------------------ launches
+
+    def _launch(self, op: Launch) -> dict[str, Any]:
+        kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
+        given, sizes = dict(op.args), dict(op.sizes)
+        tensors = [a for a in kernel.args if a.role != "scalar"]
+        extent = "Nc" if kernel.own_axis == "kv" and kernel.reads_cache else AXIS_EXTENT[kernel.own_axis]
+        axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
+        if "part" in axes:  # programs take one after another
+            axes = {"part": kernel.deal.programs * symbol("processors")} if kernel.deal else axes
+        heads, rows = sympy.Mul(*axes.values()), sizes.get(extent, symbol(extent))
+        if kernel.joins_parts:  # of which a program has one, whatever its head
+            heads, rows = sympy.Integer(1), heads * rows
+        numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
+        strides: list[str] = []
+        for a in tensors:
+            names = stride_names(a.name, a.type.dims)
+            strides += self._strides(given.get(a.name, a.name), [i for i, s in enumerate(names) if s in view.params], len(names))
+        flags = list(_flags(view).values())
+        return {
+            "handle": op.kernel.upper(),
+            "x": variable(given.get(tensors[0].name, tensors[0].name)) if kernel.prepares else self.first,
+            "rows": self._python(rows),
+            "heads": " * ".join([self._python(heads), *self._shares(kernel, rows)]),
+            "tensors": [variable(given.get(a.name, a.name)) for a in tensors],
+            "numbers": numbers,
+            "strides": strides,
+            "flags": flags,
+        }
+
+    def _shares(self, kernel: Kernel, rows: Any) -> list[str]:
+        """The Python source of the number of programs that share the columns of a sum, by the schedule that the launch takes."""
+        if (axis := kernel.shared_columns) is None:
+            return []
+        own = OWN[axis.var]
+        schedule = f'runtime.schedule(kernels, "{kernel.name}", {self.first}, {self._python(rows)})'
+        return [f'-(-{_WIDTHS[WHOLE[own]]} // {schedule}["{own}"])']
+
+    def _is_contiguous(self, ref: str) -> bool:
+        """Whether it is allocated as a contiguous tensor, or is a view of one that launches alone take: strides follow from dimensions."""
+        op = self.host.by_name[ref]
+        if isinstance(op, View) and op.by in ("heads", "group"):
+            users = (user for user in self.host.ops() if ref in user.operands())
+            return self._is_contiguous(op.src) and all(isinstance(user, Launch) for user in users)
+        return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
+
+    def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
+        """The Python source of the strides that a kernel takes: `taken` are their dimensions, of `count` dimensions without the last."""
+        var, op = variable(ref), self.host.by_name[ref]
+        if isinstance(op, View) and op.by in COLUMNS:  # its rows are those of what it is a view of
+            return self._strides(op.src, taken, count)
+        if self._is_contiguous(ref):
+            names = [self._dim(d) for d in self.host.type_of(ref).dims]
+            return [" * ".join(names[i + 1 :]) for i in taken]
+        if isinstance(op, View) and op.by == "group":
+            return [f"*{var}_strides[:{count}]"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
+        if isinstance(op, Alloc) and op.otherwise:
+            return [f"*{var}_strides"] if len(taken) == count else [f"{var}_strides[{i}]" for i in taken]
+        if len(taken) == count and count > 1:
+            if isinstance(op, Arg):
+                self.strides[var] = count
+                return [f"*{var}_strides"]
+            return [f"*{var}.stride()[:{count}]"]
+        if var in ("q", "k", "v"):
+            self.strides[var] = count
+            return [f"{var}_strides[{i}]" for i in taken]
+        return [f"{var}.stride({i})" for i in taken]

@@ -1,0 +1,1 @@
+"""Generated modules against eager PyTorch: the oracle, cases, sweeps over a device."""

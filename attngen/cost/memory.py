@@ -1,0 +1,36 @@
+"""Bytes of device memory that a call takes beside its arguments and results, from the allocations in its host programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import sympy
+
+from attngen.ir.expr import Bool, Expr
+from attngen.ir.graph import Module
+from attngen.ir.host import Alloc
+from attngen.ir.ops import Yield
+from attngen.tiles.sizes import tile_bytes
+
+
+class Scratch(NamedTuple):
+    """What a block of a host program allocates under a condition: a formula in sizes, of the tensors that are named."""
+
+    host: str
+    block: str
+    bytes: Expr
+    tensors: tuple[str, ...]
+    where: Bool
+
+
+def scratch(module: Module) -> Iterator[Scratch]:
+    """Allocations of each block of each host program that are no results, together where they have one condition."""
+    for host in module.hosts:
+        results = {ref for op in host.block("entry").ops if isinstance(op, Yield) for _, ref in op.values}
+        for block in host.blocks:
+            made = [op for op in block.ops if isinstance(op, Alloc) and op.name not in results]
+            for where in dict.fromkeys(op.where for op in made):
+                ops = [op for op in made if op.where == where]
+                size = sympy.Add(*(tile_bytes(op.type) for op in ops))
+                yield Scratch(host.name, block.name, size, tuple(op.name for op in ops), where)

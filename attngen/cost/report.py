@@ -1,0 +1,59 @@
+"""report.json: the closed forms of a module, and what they give for each schedule row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from attngen.cost.flops import executed_flops, total_tiles, useful_flops
+from attngen.cost.io import hbm_bytes
+from attngen.devices import CLASSES
+from attngen.ir.expr import to_text
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.targets.registry import maker_of
+from attngen.tiles.tiles import tile_loops
+
+# A row leaves out these fields where they have these values.
+UNSAID = {"measured": Row.measured, "backend": Row.backend, "min_rows": Row.min_rows, "columns": Row.columns}
+
+
+def report(module: Module) -> dict[str, Any]:
+    """Formulas as text and predictions as numbers, by kernel; plain data for JSON."""
+    return {
+        "module": module.name,
+        "attngen": module.version,
+        "spec": module.spec_hash,
+        "mask": module.mask,
+        "flops": {d: to_text(useful_flops(module, d)) for d in module.directions},
+        "kernels": {kernel.name: _kernel(module, kernel) for kernel in module.kernels},
+    }
+
+
+def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
+    return {
+        "tiles": str(total_tiles(kernel)) if tile_loops(kernel) else "0",
+        "flops": to_text(executed_flops(kernel)),
+        "hbm_bytes": to_text(hbm_bytes(kernel)),
+        "schedules": [
+            *(_row(module, kernel, row) for row in module.rows(kernel.name)),
+            *(_row(module, k, row) | ({"kernel": k.name} if k.of else {}) for k, row in module.stand_ins(kernel.name)),
+            *({"device": u.device, "elem_bytes": u.elem_bytes, "none": u.reason} for u in module.unfit(kernel.name)),
+        ],
+    }
+
+
+def schedule(row: Row) -> dict[str, Any]:
+    """The fields of a schedule row; those of UNSAID only where they differ from their defaults."""
+    return {name: value for name, value in asdict(row).items() if name not in UNSAID or value != UNSAID[name]}
+
+
+def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:
+    footprint = maker_of(row).footprint
+    return {
+        **schedule(row),
+        "sram_formula": to_text(footprint.formula(module, kernel, row)),
+        "sram_bytes": footprint.sram_bytes(module, kernel, row),
+        "sram_limit": CLASSES[row.device].smem_per_block,
+        "registers_per_thread": footprint.registers(module, kernel, row),
+        "reading": None,  # attngen/certify fills it in
+    }

@@ -1,0 +1,176 @@
+"""Roofline times (Williams, Waterman and Patterson 2009) of a module on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from attngen.cost.flops import executed_flops
+from attngen.cost.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes, standard_bytes
+from attngen.devices import CLASSES, Device
+from attngen.heuristics import UNIT
+from attngen.interp.numeric import compiled
+from attngen.ir.dtypes import ELEMENTS, of_size
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.names import SHARES
+from attngen.ir.ops import WHOLE, Arg, Map
+from attngen.targets.registry import backend_of
+from attngen.tiles.sizes import elem_sizes, sizes
+from attngen.tiles.tiles import count_tiles, evaluate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes for which a table is made: sequences, heads, and queries and keys of a sequence."""
+
+    batch: int = 1
+    q_heads: int = 16
+    kv_heads: int = 16
+    n_q: int = 16384
+    n_kv: int = 16384
+
+
+class Roofs:
+    """What follows from the times under the two roofs."""
+
+    compute_s: float
+    memory_s: float
+
+    @property
+    def binds(self) -> str:
+        return "compute" if self.compute_s >= self.memory_s else "memory"
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_s, self.memory_s)
+
+
+@dataclass(frozen=True)
+class Estimate(Roofs):
+    """One kernel on one device: its schedule, shared memory, traffic, FLOPs, and times under the two roofs."""
+
+    kernel: str
+    row: Row
+    sram: int  # bytes of shared memory that a program needs
+    limit: int  # bytes of shared memory that a program may have
+    loaded: float  # bytes that programs load and store
+    bytes: float  # the part of `loaded` that HBM moves; the device's cache serves the rest
+    flops: float
+    compute_s: float
+    memory_s: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes
+
+
+def scheduled_rows(kernel: Kernel, problem: Problem) -> int:
+    """The rows for which a call chooses a kernel's schedule: of its own axis, with those of all heads that its tiles pack, and where parts
+    are joined of all heads and sequences."""
+    if kernel.joins_parts:
+        return problem.batch * problem.q_heads * problem.n_q
+    if kernel.packs:
+        return problem.q_heads // problem.kv_heads * problem.n_q
+    return problem.n_q if kernel.own_axis == "q" else problem.n_kv
+
+
+def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row | None:
+    """The schedule row that the generated code takes on a device, at the smallest element size; None if no tile fits there."""
+    return row_of(module, kernel, device.cls, rows)
+
+
+def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
+    """The schedule row that the generated code takes on a device class, at the smallest element size; None if no tile fits it."""
+    size = min(elem_sizes(module, kernel))
+    mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (cls, size)]
+    return next((r for r in mine if r.max_rows is None or rows <= r.max_rows), None)
+
+
+def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
+    """Values for the symbols of one kernel's formulas: sizes, tile sizes and tiles visited. Programs are taken not to share loops."""
+    own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
+    group, heads = problem.q_heads // problem.kv_heads, problem.q_heads
+    if kernel.packs:
+        own, heads = group * own, problem.kv_heads
+    tiles = count_tiles(kernel, own, loop, row.block_q, row.block_kv, queries=problem.n_q) if kernel.loops else 0
+    return {
+        **sizes(module, row),
+        "B": problem.batch,
+        "Hq": problem.q_heads,
+        "Hkv": problem.kv_heads,
+        "group": group,
+        **dict.fromkeys(SHARES.values(), 1),
+        "queries": problem.n_q,
+        "Nq": problem.n_q,
+        "Nk": problem.n_kv,
+        "tiles": tiles * problem.batch * heads,
+    }
+
+
+def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, int]:
+    """The numbers that host programs compute on a device, by name: among how many programs a group of heads is split.
+
+    Of a cache, sequences fill it; pages whose size calls say have UNIT keys. All gradients are needed.
+    """
+    ops = [op for host in module.hosts for op in host.ops()]
+    needed = {op.name: True for op in ops if isinstance(op, Arg) and op.role == "flag"}
+    alone = (row for kernel in module.divided if kernel.adds for row in module.rows(kernel.name, kernel.backend))
+    fused = any(row.device == device.cls and known["Nk"] > row.min_rows for row in alone)
+    page = int(module.cache.page) if module.cache and module.cache.page.isdigit() else UNIT
+    of_cache = {"Nc": known["Nk"], "Nn": 0, "page_rows": page, "max_pages": -(-known["Nk"] // page)}
+    found = {**of_cache, **known, **needed, "fused": fused, "processors": device.sms, "Gq": known["group"] * known["Nq"]}
+    made: dict[str, int] = {}
+    for op in ops:
+        if isinstance(op, Map) and not op.type.dims:
+            made[op.name] = int(compiled(op.expr)(found | made))
+    return made
+
+
+def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
+    """Values that `dram_bytes` needs besides `values`: the cache in bytes, programs in flight, and head dimensions without padding."""
+    parts = {own: module.widths[whole] for own, whole in WHOLE.items() if row.columns and whole in module.widths}
+    return {
+        **module.widths,
+        **{own: Fraction(width, -(-width // row.columns)) for own, width in parts.items()},
+        str(CACHE): device.cache_bytes,
+        str(IN_FLIGHT): device.sms * backend_of(row).cost.occupancy(module, kernel, row),
+    }
+
+
+def peak(module: Module, row: Row, device: Device) -> float:
+    """FLOP/s of a device, at most, in the element type of a schedule row."""
+    element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
+    return device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
+
+
+def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
+    """The roofline estimate of one kernel on one device; None if no tile fits there."""
+    row = row_for(module, kernel, device, scheduled_rows(kernel, problem))
+    if row is None:
+        return None
+    known = values(module, kernel, row, problem)
+    numbers = known | counts(module, known, device)
+    rate = peak(module, row, device)
+    flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
+    footprint = backend_of(row).footprint
+    assert footprint.misfit(module, kernel, row) is None
+    moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, kernel, row, device)))
+    return Estimate(
+        kernel.name,
+        row,
+        footprint.sram_bytes(module, kernel, row),
+        CLASSES[device.cls].smem_per_block,
+        loaded,
+        moved,
+        flops,
+        flops / rate,
+        moved / device.hbm_bytes_per_s,
+    )
+
+
+def standard_total(module: Module, direction: str, row: Row, problem: Problem) -> float:
+    """Bytes that standard attention moves for the whole problem: all sequences and query heads."""
+    numbers = {**sizes(module, row), "Nq": problem.n_q, "Nk": problem.n_kv}
+    return float(evaluate(standard_bytes(direction), numbers)) * problem.batch * problem.q_heads

@@ -1,0 +1,1 @@
+"""The IR executed on NumPy: kernels, host programs, and warp groups that run concurrently."""

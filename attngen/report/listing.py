@@ -1,0 +1,96 @@
+"""Listings of the page: what each pass changed in the IR, and IR and Python with syntax highlighting."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from markupsafe import Markup, escape
+
+from attngen.ir.graph import Module
+from attngen.ir.ops import OPS
+from attngen.ir.text import print_module
+from attngen.lowering.pipeline import passes
+from attngen.spec import Spec
+
+
+class Line(NamedTuple):
+    """A line of a diff: `added`, `removed` or `same`; or a heading, `where`, that says where the lines below it stand."""
+
+    cls: str
+    text: str
+
+
+class Step(NamedTuple):
+    """What a pass did."""
+
+    name: str
+    says: str
+    phase: str
+    added: int
+    removed: int
+    diff: list[Line]
+    ir: Markup  # empty where the pass changed nothing
+
+
+def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
+    """What each pass did. `steps` has the name of each pass and the verified module after it; the first is `build`."""
+    says = {p.name: _says(sys.modules[type(p).__module__].__doc__) for p in passes(spec, steps[0][1])}
+    before: list[str] = []
+    for i, (name, module) in enumerate(steps):
+        text = print_module(module)
+        diff = list(_diff(before, text.splitlines())) if i else []
+        kinds = [line.cls for line in diff]
+        sentence = says.get(name, "what is computed, before anything is decided.")
+        yield Step(
+            name,
+            sentence,
+            module.phase,
+            kinds.count("added"),
+            kinds.count("removed"),
+            diff,
+            highlight(text, "ir") if diff or not i else Markup(""),
+        )
+        before = text.splitlines()
+
+
+def _says(doc: str | None) -> str:
+    """The first paragraph of a pass's module docstring, without the pass's name."""
+    return (doc or "").partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
+
+
+def _diff(before: list[str], after: list[str]) -> Iterator[Line]:
+    """The changed lines, each group with a line of context on both sides, under a heading that names its kernel, schedule or module."""
+    for group in difflib.SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(1):
+        above = after[: group[0][3] + 1]
+        where = next((line for line in reversed(above) if line.startswith(("kernel ", "schedule ", "module "))), "")
+        yield Line("where", " ".join(where.split()[:2]))
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                yield from (Line("same", f"  {line}") for line in before[i1:i2])
+            else:
+                yield from (Line("removed", f"- {line}") for line in before[i1:i2])
+                yield from (Line("added", f"+ {line}") for line in after[j1:j2])
+
+
+_PYTHON = re.compile(
+    r"""(?P<comment>\#[^\n]*)|(?P<string>[rf]?(?:\"\"\"[\s\S]*?\"\"\"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'))"""
+    r"|(?P<name>@[\w.]+)|\b(?P<word>and|as|assert|class|def|elif|else|for|from|if|import|in|is|lambda|not|or|raise|return|while|with)\b"
+)
+_IR = re.compile(
+    r"(?P<comment>^//[^\n]*)|(?P<name>@(?!hbm|sram|reg)\w+)|(?P<string>%[\w.]+)|"
+    rf"\b(?P<word>(?:(?<=^    )|(?<= = ))(?:{'|'.join(OPS)})|^(?:module|kernel|schedule)|(?<=^  )block)\b",
+    re.MULTILINE,
+)
+
+
+def highlight(text: str, language: str) -> Markup:
+    """Python or IR as HTML that marks comments, strings (in IR: values), names and keywords."""
+    parts, at = [], 0
+    for match in (_IR if language == "ir" else _PYTHON).finditer(text):
+        parts += [escape(text[at : match.start()]), f'<span class="{match.lastgroup}">{escape(match[0])}</span>']
+        at = match.end()
+    return Markup("".join([*parts, escape(text[at:])]))

@@ -1,0 +1,412 @@
+"""A divided kernel over time: lanes for its roles, for the slots of its rings, and for products in flight; drawn from the IR.
+
+The roles run op by op, as written, with durations that are fixed here and measured nowhere. A product takes PRODUCT steps, and the tensor
+cores do one at a time, in the order of issue. A copy takes COPY steps, and a softmax SOFTMAX. Any other arithmetic on a tile takes one
+step, and so does starting a copy; all else takes none. So the picture shows one of the orders that the protocol allows. It changes with
+the ops, their order, and the slots of rings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attngen.errors import AttngenError
+from attngen.interp.numeric import compiled
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import SIDES, Arg, Block, Dot, Init, Load, Loop, Mask, Op, SoftmaxStep, Yield
+from attngen.ir.pipe import (
+    Await,
+    Convert,
+    Drain,
+    Fill,
+    Flush,
+    Give,
+    Halve,
+    Hold,
+    Issue,
+    Join,
+    Pipeline,
+    Put,
+    Ring,
+    Share,
+    Take,
+    Weigh,
+    Work,
+    bodies_of,
+)
+from attngen.report.charts import Drawing, Shape, path, rect, text
+
+PRODUCT, COPY, SOFTMAX = 4, 6, 6  # steps
+TURNS, PARTIAL, TILES = (
+    3,
+    1,
+    2,
+)  # of a loop over tiles of keys; of these, partial ones, if there are full ones; tiles of a program that stays
+LEFT, STEP, LANE, BAR, TOP = 160, 8, 20, 14, 26  # sizes of the drawing
+STARTED, STORED = "bar tight", "bar other"
+# Classes of the page's style sheet, and what they stand for.
+MEANING = {
+    STARTED: "starts a copy",
+    "track": "slot: a copy to it is in flight",
+    "unlisted": "slot: full",
+    "full": "slot: taken",
+    STORED: "slot: stored from",
+    "partial": "softmax",
+    "hollow": "other arithmetic",
+    "bar deep": "product of scores",
+    "bar": "product of weights and V",
+}
+STYLE = """
+  svg { background: #ffffff; font: 12px system-ui, sans-serif; }
+  text { fill: #1c2128; stroke: #ffffff; stroke-width: 3px; stroke-linejoin: round; paint-order: stroke; }
+  .faint { fill: #57606a; } .strong { font-weight: 600; }
+  .axis { fill: none; stroke: #d0d7de; } .leader { fill: none; stroke: #57606a; stroke-width: .8; }
+  .track { fill: #e3e6ea; } .unlisted { fill: #b9d0ea; } .full { fill: #2f6fb5; }
+  .partial { fill: #e59a2c; } .hollow { fill: #ffffff; stroke: #e59a2c; stroke-width: 1; }
+  .bar { fill: #2f6fb5; } .bar.deep { fill: #0f766e; } .bar.tight { fill: #c2410c; } .bar.other { fill: #8b949e; }
+"""
+
+
+class Span(NamedTuple):
+    """A bar of a lane, from a step to a step. The class `leader` is a thin line: a role that waits, or a product in flight."""
+
+    lane: str
+    start: int
+    end: int
+    cls: str
+    label: str = ""
+    hint: str = ""
+
+
+class _Ask(NamedTuple):
+    """What a role does next: it goes on at the step that `when` gives, or waits while that is None."""
+
+    when: Callable[[], int | None]
+    cls: str = "leader"
+    label: str = ""
+    hint: str = "waits"
+
+
+Steps = Generator[_Ask, int, Any]  # what a role does: it is sent the step at which it goes on
+
+
+@dataclass
+class _Use:
+    """A fill of a ring's slot: when it starts, when the tile is there, when it is taken and given back."""
+
+    label: str
+    start: int
+    there: int
+    by: str = ""  # who shared it, where a role has
+    takes: list[int] = field(default_factory=list)
+    gives: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Agent:
+    """A copy of a role, and what it has taken, issued and put."""
+
+    name: str
+    now: int = 0
+    taken: dict[str, int] = field(default_factory=dict)  # ring -> uses of it that were taken
+    held: dict[str, tuple[str, int]] = field(default_factory=dict)  # value -> its ring and use
+    flights: dict[str, tuple[int, str]] = field(default_factory=dict)  # product -> the step at which it ends, its tile of keys
+    stored: dict[str, int] = field(default_factory=dict)  # ring -> the step at which the copy engine has read what was put
+    number: str = ""  # of the tile of keys whose product was awaited last
+
+
+class Timeline:
+    """All roles of a divided kernel, run at one number of slots: `spans`, and the roles that are `stuck` at the end."""
+
+    def __init__(self, kernel: Kernel, num_stages: int) -> None:
+        self.kernel = kernel
+        self.spans: list[Span] = []
+        rings = [op for op in kernel.ops() if isinstance(op, Ring) and not op.beside]
+        self.slots = {ring.name: int(compiled(ring.slots)({"num_stages": num_stages})) for ring in rings}
+        self.uses: dict[str, list[_Use]] = {ring.name: [] for ring in rings}
+        self.takers = {ring.name: sum(b.role.copies for b in kernel.roles if b.role and _takes(kernel, b, ring.name)) for ring in rings}
+        self.takers |= {ring.name: 1 for ring in rings if ring.relay}
+        alone = [b.name for b in kernel.roles if b.role and b.role.copies == 1]
+        self.told = {op.ring for name in alone for op in kernel.within(name) if isinstance(op, Share)}  # from one role to another
+        self.free = 0  # when the tensor cores have done what was issued
+        classes = {cls for op in kernel.ops() for cls in _classes(op)}
+        partial = PARTIAL if "full" in classes else TURNS
+        self.turns = {"partial": partial, "full": TURNS - partial if "partial" in classes else TURNS}
+        self.agents = [
+            _Agent(f"{b.name} {n}" if b.role.copies > 1 else b.name) for b in kernel.roles if b.role for n in range(b.role.copies)
+        ]
+        homes = [b.name for b in kernel.roles if b.role for _ in range(b.role.copies)]
+        self.stuck = self._run([self.block(agent, home, "full") for agent, home in zip(self.agents, homes)])
+        self.end = max([agent.now for agent in self.agents] + [span.end for span in self.spans])
+        for ring in self.uses:
+            self._show(ring)
+
+    def _run(self, roles: list[Steps]) -> list[str]:
+        """Let the role go on that can do so first; the names of those that wait for ever."""
+        asks = {i: ask for i, role in enumerate(roles) if (ask := next(role, None))}
+        while asks:
+            ready = [(max(self.agents[i].now, step), i) for i, ask in asks.items() if (step := ask.when()) is not None]
+            if not ready:
+                return [self.agents[i].name for i in asks]
+            step, i = min(ready)
+            agent, ask = self.agents[i], asks.pop(i)
+            self.spans.append(Span(agent.name, agent.now, step, *ask[1:]))
+            agent.now = step
+            with suppress(StopIteration):
+                asks[i] = roles[i].send(step)
+        return []
+
+    def _show(self, ring: str) -> None:
+        """The spans of a ring's slots."""
+        for n, use in enumerate(self.uses[ring]):
+            lane, tile = f"{ring} {n % self.slots[ring]}", f"tile {use.label}"
+            end = max(use.gives) if len(use.gives) == self.takers[ring] else self.end
+            taken = min([*use.takes, end])
+            self.spans.append(Span(lane, use.start, use.there, "track", "", f"{tile} is copied"))
+            self.spans.append(Span(lane, use.there, taken, "unlisted", "", f"{tile} is there"))
+            self.spans.append(Span(lane, taken, end, "full", use.label, f"{tile} is taken"))
+
+    # ------------------------------------------------------------------ ops
+
+    def block(self, agent: _Agent, name: str, cls: str) -> Steps:
+        for op in self.kernel.block(name).ops:
+            yield from self.op(agent, op, cls)
+
+    def op(self, agent: _Agent, op: Op, cls: str) -> Steps:
+        match op:
+            case Work():
+                yield from self.work(agent, op)
+            case Pipeline():
+                classes = ["partial"] * (self.turns["partial"] * bool(op.partial)) + ["full"] * (self.turns["full"] * bool(op.full))
+                by_twos = dict.fromkeys(range(1, len(classes), 2), op.odd or op.pair) if op.odd or op.pair else {}
+                alone = [at for at in range(len(classes)) if not (op.pair and at + 1 in by_twos)]
+                for at, each in ((at, classes[at]) for at in alone):
+                    if at in by_twos:
+                        yield from self.block(agent, by_twos[at], each)
+                        continue
+                    yield from self.block(agent, op.step if at or not op.first else op.first, each if at else "partial")
+                if op.last:
+                    yield from self.block(agent, op.last, "full")
+            case Loop():
+                for _ in range(self.turns.get(op.cls, TURNS)):
+                    yield from self.block(agent, op.body, op.cls)
+            case Fill() if op.ring in self.uses:
+                yield from self.fill(agent, op.ring, str(len(self.uses[op.ring])), COPY)
+            case Share() if op.ring in self.told:
+                self.uses[op.ring].append(_Use(str(len(self.uses[op.ring])), agent.now, agent.now, agent.name))
+            case Take():
+                agent.held[op.name] = op.ring, (yield from self.take(agent, op.ring))
+            case Give():
+                ring, use = agent.held[op.value]
+                self.uses[ring][use].gives.append(agent.now)
+            case Drain():
+                yield _Ask(lambda: self.given(op.ring, len(self.uses[op.ring])))
+            case Issue():
+                self.issue(agent, op)
+            case Await():
+                yield from self.landed(agent, op.value)
+            case Dot():
+                self.issue(agent, op)
+                yield from self.landed(agent, op.name)
+            case Put():
+                yield _Ask(lambda: agent.stored.get(op.through, 0))
+                agent.stored[op.through] = agent.now + COPY
+                self.spans.append(
+                    Span(f"{op.through} 0", agent.now, agent.now + COPY, STORED, "", f"%{op.value} of {agent.name} is stored")
+                )
+            case Flush():
+                yield _Ask(lambda: agent.stored.get(op.through, 0))
+            case _:
+                yield from self.compute(agent, op, cls)
+
+    def compute(self, agent: _Agent, op: Op, cls: str) -> Steps:
+        """Arithmetic, and loads that no producer does."""
+        steps, label, shown = 1, "", "hollow"
+        if isinstance(op, (SoftmaxStep, Weigh)):
+            halved = isinstance(op, Weigh)
+            steps, label, shown = SOFTMAX // 2 if halved else SOFTMAX, f"{'half ' * halved}softmax {agent.number}", "partial"
+        elif isinstance(op, Load) and op.type.space == "sram":
+            steps, shown = COPY, "track"
+        elif not self.counts(op, cls):
+            return
+        end = agent.now + steps
+        yield _Ask(lambda: end, shown, label, f"%{op.name}")
+
+    def counts(self, op: Op, cls: str) -> bool:
+        """Whether an op is arithmetic on a tile, in a turn of this class."""
+        if isinstance(op, (Arg, Init, Yield, Convert, Halve, Hold, Join)) or (
+            isinstance(op, Mask) and cls == "full" and op.when == "partial"
+        ):
+            return False
+        types = (*op.results().values(), *map(self.kernel.type_of, op.operands()))
+        return any(len(t.dims) == 2 and t.space == "reg" for t in types)
+
+    def work(self, agent: _Agent, op: Work) -> Steps:
+        """The tiles of a program that stays, and the sign that there are no more."""
+        for n in range(TILES + 1):
+            use = -1
+            if op.draws:
+                yield from self.fill(agent, op.ring, str(n) if n < TILES else "end", 0)
+            else:
+                use = yield from self.take(agent, op.ring)
+            if n < TILES:
+                yield from self.block(agent, op.body, "full")
+            if not op.draws:
+                self.uses[op.ring][use].gives.append(agent.now)
+
+    # ------------------------------------------------------------------ rings and products
+
+    def given(self, ring: str, count: int) -> int | None:
+        """When the first uses of a ring, so many, have been given back by all takers; None while they have not."""
+        uses = self.uses[ring][:count]
+        if any(len(use.gives) < self.takers[ring] for use in uses):
+            return None
+        return max([0, *(step for use in uses for step in use.gives)])
+
+    def fill(self, agent: _Agent, ring: str, label: str, steps: int) -> Steps:
+        """The ring's next slot, once its last tile has been given back. The copy engine fills it while the role goes on."""
+        yield _Ask(lambda: self.given(ring, len(self.uses[ring]) - self.slots[ring] + 1) if len(self.uses[ring]) >= self.slots[ring] else 0)
+        self.uses[ring].append(_Use(label, agent.now, agent.now + steps))
+        end = agent.now + bool(steps)
+        yield _Ask(lambda: end, STARTED, "", f"fills %{ring}")
+
+    def take(self, agent: _Agent, ring: str) -> Generator[_Ask, int, int]:
+        count = agent.taken.get(ring, 0)
+        agent.taken[ring] = count + 1
+
+        def others() -> list[int]:
+            return [at for at, use in enumerate(self.uses[ring]) if use.by != agent.name]
+
+        yield _Ask(lambda: self.uses[ring][others()[count]].there if count < len(others()) else None)
+        use = others()[count]
+        self.uses[ring][use].takes.append(agent.now)
+        return use
+
+    def issue(self, agent: _Agent, op: Issue | Dot) -> None:
+        """A product starts once the tensor cores have done what was issued before. It is numbered as its right operand is."""
+        start = max(agent.now, self.free)
+        self.free = start + PRODUCT
+        number = str(agent.held[op.b][1]) if op.b in agent.held else ""
+        agent.flights[op.name] = self.free, number
+        label = re.sub(r"(_flight|_next|_told|_in_\w+?)+$", "", op.name)
+        lane, hint = f"products of {agent.name}", f"%{op.name}"
+        self.spans.append(Span(lane, agent.now, start, "leader", "", f"{hint} waits for the tensor cores"))
+        self.spans.append(
+            Span(
+                lane, start, self.free, "bar" if op.acc and op.over not in SIDES.values() else "bar deep", f"{label} {number}".strip(), hint
+            )
+        )
+
+    @staticmethod
+    def landed(agent: _Agent, product: str) -> Steps:
+        """Wait for a product."""
+        end, agent.number = agent.flights[product]
+        yield _Ask(lambda: end)
+
+
+def _takes(kernel: Kernel, block: Block, ring: str) -> bool:
+    """Whether a block takes tiles, or places of tiles, from a ring."""
+    for op in block.ops:
+        if isinstance(op, (Take, Work)) and op.ring == ring and not getattr(op, "draws", False):
+            return True
+        if any(_takes(kernel, kernel.block(body), ring) for body in bodies_of(op)):
+            return True
+    return False
+
+
+def _classes(op: Op) -> set[str]:
+    """The classes of tiles that an op runs over."""
+    if isinstance(op, Pipeline):
+        return {cls for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
+    return {op.cls} if isinstance(op, Loop) else set()
+
+
+# ---------------------------------------------------------------------------------------------- drawing
+
+
+def lanes(module: Module, kernel: Kernel) -> Drawing:
+    """Draw a divided kernel over time, at the number of slots of the first row of its schedule."""
+    row = module.rows(kernel.name, kernel.backend)[0]
+    line = Timeline(kernel, row.num_stages)
+    names = _order(kernel, line)
+    width, bottom = LEFT + STEP * line.end + 12, TOP + LANE * len(names)
+    shapes = [text(0, 12, f"@{kernel.name}, in steps", "strong")]
+    for step in range(0, line.end + 1, 2 * SOFTMAX):
+        shapes.append(path([(LEFT + STEP * step, TOP - 6), (LEFT + STEP * step, bottom)], "axis"))
+        shapes.append(text(LEFT + STEP * step, TOP - 8, str(step), "faint", "middle"))
+    for i, name in enumerate(names):
+        y = TOP + LANE * i
+        shapes.append(text(LEFT - 8, y + BAR - 2, _called(name), anchor="end"))
+        for span in sorted((s for s in line.spans if s.lane == name and s.end > s.start), key=lambda s: s.cls != "leader"):
+            shapes += _bar(span, y)
+    seen = {span.cls for span in line.spans if span.end > span.start}
+    legend, bottom = _legend([cls for cls in MEANING if cls in seen], bottom + 12, width)
+    says = f"{', '.join(map(_called, names))}, over {line.end} steps"
+    says += f"; {' and '.join(line.stuck)} wait for ever" if line.stuck else ""
+    return Drawing(width, bottom, f"Roles of @{kernel.name} over time", says, shapes + legend)
+
+
+def _order(kernel: Kernel, line: Timeline) -> list[str]:
+    """The names of lanes from the top: roles that fill rings, rings, and the other roles, each with its products."""
+    filling = {b.name for b in kernel.roles if any(isinstance(op, Fill) for op in kernel.within(b.name))}
+    found = [agent.name for agent in line.agents if agent.name.split()[0] in filling]
+    found += [f"{ring} {slot}" for ring, slots in line.slots.items() for slot in range(slots)]
+    for agent in line.agents:
+        found += [] if agent.name in found else [agent.name, f"products of {agent.name}"]
+    drawn = {span.lane for span in line.spans}
+    return [name for name in found if name in drawn or name in {agent.name for agent in line.agents}]
+
+
+def _called(lane: str) -> str:
+    """A lane's name for readers: `K_ring 0` is slot 0 of K."""
+    ring, is_slot, slot = lane.partition("_ring ")
+    return f"{ring}, slot {slot}" if is_slot else lane
+
+
+def _bar(span: Span, y: float) -> list[Shape]:
+    x, right = LEFT + STEP * span.start, LEFT + STEP * span.end
+    if span.cls == "leader":
+        return [path([(x, y + BAR / 2), (right, y + BAR / 2)], "leader")]
+    shapes = [rect(x, y, right - x, BAR, span.cls, f"{span.hint}, steps {span.start} .. {span.end}")]
+    label = text((x + right) / 2, y + BAR - 3, span.label, anchor="middle")
+    return [*shapes, label._replace(attributes={**label.attributes, "font-size": "10"})] if span.label else shapes
+
+
+def _legend(classes: list[str], y: float, width: float) -> tuple[list[Shape], int]:
+    """What colours mean, in as many lines as it takes, and where they end."""
+    shapes: list[Shape] = []
+    x = 0.0
+    for cls, words in [*((cls, MEANING[cls]) for cls in classes), ("leader", "waits, or is in flight")]:
+        size = 24 + 6.6 * len(words)
+        x, y = (x, y) if x + size <= width else (0.0, y + LANE)
+        shapes.append(path([(x, y + 6), (x + 12, y + 6)], cls) if cls == "leader" else rect(x, y, 12, 12, cls))
+        shapes.append(text(x + 17, y + 10, words))
+        x += size + 10
+    return shapes, int(y) + LANE
+
+
+def svg(drawing: Drawing) -> str:
+    """A drawing as an SVG file."""
+    size = f'viewBox="0 0 {drawing.width} {drawing.height}" width="{drawing.width}" height="{drawing.height}"'
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
+    lines += [f"<title>{escape(drawing.title)}</title>", f"<desc>{escape(drawing.says)}</desc>", f"<style>{STYLE}</style>"]
+    for shape in drawing.shapes:
+        attributes = "".join(f' {key}="{escape(value)}"' for key, value in shape.attributes.items())
+        hint = f"<title>{escape(shape.hint)}</title>" if shape.hint else ""
+        lines.append(f"<{shape.tag}{attributes}>{hint}{escape(shape.text)}</{shape.tag}>")
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def write_lanes(module: Module, file: Path) -> None:
+    """Write the picture of a module's divided kernel; AttngenError for another suffix, or where no kernel is divided."""
+    if file.suffix != ".svg":
+        raise AttngenError(f"--lanes {file}: expected a name that ends in .svg")
+    if not module.divided:
+        raise AttngenError(f"--lanes {file}: no kernel of {module.name} is divided into roles here; `attngen dump` shows its kernels")
+    file.write_text(svg(lanes(module, module.divided[0])), encoding="utf-8")

@@ -1,0 +1,121 @@
+"""What backends that compile by Triton share: compilation ahead of time, by processes that need no GPU and never interpret."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attngen.errors import last_line
+from attngen.ir.dtypes import QUANTISED
+from attngen.targets.common.base import Reading
+
+TYPES = {
+    "f32": "fp32",
+    "i32": "i32",
+    "i64": "i64",
+    "b1": "i1",
+    **dict.fromkeys(QUANTISED.values(), "i16"),
+}  # of the IR, as Triton names them
+FLAGS = {"DROPOUT": True, "LEARN": True}  # constants that a call gives: they are on, as in the heavier kernel
+_EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
+
+
+def triton_version() -> str:
+    """The version of the compiler that is installed."""
+    import triton
+
+    return str(triton.__version__)
+
+
+def compile_each(compile_one: Callable[[Any], Reading | str], jobs: Sequence[Any], workers: int | None = None) -> Iterator[Reading | str]:
+    """The readings of jobs, in order: by as many processes as there are cores, or `workers`.
+
+    The processes never interpret, see no cache, and need no GPU. A kernel that several modules have (`delta`, say) is compiled once.
+    One that does not compile gives the sentence on why. Jobs have a field `file`; compile_one is a function that processes can import.
+    """
+    workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
+    with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
+        spawn = multiprocessing.get_context("spawn")  # a forked one would keep this process's Triton, which may interpret
+        with ProcessPoolExecutor(workers, spawn, _prepare, (folder,)) as pool:
+            alike = [replace(j, file=Path()) for j in jobs]
+            started = {key: pool.submit(compile_one, j) for key, j in reversed([*zip(alike, jobs)])}
+            for future in (started[key] for key in alike):
+                try:
+                    yield future.result()
+                except BrokenProcessPool:
+                    yield "the compiler's process ended"
+
+
+def _prepare(folder: str) -> None:
+    """Set up a process before it imports Triton."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
+
+
+def compiled(source: Any, target: Any, options: Mapping[str, int]) -> tuple[Any, str, float] | str:
+    """What Triton makes of a source, what its tools say meanwhile, and the seconds it takes; the sentence on why if it does not compile."""
+    import triton
+
+    said, start = io.StringIO(), time.perf_counter()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            made = triton.compile(source, target=target, options=dict(options))
+    except Exception as error:  # of many kinds, of Triton's own and of its tools'
+        return last_line(error)
+    return made, said.getvalue(), time.perf_counter() - start
+
+
+@cache
+def load(file: Path) -> ModuleType:
+    """The Python file of kernels as a module."""
+    name = f"attngen_certified_{abs(hash(file))}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def said_by_ptxas(log: str) -> tuple[int, int]:
+    """Registers and spilled bytes, as ptxas says."""
+    return numbers(r"Used (\d+) registers", log)[0], sum(numbers(r"(\d+) bytes spill (?:stores|loads)", log))
+
+
+def numbers(pattern: str, text: str) -> list[int]:
+    """The whole numbers that a pattern finds."""
+    return [int(n) for n in re.findall(pattern, text)]
+
+
+def code_bytes(elf: bytes) -> int:
+    """Bytes of machine code in an object file (ELF, 64 bits, little endian)."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count = struct.unpack_from("<HH", elf, 0x3A)
+    headers: list[Any] = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    return sum(length for _, _, flags, _, _, length in headers if flags & _EXECUTABLE)
+
+
+def disassembled(binary: bytes) -> str:
+    """Machine code as text, by the nvdisasm that Triton brings along."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout

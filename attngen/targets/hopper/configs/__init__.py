@@ -1,0 +1,1 @@
+"""Which kernels run warp-specialized, under which configs: facts about sm90, feasibility, preferences."""

@@ -1,0 +1,1 @@
+"""Passes that make a warp-specialized kernel of a portable one."""

@@ -1,0 +1,115 @@
+"""split-columns: two roles have half of a latent's columns each.
+
+before:  role @consumer copies(1) rows(64) ...
+           %keys_full = loop kv ranges(...) carry(m=%m_init, l=%l_init, acc=%acc_init) body(@step) cls(full)
+         block @step
+           %k = load %K[0, kv, d_v] ... : T[BLOCK_KV, D_V] @sram
+           %s = dot %q %k over(D_V) acc(%s_rope) : f32[BLOCK_Q, BLOCK_KV] @reg
+           %acc_next = dot %soft.p %k over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @reg
+after:   role @left copies(1) rows(64) ...
+           %keys_full_left = loop kv ranges(...) carry(m_left=%m_init_left, ...) body(@step_left) cls(full)
+         role @right copies(1) rows(64) ...
+           (the same, with right in place of left)
+         block @step_left
+           %k_left = load %K[0, kv, left_v] ... : T[BLOCK_KV, LEFT_V] @sram
+           %k_other_left = load %K[0, kv, right_v] ... : T[BLOCK_KV, RIGHT_V] @sram
+           %s_own_left = dot %q_left %k_left over(LEFT_V) acc(%s_rope_left) : f32[BLOCK_Q, BLOCK_KV] @reg
+           %s_left = dot %q_other_left %k_other_left over(RIGHT_V) acc(%s_own_left) : f32[BLOCK_Q, BLOCK_KV] @reg
+           %acc_next_left = dot %soft_left.p %k_left over(BLOCK_KV) acc(%rescaled_left) : f32[BLOCK_Q, LEFT_V] @reg
+
+Sums of 64 rows and 512 columns fill the registers of a group of four warps; those of half of the columns leave room for scores. Here
+both roles still compute all weights: the pass share-weights changes that. The sums of rows are stored by the role on the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import SIDES, Access, Block, Dot, Load, Loop, Op, Role, Store, Type, Yield
+from attngen.targets.hopper.configs.families import with_latents
+from attngen.targets.hopper.configs.mla_decode import OTHER
+from attngen.targets.hopper.configs.sm90 import LATENT_REGISTERS, ROWS
+from attngen.transforms.base import Pass
+
+WHOLE = "d_v"  # the index letter of all columns
+
+
+@dataclass(frozen=True)
+class SplitColumns(Pass):
+    name: ClassVar[str] = "split-columns"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return with_latents(module, _split)
+
+
+def _split(kernel: Kernel) -> Kernel:
+    registers, of_producer = LATENT_REGISTERS
+    consumer = kernel.block("consumer")
+    body = kernel.block(next(op for op in consumer.ops if isinstance(op, Loop)).body)
+    roles, bodies = [], []
+    for side in SIDES:
+        name = side.removesuffix("_v")
+        ops, step = _of_side((consumer, body), side)
+        roles.append(Block(name, _read(ops, step), role=Role(1, 4, registers, ROWS)))
+        bodies.append(Block(f"{body.name}_{name}", step))
+    producer = replace(kernel.block("producer"), role=Role(1, 1, of_producer))
+    return replace(kernel, blocks=(kernel.block("entry"), producer, *roles, *bodies))
+
+
+def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]:
+    """The ops of blocks for half of the columns, under names of their own. Sums of rows are stored by the role on the left alone."""
+    suffix, first = f"_{side.removesuffix('_v')}", next(iter(SIDES))
+    stored = [[op for op in block.ops if side == first or not isinstance(op, Store) or WHOLE in map(str, op.dst.index)] for block in blocks]
+    halves = [[half for op in ops for half in _halves(op, side)] for ops in stored]
+    refs: dict[str, str] = {}
+    for op in (half for ops in halves for half in ops):
+        fields = {field: f"{field}{suffix}" for field, _ in op.carry} if isinstance(op, Loop) else {field: field for field in op.results()}
+        refs |= {f"{op.name}.{old}".rstrip("."): f"{op.name}{suffix}.{new}".rstrip(".") for old, new in fields.items()}
+    return tuple(tuple(_named(op.with_operands(refs), suffix) for op in ops) for ops in halves)
+
+
+def _named(op: Op, suffix: str) -> Op:
+    """The op, and what it carries or yields, under names that end so."""
+    op = replace(op, name=f"{op.name}{suffix}")
+    if isinstance(op, Loop):
+        return replace(op, body=f"{op.body}{suffix}", carry=tuple((f"{field}{suffix}", ref) for field, ref in op.carry))
+    return replace(op, values=tuple((f"{field}{suffix}", ref) for field, ref in op.values)) if isinstance(op, Yield) else op
+
+
+def _halves(op: Op, side: str) -> Iterator[Op]:
+    """The op for the columns of a side; a load, and a product over all columns, of the other side's too."""
+    if isinstance(op, Load) and WHOLE in map(str, op.src.index):
+        yield replace(op, src=_at(op.src, side), type=_narrow(op.type, side))
+        yield replace(op, name=f"{op.name}_other", src=_at(op.src, OTHER[side]), type=_narrow(op.type, OTHER[side]))
+    elif isinstance(op, Dot) and op.over == "D_V":
+        yield replace(op, name=f"{op.name}_own", over=SIDES[side])
+        yield replace(op, a=f"{op.a}_other", b=f"{op.b}_other", acc=f"{op.name}_own", over=SIDES[OTHER[side]])
+    elif isinstance(op, Store):
+        yield replace(op, dst=_at(op.dst, side))
+    elif hasattr(op, "type"):
+        yield replace(op, type=_narrow(op.type, side))  # type: ignore[call-arg]
+    else:
+        yield op
+
+
+def _at(access: Access, side: str) -> Access:
+    return replace(access, index=tuple(symbol(side) if str(e) == WHOLE else e for e in access.index))
+
+
+def _narrow(of: Type, side: str) -> Type:
+    return replace(of, dims=tuple(SIDES[side] if dim == "D_V" else dim for dim in of.dims))
+
+
+def _read(ops: tuple[Op, ...], step: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The ops of a role without those that none reads, in it or in its turns."""
+    while True:
+        read = {ref.split(".")[0] for op in (*ops, *step) for ref in op.operands()}
+        kept = tuple(op for op in ops if op.name in read or isinstance(op, (Loop, Store)))
+        if kept == ops:
+            return ops
+        ops = kept

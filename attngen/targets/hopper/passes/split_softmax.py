@@ -1,0 +1,172 @@
+"""halve-softmax: the product of the tile before is awaited halfway through the exponentials.
+
+before:  %soft = softmax_step %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @reg
+         %p_cast = pack %soft.p : T[BLOCK_Q, BLOCK_KV] @reg
+         %p_sum = reduce sum %soft.p over(BLOCK_KV) : f32[BLOCK_Q] @reg
+         %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q] @reg
+         %acc_next = await %acc_flight holds(%weights) : f32[BLOCK_Q, D_V] @reg
+         give %v
+         %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%soft.alpha) : f32[BLOCK_Q, D_V] @reg
+after:   %soft = softmax_rows %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @reg
+         %soft_halves = halve %masked over(BLOCK_KV) : f32[BLOCK_Q, HALF_KV] @reg
+         %soft_left = weigh %soft_halves.left base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg
+         %p_sum_left = reduce sum %soft_left over(HALF_KV) : f32[BLOCK_Q] @reg
+         %l_next_left = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum_left) : f32[BLOCK_Q] @reg
+         %acc_next = await %acc_flight holds(%weights) : f32[BLOCK_Q, D_V] @reg
+         give %v
+         %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%soft.alpha) : f32[BLOCK_Q, D_V] @reg
+         %soft_right = weigh %soft_halves.right base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg
+         %p_sum_right = reduce sum %soft_right over(HALF_KV) : f32[BLOCK_Q] @reg
+         %l_next = map expr(before + p_sum) uses(before=%l_next_left, p_sum=%p_sum_right) : f32[BLOCK_Q] @reg
+         %soft_joined = join %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg
+         %p_cast = pack %soft_joined : T[BLOCK_Q, BLOCK_KV] @reg
+
+The product takes about as long as half of the exponentials. So its sums are rescaled, and weights are packed, beside the other half: it is
+worth 3 to 7% at 128 columns of a head. Masks and modifiers come before both halves, each of the whole tile. Dropout drops each half after
+its weights, so that of the left half stands before the wait, too:
+
+         %soft_left = weigh ...
+         %p_sum_left = reduce sum %soft_left over(HALF_KV) : f32[BLOCK_Q] @reg
+         %keep_halves = halve %keep over(BLOCK_KV) : b1[BLOCK_Q, HALF_KV] @reg
+         %p_kept_left = dropout %soft_left keep(%keep_halves.left) : f32[BLOCK_Q, HALF_KV] @reg
+
+A kernel stays as it is if tiles have fewer than 64 keys, of which halves are too short, or if it does not add the sum of weights to its
+own of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import networkx as nx
+import sympy
+
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Dropout, Map, Op, Reduce, SoftmaxStep, Type, Yield
+from attngen.ir.pipe import HALVES, Await, Halve, Join, Pipeline, SoftmaxRows, Weigh
+from attngen.targets.hopper.configs.families import with_forwards
+from attngen.transforms.base import Pass
+
+KEYS = "BLOCK_KV"
+LEAST_KEYS = 128  # of a tile that is halved
+
+
+@dataclass(frozen=True)
+class HalveSoftmax(Pass):
+    name: ClassVar[str] = "halve-softmax"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return with_forwards(module, lambda kernel: _halved(module, kernel))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The ops of @step that take part."""
+
+    softmax: SoftmaxStep
+    sum: Reduce  # of its weights
+    total: Map  # the new sums of rows
+    term: str  # what `total` calls the sum of weights
+    dropped: Dropout | None  # what dropout leaves of the weights, if nothing but this and their sum reads them
+
+
+def _halved(module: Module, kernel: Kernel) -> Kernel:
+    steps = [op.step for op in kernel.ops() if isinstance(op, Pipeline)]
+    short = any(row.block_kv < LEAST_KEYS for row in module.rows(kernel.name, kernel.backend))
+    parts = _parts(kernel, kernel.block(steps[0]).ops) if steps and not short else None
+    if parts is None:
+        return kernel
+    blocks = (replace(b, ops=tuple(_ordered(kernel, parts, b.ops))) if b.name == steps[0] else b for b in kernel.blocks)
+    return replace(kernel, blocks=tuple(blocks))
+
+
+def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts | None:
+    """The parts, or None where the sum of weights is used otherwise than to be added once."""
+    softmax = next((op for op in ops if isinstance(op, SoftmaxStep)), None)
+    awaited = next((op for op in ops if isinstance(op, Await) and op.holds), None)
+    sums = [op for op in ops if isinstance(op, Reduce) and softmax and op.value == f"{softmax.name}.p"]
+    if softmax is None or awaited is None or [(op.op, op.over) for op in sums] != [("sum", KEYS)]:
+        return None
+    totals = [op for op in ops if sums[0].name in op.operands()]
+    if len(totals) != 1 or not isinstance(totals[0], Map):
+        return None
+    term = next(name for name, ref in totals[0].uses if ref == sums[0].name)
+    rest = sympy.expand(totals[0].expr - symbol(term))
+    others = [op for op in ops if f"{softmax.name}.p" in op.operands() and op is not sums[0]]
+    dropped = others[0] if len(others) == 1 and isinstance(others[0], Dropout) else None
+    return None if symbol(term) in rest.free_symbols else _Parts(softmax, sums[0], totals[0], term, dropped)
+
+
+def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
+    """The ops that need no whole weights up to the await, with the left half; those after it; the right half; the others."""
+    joined = {f"{parts.softmax.name}.p": f"{parts.softmax.name}_joined"}
+    of_weights = {name for name in nx.descendants(kernel.graph, parts.softmax.name) if _needs_weights(kernel, parts, name)}
+    later = [op for op in ops if op.name in of_weights and not isinstance(op, Yield)]
+    made: list[Op] = []
+    for op in ops:
+        if op is parts.softmax:
+            made += _left(parts)
+        elif op in later or op in (parts.sum, parts.total):
+            continue
+        elif isinstance(op, Yield):
+            others = (o for o in later if o is not parts.dropped)
+            made += [*_right(parts), *(o.with_operands(joined) for o in others), op.with_operands(joined)]
+        else:
+            made.append(op)
+    return made
+
+
+def _needs_weights(kernel: Kernel, parts: _Parts, name: str) -> bool:
+    """Whether an op depends on the weights otherwise than through their sum."""
+    op = kernel.op(name)
+    if op in (parts.sum, parts.total):
+        return False
+    whole = f"{parts.softmax.name}.p"
+    return any(ref == whole or (ref in kernel.graph and _needs_weights(kernel, parts, ref)) for ref in op.operands())
+
+
+def _left(parts: _Parts) -> list[Op]:
+    """What is of rows, the left half, and the sums with that."""
+    soft, name, drop = parts.softmax, parts.softmax.name, parts.dropped
+    row, half = replace(soft.type, dims=soft.type.dims[:1]), _half(soft.type)
+    total = replace(parts.total.with_operands({parts.sum.name: f"{parts.sum.name}_left"}), name=f"{parts.total.name}_left")
+    return [
+        SoftmaxRows(name, soft.s, soft.m, row, soft.scale, soft.guard, soft.shift),
+        Halve(f"{name}_halves", soft.s, KEYS, half),
+        Weigh(f"{name}_left", f"{name}_halves.left", f"{name}.base", half, soft.scale),
+        replace(parts.sum, name=f"{parts.sum.name}_left", value=f"{name}_left", over=HALVES[KEYS]),
+        total,
+        *([Halve(f"{drop.keep}_halves", drop.keep, KEYS, replace(half, dtype="b1"))] if drop else []),
+        *_kept(parts, "left"),
+    ]
+
+
+def _right(parts: _Parts) -> list[Op]:
+    """The right half, and the sums with it; and both halves joined."""
+    soft, name, drop = parts.softmax, parts.softmax.name, parts.dropped
+    half, added = _half(soft.type), symbol("before") + symbol(parts.term)
+    uses = (("before", f"{parts.total.name}_left"), (parts.term, f"{parts.sum.name}_right"))
+    whole, joined = (drop.name, drop.name) if drop else (name, f"{name}_joined")
+    return [
+        Weigh(f"{name}_right", f"{name}_halves.right", f"{name}.base", half, soft.scale),
+        replace(parts.sum, name=f"{parts.sum.name}_right", value=f"{name}_right", over=HALVES[KEYS]),
+        replace(parts.total, expr=added, uses=uses),
+        *_kept(parts, "right"),
+        Join(joined, f"{whole}_left", f"{whole}_right", KEYS, soft.type),
+    ]
+
+
+def _kept(parts: _Parts, side: str) -> list[Op]:
+    """What dropout leaves of a half; nothing without dropout."""
+    if (drop := parts.dropped) is None:
+        return []
+    value, keep = f"{parts.softmax.name}_{side}", f"{drop.keep}_halves.{side}"
+    return [Dropout(f"{drop.name}_{side}", value, keep, _half(drop.type))]
+
+
+def _half(whole: Type) -> Type:
+    return replace(whole, dims=tuple(HALVES.get(d, d) for d in whole.dims))

@@ -1,0 +1,116 @@
+"""assign-roles: divide kernels into roles, and choose the tiles of their programs.
+
+before:  kernel @fwd own(q) grid(...)
+after:   (the same), and
+         kernel @fwd backend(hopper) own(q) grid(...)
+           block @entry
+             (arguments, bounds of loops)
+           role @producer copies(1) warps(1) registers(24)
+           role @consumer copies(2) rows(64) warps(4) registers(240)
+             (all else)
+         schedule @fwd
+           sm90 bytes=2 rows>512 : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
+
+Where another row is chosen for long sequences, it has a kernel of its own, @fwd_long, that stands in for @fwd, too.
+
+A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before the roles start,
+as all of them need it. The producer has nothing to do yet.
+
+Where a loop over the query heads of a group is around loops over tiles, these get the heads. Where they end is the same for all heads.
+
+before:  %total = loop g ranges(0 .. group) carry(dk=%dk_init) body(@group) cls(all)
+         block @group
+           %q_end = map expr(cdiv(Nq, BLOCK_Q))
+           %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk) body(@step) cls(full)
+           yield values(dk=%queries_full.dk_step)
+after:   %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk_init) body(@step) cls(full) heads(0 .. group)
+
+Tiles of V and O whose width is no power of two are padded to the next one, as D_V_PAD: registers hold powers of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from attngen.errors import BuildError
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import Arg, Block, Loop, Role, Yield
+from attngen.targets.common.base import Choose, Division
+from attngen.targets.hopper.configs.common import is_shared, resident
+from attngen.targets.hopper.configs.head_dims import is_power_of_two
+from attngen.targets.hopper.configs.registry import DIVISIONS
+from attngen.targets.hopper.configs.sm90 import FORWARD, NAME, REGISTERS, ROWS, SHARED_REGISTERS, WRITER_REGISTERS
+from attngen.transforms.base import Pass, padded
+
+
+@dataclass(frozen=True)
+class AssignRoles(Pass):
+    name: ClassVar[str] = "assign-roles"
+    phase: ClassVar[str] = "scheduled"
+    choose: Choose = field(default=lambda division, module: (division.row(module, None, None, None),))
+
+    def run(self, module: Module) -> Module:
+        for division in DIVISIONS:
+            chosen = self.choose(division, module)
+            module = module if isinstance(chosen, str) else _assigned(module, division, chosen)
+        return module
+
+
+def _assigned(module: Module, division: Division, chosen: tuple[Row, ...]) -> Module:
+    """The module with one kernel divided, once for each row."""
+    name = division.kernel
+    if why := division.obstacle(module):
+        raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be divided into roles: {why}")
+    kernel = _joined(_padded(module, module.kernel(name)))
+    own = kernel.own_axis
+    divided = [_divided(kernel, _copies(module, row, own), resident(module, row) if name == FORWARD else 1) for row in chosen]
+    longer = [replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in divided[1:]]
+    schedules = [(of, (*has, chosen[0]) if of == name else has) for of, has in module.schedules]
+    schedules += [(k.name, (row,)) for k, row in zip(longer, chosen[1:], strict=True)]
+    return replace(module, divided=(*module.divided, divided[0], *longer), schedules=tuple(schedules))
+
+
+def _copies(module: Module, row: Row, own: str) -> int:
+    """The copies of the consumer that a row asks for."""
+    copies, rest = divmod(row.rows_of(own), ROWS)
+    if rest or copies not in REGISTERS:
+        expected = " or ".join(str(ROWS * n) for n in REGISTERS)
+        size = f"{row.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
+        raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
+    return copies
+
+
+def _padded(module: Module, kernel: Kernel) -> Kernel:
+    """The kernel with columns of zeros behind those of V, up to the next power of two."""
+    wide = () if is_power_of_two(module.head_dim_v) else ("D_V",)
+    return kernel.rewrite(lambda _, op: [padded(op, wide)])
+
+
+def _joined(kernel: Kernel) -> Kernel:
+    """The kernel without a loop over heads around those over tiles, which have its heads."""
+    if (loop := kernel.of_heads) is None:
+        return kernel
+    group = kernel.block(loop.body).ops
+    starts = dict(loop.carry)
+    results = {f"{loop.name}.{field}": ref for op in group if isinstance(op, Yield) for field, ref in op.values}
+    inside = [op.with_operands(starts) for op in group if not isinstance(op, (Arg, Yield))]
+    inside = [replace(op, heads=loop.ranges) if isinstance(op, Loop) else op for op in inside]
+    blocks = tuple(block for block in kernel.blocks if block.name != loop.body)
+    whole = replace(kernel, blocks=blocks)
+    return whole.rewrite(lambda _, op: inside if op is loop else [op.with_operands(results)])
+
+
+def _divided(kernel: Kernel, copies: int, programs: int) -> Kernel:
+    entry = kernel.block("entry").ops
+    ours = [op for op in entry if not is_shared(op)]
+    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[copies]
+    roles: tuple[Block, ...] = (
+        Block("producer", (), role=Role(1, 1, producer)),
+        Block("consumer", tuple(ours), role=Role(copies, 4, consumer, ROWS)),
+    )
+    if kernel.adds:
+        roles += (Block("writer", (), role=Role(1, 1, WRITER_REGISTERS)),)
+    shared = Block("entry", tuple(op for op in entry if is_shared(op)))
+    bodies = (block for block in kernel.blocks if block.name != "entry")
+    return replace(kernel, backend=NAME, resident=programs, blocks=(shared, *roles, *bodies))

@@ -1,0 +1,1 @@
+"""Hopper kernels as Gluon source."""

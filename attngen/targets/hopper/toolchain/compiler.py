@@ -1,0 +1,168 @@
+"""Divided kernels compiled ahead of time, for a GPU that need not be here: what the compiler says, and what its machine code holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from attngen.devices import CLASSES
+from attngen.ir.dtypes import of_size
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.pipe import Fill
+from attngen.targets.common.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, disassembled, load, said_by_ptxas, triton_version
+from attngen.targets.common.base import Reading, short_digest
+from attngen.targets.common.instructions import parse
+from attngen.targets.common.unset import unset
+from attngen.targets.hopper.configs.common import multipliers
+from attngen.targets.hopper.configs.mla_decode import is_of_latents
+from attngen.targets.hopper.configs.sm90 import COUNTER
+from attngen.targets.hopper.toolchain.reuse import reused
+from attngen.targets.hopper.toolchain.sass import Part, parts
+from attngen.tiles.launches import launch_options
+from attngen.tiles.sizes import tile_width
+
+COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG")  # instructions: products of warp groups and of warps, loads and stores of the copy engine
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: the file it is in, its arguments' types, a schedule, a target."""
+
+    file: Path
+    kernel: str
+    dtype: str  # of the tensors that are given by descriptor
+    types: tuple[tuple[str, str], ...]  # of arguments that are not strides, as Triton names them
+    widths: tuple[tuple[str, int], ...]  # columns of the tiles of tensors that are whole
+    tiles: tuple[tuple[str, int], ...]
+    options: tuple[tuple[str, int], ...]
+    arch: int | str
+    warp_size: int
+    marks: tuple[tuple[str, str], ...]  # roles, and an instruction that only the code of each has
+    source: str = ""  # the digest of the kernel's source
+    sums: int = 0  # columns of sums, where weights may lie in shared memory (see sass.parts)
+
+    @property
+    def digest(self) -> str:
+        """A short digest of all that the compiler is given; modules that have the same kernel share it."""
+        return short_digest({key: value for key, value in vars(self).items() if key != "file" and (key != "sums" or value)})
+
+
+def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
+    """The job that compiles a kernel of a generated hopper.py under a schedule row."""
+    device, element = CLASSES[row.device], of_size(module.dtypes, row.elem_bytes)
+    types = []
+    for arg in kernel.args:
+        dtype = TYPES.get(arg.type.dtype, element)
+        types.append((arg.name, dtype if arg.role == "scalar" else f"*{dtype}"))
+    types.append((COUNTER, "*i32"))
+    widths = {name: tile_width(width) for name, width in module.widths.items()}
+    return Job(
+        file,
+        kernel.name,
+        element,
+        tuple(types),
+        tuple((arg.name, widths[arg.type.dims[-1]]) for arg in kernel.args if arg.type.dims and arg.type.dims[-1] in widths),
+        (("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("SLOTS", row.num_stages)),
+        tuple(launch_options(kernel, row).items()),
+        device.arch,
+        device.threads_per_warp,
+        tuple(marks(kernel)),
+        source_digest(file.read_text(encoding="utf-8"), kernel.name),
+        module.head_dim_v // 2 if is_of_latents(kernel) else 0,
+    )
+
+
+def marks(kernel: Kernel) -> Iterator[tuple[str, str]]:
+    """Roles, and an instruction that only the code of each has: a product of a role that issues some, a load of one that fills rings.
+
+    Of several roles that issue products, the first one stands for all.
+    """
+    multiplying = multipliers(kernel)
+    for block in kernel.roles:
+        ops = list(kernel.within(block.name))
+        if block.name in multiplying:
+            if block.name == multiplying[0]:
+                yield block.name, "HGMMA"
+        elif any(isinstance(op, Fill) for op in ops):
+            yield block.name, "UTMALDG"
+
+
+@cache
+def source_digest(text: str, name: str) -> str:
+    """A short digest of a hopper.py but for its docstring, which names what it was generated from."""
+    first = ast.parse(text).body[0]
+    return short_digest("\n".join([name, *text.splitlines()[first.end_lineno or 0 :]]))
+
+
+def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[Reading | str]:
+    """The readings of jobs, in order; see compile_each."""
+    return compile_each(_compile, jobs, workers)
+
+
+def _compile(j: Job) -> Reading | str:
+    from triton.backends.compiler import GPUTarget
+
+    done = compiled(_source(j), GPUTarget("cuda", j.arch, j.warp_size), dict(j.options))
+    if isinstance(done, str):
+        return done
+    made, said, seconds = done
+    binary = made.asm["cubin"]
+    code = machine_code(disassembled(binary), said, j.marks, j.sums)
+    return Reading(made.metadata.shared, *said_by_ptxas(said), code_bytes(binary), triton_version(), seconds, j.digest, code)
+
+
+def _source(j: Job) -> Any:
+    """The kernel with the types of a call whose tensors are aligned. Flags are on: that is the heavier kernel."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    file = load(j.file)
+    function, element = getattr(file, j.kernel), {"bf16": gl.bfloat16, "fp16": gl.float16}[j.dtype]
+    types, tiles, widths = dict(j.types), FLAGS | dict(j.tiles), dict(j.widths)
+    names = [p.name for p in function.params]
+    for at, rows, *columns in file.DESCRIBED[j.kernel]:
+        block = [1, 1, tiles.get(rows, rows), *(columns or [widths[names[at]]])]
+        dtype = types[names[at]].lstrip("*")
+        of = element if dtype == j.dtype else gl.float32
+        types[names[at]] = f"tensordesc<{dtype}{block},{gl.NVMMASharedLayout.get_default_for(block, of)!r}>"
+    signature, constants, divisible = {}, {}, {}
+    for i, p in enumerate(function.params):
+        if p.is_constexpr:
+            signature[p.name], constants[p.name] = "constexpr", tiles[p.name]
+            continue
+        signature[p.name] = types.get(p.name, "i32")
+        if signature[p.name].startswith("*") or (p.name.startswith("stride_") and not p.do_not_specialize):
+            divisible[(i,)] = [["tt.divisibility", 16]]
+    return GluonASTSource(function, signature, constants, divisible)
+
+
+def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: int = 0) -> dict[str, Any]:
+    """What the machine code of a kernel holds, as JSON can hold it.
+
+    roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised: the numbers of
+    ptxas' warnings that products wait for each other. reused: what writes a register of a product in flight. unset: what reads a uniform
+    register that a path to it has not written. under: how many of the `exponentials` in loops stand under a product of weights. reloads:
+    loads and stores of spilled registers in such loops.
+    """
+    code = parse(text)
+    of: dict[str, list[Part]] = {role: [] for role, _ in marks}
+    for part in parts(code, sums):
+        role = next((role for role, op in marks if part.ops[op]), None)
+        if role is not None:
+            of[role].append(part)
+    all_parts = [part for found in of.values() for part in found]
+    return {
+        "roles": {role: {"registers": [p.registers for p in found], "used": [p.used for p in found]} for role, found in of.items()},
+        **{op: sum(instruction.op == op for instruction in code) for op in COUNTED},
+        "serialised": sorted(set(re.findall(r"\bC75\d\d\b", log))),
+        "reused": reused(code),
+        "unset": unset(code),
+        "exponentials": sum(p.exponentials for p in all_parts),
+        "under": sum(p.under for p in all_parts),
+        "reloads": sum(p.reloads for p in all_parts),
+    }

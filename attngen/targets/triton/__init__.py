@@ -1,0 +1,27 @@
+"""The backend for Triton: NVIDIA's sm80, sm90 and sm100, AMD's gfx942."""
+
+from __future__ import annotations
+
+from attngen.targets.common.base import Backend, Choices, Compiler, Cost, Footprint
+from attngen.targets.triton import compiler, cost, kernels, rules, sram
+from attngen.targets.triton.legalize import LegalizeTriton
+from attngen.targets.triton.use_tma import DescribeLoads
+
+TRITON = Backend(
+    name="triton",
+    prepare=(DescribeLoads(),),
+    legalize=(LegalizeTriton(),),
+    rules={
+        "scheduled": {"described": rules.described, "fits": rules.fits},
+        "target": {
+            "powers-of-two": rules.powers_of_two,
+            "dot-operands": rules.dot_operands,
+            "padding-checked": rules.padding_checked,
+        },
+    },
+    choices=Choices(blocks=(16, 32, 64, 128), warps=(4, 8), stages=(3, 2, 1)),
+    footprint=Footprint(sram.row_formula, sram.sram_bytes, sram.registers_per_thread, sram.misfit, sram.slack),
+    cost=Cost(cost.cost, cost.occupancy, cost.register_limit, cost.spills, cost.SPILLS, cost.schedule_key),
+    printed=kernels.printed,
+    compiler=Compiler(compiler.triton_version, compiler.job, compiler.compile_all, compiler.source_digest),
+)

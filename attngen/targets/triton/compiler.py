@@ -1,0 +1,153 @@
+"""Kernels compiled ahead of time, for GPUs that need not be here, and what the compiler says of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from attngen.devices import CLASSES
+from attngen.ir.dtypes import of_size
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.names import ROWS, stride_names
+from attngen.ir.ops import Load
+from attngen.targets.common.ahead import (
+    FLAGS,
+    TYPES,
+    code_bytes,
+    compile_each,
+    compiled,
+    disassembled,
+    load,
+    numbers,
+    said_by_ptxas,
+    triton_version,
+)
+from attngen.targets.common.base import Reading, short_digest
+from attngen.targets.common.instructions import parse
+from attngen.targets.common.unset import unset
+from attngen.targets.triton.sram import aligned
+from attngen.tiles.launches import constants, launch_options
+from attngen.tiles.sizes import sizes
+
+__all__ = ["Job", "compile_all", "job", "source_digest", "triton_version"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: the file it is in, its arguments' types, a schedule, a target."""
+
+    file: Path
+    kernel: str
+    types: tuple[tuple[str, str], ...]  # of arguments that are not strides, as Triton names them
+    tiles: tuple[tuple[str, int], ...]
+    options: tuple[tuple[str, int], ...]
+    arch: int | str
+    warp_size: int
+    aligned_rows: bool  # strides of rows are multiples of 16
+    source: str = ""  # the digest of the kernel's source
+    row_strides: tuple[str, ...] = ()  # the names of the strides of rows, which the digest covers by the source
+
+    @property
+    def digest(self) -> str:
+        """A short digest of all that the compiler is given; modules that have the same kernel share it."""
+        return short_digest({key: value for key, value in vars(self).items() if key not in ("file", "row_strides")})
+
+
+def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | None = None) -> Job:
+    """The job that compiles `kernel` of a generated kernels.py under a schedule row.
+
+    For the row's own device class, or for another `arch` that takes its rows: a compute capability (86), a HIP architecture.
+    """
+    device = CLASSES[row.device]
+    element = "" if kernel.prepares else of_size(module.dtypes, row.elem_bytes)  # one that prepares reads none
+    types, dims = [], sizes(module, row)
+    described = {}  # tensor -> rows and columns of its tiles
+    for op in kernel.ops():
+        if isinstance(op, Load) and op.via:
+            described[kernel.accessed(op)[0].name] = ", ".join(str(dims[d]) for d in op.type.unpadded)
+    for arg in kernel.args:
+        dtype = element if arg.type.dtype == "T" else TYPES.get(arg.type.dtype, arg.type.dtype)
+        tile = described.get(arg.name) if row.tma else None
+        types.append((arg.name, f"tensordesc<{dtype}[1, 1, {tile}]>" if tile else dtype if arg.role == "scalar" else f"*{dtype}"))
+    return Job(
+        file,
+        kernel.name,
+        tuple(types),
+        tuple(constants(kernel, row).items()),
+        tuple(({"num_warps": row.num_warps, "num_stages": row.num_stages} | launch_options(kernel, row)).items()),
+        device.arch if arch is None else arch,
+        device.threads_per_warp,
+        aligned(module),
+        source_digest(file.read_text(encoding="utf-8"), kernel.name),
+        tuple(name for arg in kernel.args for dim, name in zip(arg.type.dims, stride_names(arg.name, arg.type.dims)) if dim in ROWS),
+    )
+
+
+@cache
+def source_digest(kernels: str, name: str) -> str:
+    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest.
+
+    That is constants and functions that Triton compiles, but for the other kernels: those that SCHEDULES names.
+    """
+    others = {kernel for kernel in _kernels(kernels) if kernel != name}
+    return short_digest("\n".join(text for defines, text in _compiled_parts(kernels) if defines not in others))
+
+
+def _kernels(kernels: str) -> list[str]:
+    """The names of its kernels: the keys of its table of schedules."""
+    tables = (n for n in ast.parse(kernels).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SCHEDULES")
+    return list(ast.literal_eval(next(tables).value))
+
+
+@cache
+def _compiled_parts(kernels: str) -> tuple[tuple[str, str], ...]:
+    """The name and the text of each constant and of each function that Triton compiles, in the order written."""
+    lines, parts = kernels.splitlines(), []
+    for node in ast.parse(kernels).body:
+        start, name = node.lineno, ""
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+            start, name = min(d.lineno for d in node.decorator_list), node.name
+        elif not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):  # constants; tables of schedules are not calls
+            continue
+        parts.append((name, "\n".join(lines[start - 1 : node.end_lineno])))
+    return tuple(parts)
+
+
+def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[Reading | str]:
+    """The readings of jobs, in order; see compile_each."""
+    return compile_each(_compile, jobs, workers)
+
+
+def _compile(j: Job) -> Reading | str:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(load(j.file), j.kernel)
+    types, tiles = dict(j.types), FLAGS | dict(j.tiles)
+    signature, constants, divisible = {}, {}, {}
+    for i, p in enumerate(function.params):
+        if p.is_constexpr:
+            signature[p.name], constants[(i,)] = "constexpr", tiles[p.name]
+            continue
+        stride = p.name not in types and not p.do_not_specialize
+        signature[p.name] = types.get(p.name, "i32")
+        if signature[p.name].startswith("*") or (stride and (j.aligned_rows or p.name not in j.row_strides)):
+            divisible[(i,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("hip" if isinstance(j.arch, str) else "cuda", j.arch, j.warp_size)
+    done = compiled(ASTSource(function, signature, constants, divisible), target, dict(j.options))
+    if isinstance(done, str):
+        return done
+    made, said, seconds = done
+    registers, spilled = _amd(made.asm["amdgcn"]) if target.backend == "hip" else said_by_ptxas(said)
+    binary = made.asm["hsaco" if target.backend == "hip" else "cubin"]
+    if j.arch == CLASSES["sm90"].arch and (wrong := unset(parse(disassembled(binary)))):
+        return f"ptxas makes wrong machine code of it: {wrong[0]}"
+    return Reading(made.metadata.shared, registers, spilled, code_bytes(binary), triton_version(), seconds, j.digest)
+
+
+def _amd(text: str) -> tuple[int, int]:
+    """Registers (the accumulators' counted) and spilled bytes, as the metadata of the assembly says."""
+    return numbers(r"\.vgpr_count: +(\d+)", text)[0], 4 * numbers(r"\.vgpr_spill_count: +(\d+)", text)[0]

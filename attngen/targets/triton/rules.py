@@ -1,0 +1,119 @@
+"""What Triton and its devices ask of a module: descriptors, schedules that fit, tiles of powers of two, operands of one type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attngen.devices import CLASSES
+from attngen.ir.dtypes import QUANTISED, by_precision
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip, axis_of, unpadded
+from attngen.targets.triton.sram import misfit
+from attngen.tiles.launches import joining_warps
+from attngen.tiles.sizes import tile_width
+
+
+def described(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Loads by descriptor are of tiles of rows of one head, zeros where out of bounds, for shared memory; rows that take them are for
+    devices that can."""
+    by_descriptor = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
+    for op in by_descriptor:
+        tensor, index = kernel.accessed(op)
+        rows = [axis_of(i) for i in index if axis_of(i)]
+        whole = (
+            isinstance(tensor, Arg) and tensor.role == "in" and len(index) + bool(op.pages) == 4 and [str(i) for i in index[-2:]] == rows
+        )
+        if (
+            op.via != "descriptor"
+            or op.type.dtype not in ("T", "f32", *QUANTISED.values())
+            or op.type.space not in ("sram", "?")
+            or not whole
+            or op.other != 0
+        ):
+            yield f"%{op.name} is read via({op.via}); expected `descriptor`, of a tile %T[b, h, rows, columns] in sram whose outside is 0"
+    for row in module.rows(kernel.name):
+        if row.tma and not (by_descriptor and row.device in CLASSES and CLASSES[row.device].tma):
+            why = f"{row.device} has no engine that reads them" if by_descriptor else f"no load of @{kernel.name} is via(descriptor)"
+            yield f"{row.device}: TMA=1, but {why}"
+        page = module.cache.page if module.cache and row.tma and any(op.pages for op in by_descriptor) else ""
+        if page and int(page) % row.block_kv:
+            yield f"{row.device}: TMA=1, and tiles of {row.block_kv} keys, which do not divide pages of {page}"
+
+
+def fits(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Every row of the schedule table fits the device class it is for, and gives what the kernel says."""
+    for row in module.rows(kernel.name):
+        if row.device not in CLASSES:
+            yield f"`{row.device}` is not a device class; expected one of {', '.join(CLASSES)}"
+            continue
+        reason = misfit(module, kernel, row)
+        if reason:
+            yield reason
+    for unfit in module.unfit(kernel.name):
+        if unfit.device not in CLASSES:
+            yield f"`{unfit.device}` is not a device class; expected one of {', '.join(CLASSES)}"
+
+
+def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Triton's tiles: powers of two, 16 at least, head dimensions padded to one; warps a power of two, as many as a program may have."""
+    for op in kernel.ops():
+        for t in op.results().values():
+            for name, width in module.widths.items() if not (isinstance(op, Arg) and op.role in TENSORS) else ():
+                wrong = name if width & (width - 1) else PADDED[name]
+                if wrong in t.dims:
+                    yield f"%{op.name} is of {wrong}; a head dimension of {width} is {'padded' if wrong == name else 'not padded'} on chip"
+    for dot in kernel.dots:
+        if (width := module.widths.get(unpadded(dot.over), 16)) < 16:
+            yield f"%{dot.name} sums {width} columns; Triton needs 16 at least"
+    for row in module.rows(kernel.name):
+        rows = 1 if kernel.joins_parts else 16  # parts of one row are joined; products need more
+        for what, value, least in (("BLOCK_Q", row.block_q, rows), ("BLOCK_KV", row.block_kv, rows), ("num_warps", row.num_warps, 1)):
+            if value < least or value & (value - 1):
+                yield f"{row.device}: {what}={value}; Triton needs a power of two, {least} at least"
+        most = 1024 // CLASSES[row.device].threads_per_warp
+        if row.num_warps > most:
+            yield f"{row.device}: num_warps={row.num_warps}; expected at most {most}, which are 1024 threads"
+        if kernel.joins_parts:
+            yield from _joins_in_registers(module, row)
+        if not 1 <= row.num_stages <= 8:
+            yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"
+        if row.max_rows is not None and row.max_rows < 1:
+            yield f"{row.device}: rows<={row.max_rows}; expected 1 or more"
+
+
+def _joins_in_registers(module: Module, row: Row) -> Iterator[str]:
+    """A program joins the parts of one row, and its threads have all parts of their columns that a turn joins in registers."""
+    device, most = CLASSES[row.device], joining_warps(module, row.device)
+    if row.block_q != 1 or row.num_stages != 1:
+        yield f"{row.device}: BLOCK_Q={row.block_q} and num_stages={row.num_stages}; expected 1, as a program joins the parts of one row"
+    if row.num_warps > most:
+        yield f"{row.device}: num_warps={row.num_warps}; expected {most} at most, with which each has all parts of its columns"
+    each = row.block_kv * tile_width(module.head_dim_v) // (row.num_warps * device.threads_per_warp)
+    if each >= device.registers_per_thread:
+        has = f"which has {device.registers_per_thread} registers"
+        yield f"{row.device}: a turn joins {row.block_kv} parts, {each} numbers of a thread, {has}"
+
+
+def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Both operands of a dot have the tensors' element type, or fp16 where one was kept in 8 bits; products of fp32 say their precision."""
+    precision = module.precision if by_precision(module.dtypes) else ""
+    for op in kernel.ops():
+        if isinstance(op, Dot):
+            wanted = "fp16" if isinstance(kernel.op(op.b), Unzip) else "T"  # of numbers of 8 bits
+            for ref in (op.a, op.b):
+                if kernel.type_of(ref).dtype != wanted:
+                    yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to {wanted} first"
+            if op.precision != precision:
+                yield f"%{op.name} has precision `{op.precision}`; expected `{precision}`, by the module's dtype and precision"
+
+
+def padding_checked(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Tiles padded to a power of two check the head dimension on every access."""
+    for op in kernel.ops():
+        if isinstance(op, (Load, Store)):
+            tile = kernel.type_of(op.value) if isinstance(op, Store) else op.type
+            axes = {a for a, when in op.check if when == "always"}
+            for padded, dim in zip(tile.dims, tile.unpadded):
+                axis = next(letter for letter, known in AXIS_DIM.items() if known == dim) if padded != dim else ""
+                if axis and axis not in axes:
+                    yield f"%{op.name} is padded to {padded} but does not check {axis}"

@@ -1,0 +1,91 @@
+"""Elements and bytes of values and tiles, and the values that a schedule row gives to the symbols of formulas."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import sympy
+
+from attngen.heuristics import LEAST_SHARED
+from attngen.ir.dtypes import ELEMENTS, of_size
+from attngen.ir.expr import Expr, cdiv, select, symbol
+from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.ops import DTYPE_BYTES, OWN, SIDES, TILED, WHOLE, Load, Type, axis_of, dimension
+from attngen.tiles.tiles import evaluate
+
+ELEM = symbol("elem")  # bytes of one element of q, k and v
+STAGES = symbol("stages")
+
+
+def elem_sizes(module: Module, kernel: Kernel | None = None) -> tuple[int, ...]:
+    """Bytes per element of the module's dtypes, smallest first; of a kernel that prepares, those of an i32."""
+    if kernel is not None and kernel.prepares:
+        return (DTYPE_BYTES["i32"],)
+    return tuple(sorted({ELEMENTS[d].bytes for d in module.dtypes}))
+
+
+@cache
+def tile_width(head_dim: int) -> int:
+    """The width of a head dimension on chip, in elements: padded to a power of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def elements(t: Type) -> Expr:
+    """Number of elements of a value, as a formula in BLOCK_Q, BLOCK_KV, D_QK and D_V; for a tensor, in B, Hq, Hkv, Nq and Nk too."""
+    lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
+    lengths |= dict.fromkeys(SIDES.values(), symbol("D_V") / 2)
+    return sympy.Mul(*(lengths.get(d) or dimension(d) for d in t.unpadded))
+
+
+def tile_bytes(t: Type) -> Expr:
+    """Bytes of a value, as a formula in the symbols of `elements` and in `elem`."""
+    known = ELEM if t.dtype == "T" else sympy.Integer(ELEMENTS[t.dtype].bytes if t.dtype in ELEMENTS else DTYPE_BYTES[t.dtype])
+    return known * elements(t)
+
+
+def share_of(op: Load) -> Expr:
+    """1 for a tile that is loaded; 0 for the program's own columns of a loaded tile where these are all."""
+    if not op.columns_of:
+        return sympy.Integer(1)
+    own = OWN[axis_of(op.src.index[-1])]
+    return select(symbol(own) < symbol(WHOLE[own]), sympy.Integer(1), sympy.Integer(0))
+
+
+def column_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
+    """How many columns of a sum its programs may have, if they share these: all, a half, a quarter and so on; (0,) if they do not."""
+    if (axis := kernel.shared_columns) is None:
+        return (0,)
+    whole = tile_width(module.widths[WHOLE[OWN[axis.var]]])
+    return tuple(whole >> halved for halved in range(whole.bit_length()) if whole >> halved >= LEAST_SHARED)
+
+
+def mode(module: Module, elem_bytes: int) -> str:
+    """How products of elements with `elem_bytes` bytes are computed: as the row of its type of that size says, `tf32` or `ieee`."""
+    return ELEMENTS[of_size([*module.dtypes, *ELEMENTS], elem_bytes)].products or module.precision
+
+
+def sizes(module: Module, row: Row) -> dict[str, int]:
+    """The values that a schedule row gives to the symbols of formulas."""
+    return {
+        **{dim: getattr(row, field) for dim, field in TILED.items()},
+        **{name: tile_width(width) for name, width in module.widths.items()},
+        "stages": row.num_stages,
+        "elem": row.elem_bytes,
+    }
+
+
+def lies_in_pages(module: Module, kernel: Kernel, row: Row) -> bool:
+    """Whether each tile of keys that is fetched by descriptor lies in one page of the cache."""
+    described = row.tma and any(isinstance(op, Load) and op.via and op.pages for op in kernel.ops())
+    return not described or (module.cache is not None and int(module.cache.page) % row.block_kv == 0)
+
+
+def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+    """Bytes that one turn of the loop over tiles loads."""
+    return int(evaluate(_streamed(kernel), sizes(module, row)))
+
+
+@cache
+def _streamed(kernel: Kernel) -> Expr:
+    bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
+    return sympy.Add(*(share_of(op) * tile_bytes(op.type) for body in bodies for op in kernel.block(body).ops if isinstance(op, Load)))

@@ -1,0 +1,40 @@
+"""place-memory: every value gets a memory space.
+
+before:  %k = load %K[...] : T[BLOCK_KV, D_QK] @?
+after:   %k = load %K[...] : T[BLOCK_KV, D_QK] @sram
+
+Tensors are in HBM; tiles loaded to be operands of a matrix product are in SRAM; everything else is in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import TENSORS, Arg, Load, Op
+from attngen.transforms.base import Pass
+
+
+@dataclass(frozen=True)
+class PlaceMemory(Pass):
+    name: ClassVar[str] = "place-memory"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return module.map_kernels(_place)
+
+
+def _place(kernel: Kernel) -> Kernel:
+    def change(_: str, op: Op) -> list[Op]:
+        if not hasattr(op, "type"):
+            return [op]
+        space = "reg"
+        if isinstance(op, Arg) and op.role in TENSORS:
+            space = "hbm"
+        elif isinstance(op, Load) and any(kernel.multiplies(dot, op) for dot in kernel.dots):
+            space = "sram"
+        placed: Any = op
+        return [replace(placed, type=replace(placed.type, space=space))]
+
+    return kernel.rewrite(change)

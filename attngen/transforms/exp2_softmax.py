@@ -1,0 +1,78 @@
+"""base-two: exponentials, logarithms, tanh and sigmoid are written by exp2 and log2, which the hardware has.
+
+before:  %t1 = map expr(tanh(s*scale/30.0)) ...
+after:   %t1 = map expr(1 - 2/(exp2(2*LOG2E*s*scale/30.0) + 1)) ...
+
+None of the forms overflows into NaN: where exp2 gives infinity or zero, they give the function's limit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import sympy
+
+from attngen.ir.expr import TO_INTEGER, exp2, log, log2, parse, sigmoid, symbol, to_text
+from attngen.ir.graph import Module
+from attngen.ir.host import SumDistances
+from attngen.ir.ops import Access, Fact, Gather, Map, Mask, Op, Scatter
+from attngen.transforms.base import Pass
+
+LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
+NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
+
+
+@dataclass(frozen=True)
+class BaseTwo(Pass):
+    name: ClassVar[str] = "base-two"
+    phase: ClassVar[str] = "logical"
+
+    def run(self, module: Module) -> Module:
+        def change(_: str, op: Op) -> list[Op]:
+            if isinstance(op, Mask):
+                known = tuple(Fact(*map(in_base_two, fact)) for fact in op.known)
+                return [replace(op, where=in_base_two(op.where), known=known)]
+            if isinstance(op, Gather):
+                return [replace(op, src=_places(op.src), where=in_base_two(op.where))]
+            if isinstance(op, Scatter):
+                return [replace(op, dst=_places(op.dst), where=in_base_two(op.where))]
+            return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, Map) else [op]
+
+        learned = tuple(replace(x, index=tuple(map(_on_the_host, x.index))) for x in module.learned)
+        hosts = tuple(host.rewrite(_sums) for host in module.hosts)
+        return replace(module, learned=learned, hosts=hosts).map_kernels(lambda k: k.rewrite(change))
+
+
+def _sums(op: Op) -> list[Op]:
+    """A sum by distance of the host program, at places without natural logarithms."""
+    return [replace(op, at=tuple(map(_on_the_host, op.at)))] if isinstance(op, SumDistances) else [op]
+
+
+def _on_the_host(place: str) -> str:
+    return to_text(in_base_two(parse(place)).xreplace(NUMBERS))
+
+
+def _places(access: Access) -> Access:
+    return replace(access, index=tuple(map(in_base_two, access.index)))
+
+
+def in_base_two(e: Any) -> Any:
+    """The expression written by exp2 and log2."""
+    if not e.args or not e.has(sympy.exp, log, sympy.tanh, sigmoid, sympy.Pow):
+        return e
+    args = [in_base_two(a) for a in e.args]
+    if isinstance(e, TO_INTEGER):  # with its constants as one number: 2 * LN2 * log2(x), say, would lie below what it is exactly
+        return e.func(args[0].xreplace(NUMBERS))
+    if isinstance(e, sympy.exp):
+        return exp2(LOG2E * args[0])
+    if isinstance(e, log):
+        return LN2 * log2(args[0])
+    if isinstance(e, sympy.tanh):  # exact to a rounding of 1, in which scores near 0 lose digits that the softmax does not see
+        return 1 - 2 / (1 + exp2(2 * LOG2E * args[0]))
+    if isinstance(e, sigmoid):
+        return 1 / (1 + exp2(-LOG2E * args[0]))
+    if e.is_Pow and e.base.is_number and not e.exp.is_number:
+        return exp2(sympy.Float(sympy.log(e.base, 2)) * args[1]) if e.base != 2 else exp2(args[1])
+    return e.func(*args)

@@ -1,0 +1,75 @@
+"""inline-scores: fold a scale of the scores into the softmax.
+
+before:  %score = map expr(qk_scale*s) score(yes) ; %masked = mask %score ; %soft = softmax_step %masked
+after:   %masked = mask %s ; %soft = softmax_step %masked scale(%qk_scale)
+
+A modifier that only scales by a positive number commutes with max and mask, so it is folded into the exponent, where
+it costs one fused multiply-add instead of a multiplication of its own. Any other modifier stays a map of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.ir.expr import symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Map, Mask, Op, SoftmaxStep
+from attngen.transforms.base import Pass
+
+
+@dataclass(frozen=True)
+class InlineScores(Pass):
+    name: ClassVar[str] = "inline-scores"
+    phase: ClassVar[str] = "logical"
+
+    def run(self, module: Module) -> Module:
+        return module.map_kernels(_inline)
+
+
+def _inline(kernel: Kernel) -> Kernel:
+    for op in list(kernel.ops()):
+        if isinstance(op, Map) and op.score:
+            kernel = _fold(kernel, op) if _scaling(kernel, op) else _keep(kernel, op)
+    return kernel
+
+
+def _scaling(kernel: Kernel, op: Map) -> tuple[str, str] | None:
+    """(score value, scale value) if the modifier is their product and the scale a scalar."""
+    if len(op.uses) != 2 or op.expr != symbol(op.uses[0][0]) * symbol(op.uses[1][0]):
+        return None
+    scalars = [ref for _, ref in op.uses if not kernel.type_of(ref).dims]
+    tiles = [ref for _, ref in op.uses if kernel.type_of(ref).dims]
+    return (tiles[0], scalars[0]) if len(scalars) == len(tiles) == 1 else None
+
+
+def _keep(kernel: Kernel, op: Map) -> Kernel:
+    return kernel.rewrite(lambda _, o: [replace(op, score=False) if o is op else o])
+
+
+def _fold(kernel: Kernel, score: Map) -> Kernel:
+    raw, scale = _scaling(kernel, score) or ("", "")
+    scaled = {score.name}  # values in units of raw scores from now on
+    for op in kernel.ops():
+        if isinstance(op, Mask) and op.value in scaled:
+            scaled.add(op.name)
+    folded = [o for o in kernel.ops() if isinstance(o, SoftmaxStep) and o.s in scaled]
+    steps = {o.name for o in folded}
+    maxima = {f"{o.name}.{f}" for o in kernel.loops for f, _ in o.carry if steps and f == "m"}
+    maxima |= {ref for o in folded for ref in (o.m, f"{o.name}.m")}
+
+    def change(_: str, op: Op) -> list[Op]:
+        if isinstance(op, Mask) and op.value == score.name:
+            return [replace(op, value=raw)]
+        if isinstance(op, SoftmaxStep) and op.name in steps:
+            return [replace(op.with_operands({score.name: raw}), scale=scale)]
+        if isinstance(op, Map) and op is not score:
+            used = [s for s, ref in op.uses if ref in scaled | maxima]
+            if used:
+                factor = scale.split(".")[0]
+                expr = op.expr.subs({symbol(s): symbol(s) * symbol(factor) for s in used})
+                renamed = op.with_operands({score.name: raw})
+                return [replace(renamed, expr=expr, uses=(*renamed.uses, (factor, scale)))]
+        return [op]
+
+    return kernel.rewrite(change)

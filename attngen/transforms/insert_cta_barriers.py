@@ -1,0 +1,36 @@
+"""place-barriers: a program that walks over tiles waits before it reads again what it has rewritten.
+
+before:  %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
+after:   barrier
+         %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
+
+A tile that one loop stores is loaded again by the next loop, or in the next turn of the loop around both, by other threads of the program.
+Inside one loop each turn has another tile, so loads may run ahead of stores, but not across the barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Barrier, Loop, Op
+from attngen.transforms.base import Pass
+
+
+@dataclass(frozen=True)
+class PlaceBarriers(Pass):
+    name: ClassVar[str] = "place-barriers"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        return module.map_kernels(_place)
+
+
+def _place(kernel: Kernel) -> Kernel:
+    rewriting = kernel.rewriting
+
+    def change(_: str, op: Op) -> list[Op]:
+        return [Barrier(f"barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]
+
+    return kernel.rewrite(change) if rewriting else kernel

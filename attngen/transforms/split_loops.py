@@ -1,0 +1,116 @@
+"""split-loops: split a loop over all tiles into a loop over the full ones and a loop over the partial ones.
+
+before:  %keys = loop kv ranges(0 .. n) body(@step) tiles(a; b; c; d)
+after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %kv_full_end: those that are not constants)
+         %keys_full = loop kv ranges(kv_full_first .. kv_full_end) body(@step) cls(full)
+         %keys_partial = loop kv ranges(kv_first .. kv_full_first, kv_full_end .. kv_end) body(@step) cls(partial)
+
+Empty tiles are in neither loop. With several runs of tiles, each loop has a range for each run. A range that is provably empty is left
+out, and so is a loop without ranges. Where programs share the loop before, they share each range of those after. Both loops run the same
+body; what it marks as `partial` applies only in the second. The order of tiles does not matter to online softmax or to sums of gradients.
+
+Where programs add to one tile in turns, the ranges say how many come to it before each. A kernel of which that is not known is left out.
+Where data says where loops start, and its numbers rise, a program counts those:
+
+         %document_q_first_count = count %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
+         add %DQ_ACC[b, h, q, d_qk] %dq turns(%DQ_TURNS[b, h, q_start]) turn(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
+
+Where blocks are listed, a program's turn is among the listed tiles, up to the last one whose programs come:
+
+before:  %kv_end_at = position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV)) : i32[]
+after:   %kv_end_at = position %KV_RANK_row tile(min(..., cdiv(Nk, BLOCK_KV))) : i32[]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.graph import Kernel, Module
+from attngen.ir.ops import Add, Arg, Loop, Map, Op, Type
+from attngen.ir.split_axes import part, shared
+from attngen.tiles.order import last_first, leaps, makers_of
+from attngen.transforms.base import Pass
+from attngen.transforms.drop_unspecialized import without
+
+
+@dataclass(frozen=True)
+class SplitLoops(Pass):
+    name: ClassVar[str] = "split-loops"
+    phase: ClassVar[str] = "scheduled"
+
+    def run(self, module: Module) -> Module:
+        made = module.map_kernels(lambda kernel: _with_turns(module, _split(kernel)))
+        return without(replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _lacks_turns(kernel)})
+
+
+def _with_turns(module: Module, kernel: Kernel) -> Kernel:
+    """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of them."""
+    add = next((op for op in kernel.ops() if isinstance(op, Add)), None)
+    if add is None:
+        return kernel
+    turn, before, by_tile = last_first(module, kernel), makers_of(kernel, add), leaps(module, kernel)
+    expr, makers = turn or (None, ())
+
+    def change(_: str, op: Op) -> list[Op]:
+        if op is add:
+            return [*makers, replace(add, turn=expr)]
+        return [] if op in before else [replace(op, by_tile=by_tile) if isinstance(op, Loop) and op.heads else op]
+
+    return kernel.rewrite(change)
+
+
+def _lacks_turns(kernel: Kernel) -> bool:
+    """Whether it is not known when the turns of its programs come."""
+    return any(isinstance(op, Add) and op.turn is None for op in kernel.ops())
+
+
+def _split(kernel: Kernel) -> Kernel:
+    renamed: dict[str, str] = {}
+
+    def change(_: str, op: Op) -> Iterable[Op]:
+        op = op.with_operands(renamed)
+        if not isinstance(op, Loop) or not op.tiles:
+            return [op]
+        bounds, ends = _name_bounds(kernel, op)
+        loops: list[Op] = [*bounds]
+        carry = op.carry
+        runs = [ends[i : i + 4] for i in range(0, len(ends), 4)]
+        shared_by = shared(kernel, op)[0][0]
+        full = [(b, c) for _, b, c, _ in runs]
+        partial = [pair for a, b, c, d in runs for pair in (((a, b), (c, d)) if b != c else ((a, d),))]
+        for cls, pairs in (("full", full), ("partial", partial)):
+            ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
+            if ranges or (cls == "partial" and len(loops) == len(bounds)):  # a body has a loop, though it visit nothing
+                ranges = ranges or tuple(partial[:1])
+                ranges = tuple(part(lo, hi, shared_by) for lo, hi in ranges) if shared_by else ranges
+                loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())
+                loops.append(loop)
+                carry = tuple((f, f"{loop.name}.{f}") for f, _ in carry)
+        renamed.update({f"{op.name}.{f}": r for f, r in carry})
+        return loops
+
+    return kernel.rewrite(change)
+
+
+def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
+    """The bounds as named scalars, each in terms of earlier ones; and their names (or constants) in the order of the loop."""
+    names: dict[Expr, Expr] = {}
+    bounds: list[Map] = []
+    for i in range(0, len(loop.tiles), 4):
+        start, full_start, full_end, end = loop.tiles[i : i + 4]
+        for e, word in ((end, "end"), (start, "first"), (full_start, "full_first"), (full_end, "full_end")):
+            if e in names or e.is_Integer:
+                continue
+            short = e.xreplace(names)
+            uses = tuple((str(s), str(s)) for s in sorted(short.free_symbols, key=str) if _is_value(kernel, str(s), bounds))
+            bounds.append(Map(f"{loop.var}_{word}{f'_{i // 4 + 1}' if i else ''}", short, uses, Type("i32")))
+            names[e] = symbol(bounds[-1].name)
+    return bounds, [names.get(e, e) for e in loop.tiles]
+
+
+def _is_value(kernel: Kernel, name: str, bounds: list[Map]) -> bool:
+    """Whether a symbol is an op's result rather than a size, a tile size or a position."""
+    return name in {b.name for b in bounds} or (name in kernel.graph and not isinstance(kernel.op(name), Arg))
