@@ -96,7 +96,7 @@ verify-all: $(READY)
 # Other masks every night: the date is the seed.
 nightly: verify-all
 	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly"
-	$(PYTHON) -m tests.passes.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
+	$(PYTHON) -m tests.transforms.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
 
 # Each pair of torch and Triton is installed once, with the default package index: a build for CUDA, which runs on a CPU too.
 versions:

@@ -1,7 +1,8 @@
 """attngen: a compiler from declarative attention specs to Triton forward and backward kernels.
 
-`attngen.build` compiles a spec and imports the module; `attngen.load` imports a module that `attngen build` has written.
-`attngen.flex_attention` is FlexAttention's call; `attngen.spec_from_mods` writes the spec that FlexAttention's functions say.
+`attngen.build` compiles a spec and imports the module; `attngen.load` imports a module that `attngen build` has
+written. `attngen.flex_attention` is FlexAttention's call; `attngen.spec_from_mods` writes the spec that FlexAttention's
+functions say.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _HOMES = {
     "spec_from_mods": "attngen.frontends.specs",
 }
 
-os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # read when sympy is first imported; 1,000 by default, which one module exceeds
+os.environ.setdefault(
+    "SYMPY_CACHE_SIZE", "100000"
+)  # read when sympy is first imported; 1,000 by default, which one module exceeds
 
 if TYPE_CHECKING:
     from attngen.api import build as build

@@ -1,6 +1,7 @@
 """What Python calls: `attngen.build` and `attngen.load`.
 
-Nothing here imports the compiler unless it has to compile: a module that is in the cache is imported in the time that its kernels take.
+Nothing here imports the compiler unless it has to compile: a module that is in the cache is imported in the time that
+its kernels take.
 """
 
 from __future__ import annotations
@@ -42,27 +43,31 @@ def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
         spec: plain data, as in {"name": "mine", "head_dim": 64, "mask": "causal"}; the path of a YAML file; or a Spec.
 
     Returns:
-        the generated module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module. Equal code is one module.
+        the generated module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module. Equal code is one
+        module.
 
     Raises:
-        SpecError: the spec is wrong, or cannot be built; one sentence per mistake, with the file and the line where there is one.
-        AttngenError: the cache cannot be written, or others can write it, or the module cannot be imported.
+        SpecError: the spec is wrong, or cannot be built; one sentence per mistake, with the file and the line where
+        there is one. AttngenError: the cache cannot be written, or others can write it, or the module cannot be
+        imported.
 
     Compiling takes seconds, needs no GPU, and warns of what in the spec may not be what its author means. The cache is
-    ~/.cache/attngen, or what the user's system has instead; the environment variable ATTNGEN_CACHE_DIR names another folder. One that other
-    users own or can write is refused, as its modules are code, unless ATTNGEN_TRUST_CACHE=1 is set. Modules are
-    found in it by the spec and by attngen's own files, so that another version, or an edited one, compiles anew. Processes that ask for one
-    spec at once wait for the first, which compiles it. The cache keeps the 512 modules that were used last. `attngen cache` shows it and
-    clears it.
+    ~/.cache/attngen, or what the user's system has instead; the environment variable ATTNGEN_CACHE_DIR names another
+    folder. One that other users own or can write is refused, as its modules are code, unless ATTNGEN_TRUST_CACHE=1 is
+    set. Modules are found in it by the spec and by attngen's own files, so that another version, or an edited one,
+    compiles anew. Processes that ask for one spec at once wait for the first, which compiles it. The cache keeps the
+    512 modules that were used last. `attngen cache` shows it and clears it.
     """
     with _alone():
         return stay(_built(*_request(spec)))
 
 
 def build_completed(data: dict[str, Any], complete: Callable[[dict[str, Any]], dict[str, Any]]) -> ModuleType:
-    """The module of the spec `complete(data)`, as `build` gives it. One that is in the cache is found by `data`, and nothing is completed.
+    """The module of the spec `complete(data)`, as `build` gives it. One that is in the cache is found by `data`, and
+    nothing is completed.
 
-    It is held while it is among the MOST that were used last. Who keeps it asks `is_held` at each use, and builds it again if it is not.
+    It is held while it is among the MOST that were used last. Who keeps it asks `is_held` at each use, and builds it
+    again if it is not.
 
     Args:
         data: plain data.
@@ -89,7 +94,8 @@ def is_held(module: ModuleType) -> bool:
 
 
 def stay(module: ModuleType) -> ModuleType:
-    """Hold a module until the process ends: a caller has it, or a graph that holds its operators or its memory and not the module."""
+    """Hold a module until the process ends: a caller has it, or a graph that holds its operators or its memory and
+    not the module."""
     with _LOCK:
         _RECENT.pop(module, None)
         _STAYING.add(module)
@@ -127,7 +133,8 @@ def _alone() -> Iterator[None]:
 def load(path: str | os.PathLike[str]) -> ModuleType:
     """Import a generated folder, as `attngen build` writes it, from anywhere: no folder has to be on sys.path.
 
-    The folder is imported as its code is now: after `attngen build` has changed it, `load` gives a new module. Equal code is one module.
+    The folder is imported as its code is now: after `attngen build` has changed it, `load` gives a new module. Equal
+    code is one module.
 
     Args:
         path: the folder, as in "generated/causal_mqa".
@@ -139,27 +146,40 @@ def load(path: str | os.PathLike[str]) -> ModuleType:
         AttngenError: the path is no generated module, or it cannot be imported; one sentence.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise AttngenError(f"attngen.load: got {_kind(path)}; expected the path of a generated folder, as in `generated/causal_mqa`")
+        raise AttngenError(
+            f"attngen.load: got {_kind(path)}; expected the path of a generated folder, as in `generated/causal_mqa`"
+        )
     folder = Path(path)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         hint = "; `attngen.build` takes specs" if folder.suffix in (".yaml", ".yml") else ""
-        raise AttngenError(f"{folder} {what}; expected the folder of a generated module, as in `generated/causal_mqa`{hint}")
+        raise AttngenError(
+            f"{folder} {what}; expected the folder of a generated module, as in `generated/causal_mqa`{hint}"
+        )
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise AttngenError(f"{folder} is not a generated module (it has no {missing[0]}); `attngen build SPEC` writes one")
+        raise AttngenError(
+            f"{folder} is not a generated module (it has no {missing[0]}); `attngen build SPEC` writes one"
+        )
     try:
         code = read_source(folder)
     except OSError as error:
-        raise AttngenError(f"{folder}: cannot be read ({error.strerror}); expected what `attngen build` writes") from None
+        raise AttngenError(
+            f"{folder}: cannot be read ({error.strerror}); expected what `attngen build` writes"
+        ) from None
     with _alone():
         return stay(_import(folder.resolve(), code))
 
 
 def _request(spec: Any) -> tuple[bytes, Callable[[], Spec], Path | None]:
-    """What a caller asks for: as bytes that are equal only for equal specs, as a function that reads the spec, and the file that has it."""
+    """What a caller asks for: as bytes that are equal only for equal specs, as a function that reads the spec, and
+    the file that has it."""
     if isinstance(spec, dict):
         with suppress(ValueError):  # of what is no plain data
-            return b"data" + marshal.dumps(spec, 2), lambda: _spec_of(spec), None  # 2: what is written depends on values alone
+            return (
+                b"data" + marshal.dumps(spec, 2),
+                lambda: _spec_of(spec),
+                None,
+            )  # 2: what is written depends on values alone
         spec = _spec_of(spec)
     elif isinstance(spec, (str, os.PathLike)):
         path = Path(spec)
@@ -175,7 +195,9 @@ def _request(spec: Any) -> tuple[bytes, Callable[[], Spec], Path | None]:
     from attngen.spec import Spec
 
     if not isinstance(spec, Spec):
-        raise SpecError(f"attngen.build: got {_kind(spec)}; expected the path of a YAML file, a dict of plain data, or a Spec")
+        raise SpecError(
+            f"attngen.build: got {_kind(spec)}; expected the path of a YAML file, a dict of plain data, or a Spec"
+        )
     return b"spec" + spec.hash().encode(), lambda: spec, None
 
 
@@ -202,7 +224,8 @@ def _spec_at(path: Path) -> Spec:
 
 
 def _compile(key: str, spec: Spec, path: Path | None) -> store.Kept:
-    """A spec's module in the cache, where another form of the spec or another process may have put it; else compiled now."""
+    """A spec's module in the cache, where another form of the spec or another process may have put it; else compiled
+    now."""
     own = store.key_of(b"spec" + spec.hash().encode())
     found = store.find(own)
     if found is None:
@@ -249,4 +272,6 @@ def _import(folder: Path, code: dict[str, bytes]) -> ModuleType:
         with paused():
             return import_source(name, folder, code)
     except Exception as error:
-        raise AttngenError(f"{folder}: cannot be imported ({last_line(error)}); expected what `attngen build` writes") from error
+        raise AttngenError(
+            f"{folder}: cannot be imported ({last_line(error)}); expected what `attngen build` writes"
+        ) from error

@@ -16,7 +16,9 @@ class DeviceClass:
     Triton keeps tiles on chip there (read off compiled kernels: docs/perf-log.md)."""
 
     name: str  # for HIP devices, the architecture's own name
-    arch: int | str  # what stands for the class where kernels are compiled without a GPU: a compute capability, a HIP architecture
+    arch: (
+        int | str
+    )  # what stands for the class where kernels are compiled without a GPU: a compute capability, a HIP architecture
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
     smem_per_block: int  # bytes of shared memory one program may have, at most
     smem_per_sm: int  # bytes
@@ -29,9 +31,13 @@ class DeviceClass:
     converts: bool = False  # has an instruction that makes fp16 of a pair of 8-bit numbers (e4m3)
     tma: bool = False  # has an engine that copies tiles by descriptors of tensors, made by the host
     overlaps: bool = False  # programs of a launch may start beside those of the one before, and wait for its end
-    reads_shared: bool = False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
+    reads_shared: bool = (
+        False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
+    )
     keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
-    tensor_columns: int = 0  # of memory for sums of matrix instructions, 128 rows of 32 bits each; 0 where they are in registers
+    tensor_columns: int = (
+        0  # of memory for sums of matrix instructions, 128 rows of 32 bits each; 0 where they are in registers
+    )
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
     shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
     tuned_on: str = ""  # the device whose measured schedules (attngen/schedule) the class takes, where there are any
@@ -112,7 +118,8 @@ CLASSES = {
             arch="gfx942",
             smem_per_block=64 * KIB,
             smem_per_sm=64 * KIB,
-            smem_reserved=KIB,  # nothing is; kept until tiles are timed there, as it counts no program that might not fit
+            # nothing is; kept until tiles are timed there, as it counts no program that might not fit
+            smem_reserved=KIB,
             registers_per_sm=131072,
             registers_per_thread=512,
             threads_per_warp=64,
@@ -122,8 +129,8 @@ CLASSES = {
             source="AMD CDNA 3 whitepaper, 2023: LDS, VGPRs and matrix rates of a compute unit; AMD Instinct MI300 ISA guide: "
             "512 VGPRs of a lane, AccVGPRs counted",
         ),
-        # The least that NVIDIA GPUs from compute capability 8.0 on have. Before 8.0 Triton copies operands of products through
-        # shared memory, so that tiles need more than is counted here.
+        # The least that NVIDIA GPUs from compute capability 8.0 on have. Before 8.0 Triton copies operands of products
+        # through shared memory, so that tiles need more than is counted here.
         DeviceClass(
             name="any",
             arch=86,
@@ -135,8 +142,8 @@ CLASSES = {
         ),
     )
 }
-# What GPUs without a class of their own take: NVIDIA's the least, AMD's the class whose LDS (64 KB) theirs has the size of
-# (AMD CDNA 2 and RDNA 3 ISA guides).
+# What GPUs without a class of their own take: NVIDIA's the least, AMD's the class whose LDS (64 KB) theirs has the size
+# of (AMD CDNA 2 and RDNA 3 ISA guides).
 FALLBACK_CUDA, FALLBACK_HIP = "any", "gfx942"
 
 DEVICES = {
@@ -192,7 +199,8 @@ DEVICES = {
 
 
 def class_of(arch: tuple[int, int] | str) -> DeviceClass:
-    """The class whose schedules a GPU takes: one of CUDA by its compute capability, one of HIP by its architecture, as gfx942:sramecc+."""
+    """The class whose schedules a GPU takes: one of CUDA by its compute capability, one of HIP by its architecture,
+    as gfx942:sramecc+."""
     if isinstance(arch, str):
         return CLASSES.get(arch.partition(":")[0], CLASSES[FALLBACK_HIP])
     return next((c for c in CLASSES.values() if arch in c.capabilities), CLASSES[FALLBACK_CUDA])

@@ -31,7 +31,8 @@ class VerifyError(AttngenError):
 
 
 class BuildError(SpecError):
-    """A spec that can be read and not built: the path of the spec's key, and the reason as a sentence that follows the key's name.
+    """A spec that can be read and not built: the path of the spec's key, and the reason as a sentence that follows the
+    key's name.
 
     It names no file; whoever read the spec from one adds it, and the line of the key.
     """
@@ -45,7 +46,8 @@ class BuildError(SpecError):
 
 
 class FitError(BuildError):
-    """A kernel that no tile makes fit on a device: names the spec's key, the device, the bytes needed and had, and what to change."""
+    """A kernel that no tile makes fit on a device: names the spec's key, the device, the bytes needed and had, and
+    what to change."""
 
     def __str__(self) -> str:
         return f"`{dotted(self.path)}` does not fit: {self.reason}"

@@ -1,4 +1,5 @@
-"""The pairs of torch and Triton that attngen supports: each torch with the Triton that it ships with. `make versions` tests them all."""
+"""The pairs of torch and Triton that attngen supports: each torch with the Triton that it ships with. `make
+versions` tests them all."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def visible(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tenso
     return distance >= 0 if window is None else (distance >= 0) & (distance <= window)
 
 
-def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, dropout_p: float = 0.0) -> torch.Tensor:
+def naive(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, dropout_p: float = 0.0
+) -> torch.Tensor:
     """Causal attention in eager PyTorch, with the whole score matrix in memory."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -44,7 +46,9 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None 
     return F.dropout(probabilities, dropout_p) @ v
 
 
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, dropout_p: float = 0.0) -> torch.Tensor:
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, dropout_p: float = 0.0
+) -> torch.Tensor:
     """PyTorch's `scaled_dot_product_attention`, by the backend that PyTorch picks."""
     mask = None if window is None else visible(q, k, window)
     grouped = q.shape[1] != k.shape[1]
@@ -80,16 +84,22 @@ def variant(name: str, heads: int) -> Variant:
     folder = ROOT / "generated" / name if Path(name).name == name else Path(name).resolve()
     if not (folder / "__init__.py").is_file():
         known = sorted(p.parent.name for p in (ROOT / "generated").glob("*/__init__.py"))
-        stop(f"--attention {name}: expected `naive`, `sdpa`, a module's folder, or one in generated/: {', '.join(known)}")
+        stop(
+            f"--attention {name}: expected `naive`, `sdpa`, a module's folder, or one in generated/: {', '.join(known)}"
+        )
     sys.path.insert(0, str(folder.parent))
     module = importlib.import_module(folder.name)
     parameters = inspect.signature(module.attention).parameters.keys()
     inputs = parameters - {"q", "k", "v", "plan", "scale", "return_lse", "check", "unknown", "dropout_p", "seed"}
     if inputs:
-        stop(f"--attention {name}: it takes inputs ({', '.join(sorted(inputs))}), which a language model on packed text has none of")
+        stop(
+            f"--attention {name}: it takes inputs ({', '.join(sorted(inputs))}), which a language model on packed text has none of"
+        )
     mask = re.fullmatch(r"causal(?:\(.*\))?|sliding_window\(left=(\d+), right=0\)", module.MASK)
     if not mask:
-        stop(f"--attention {name}: its mask is {module.MASK}; a language model needs `causal` or a window with `right: 0`")
+        stop(
+            f"--attention {name}: its mask is {module.MASK}; a language model needs `causal` or a window with `right: 0`"
+        )
     kv_heads = {"mha": heads, "mqa": 1, "gqa": max(1, heads // 4)}[module.SHARING]
     window = int(mask[1]) if mask[1] else None
     sizes = (kv_heads, module.HEAD_DIM_QK, module.HEAD_DIM_V, window)
@@ -114,16 +124,26 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         counts = (self.heads, self.variant.kv_heads, self.variant.kv_heads)
         parts = self.qkv(self.norm_attention(x)).split(self.widths, -1)
-        q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in zip(parts, counts))  # [B, H, N, D] views: no copies
+        q, k, v = (
+            part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in zip(parts, counts)
+        )  # [B, H, N, D] views: no copies
         x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_mlp(x))
 
 
 class Decoder(nn.Module):
-    """Logits of the next token at each position; with `checkpointed`, blocks are computed again in the backward pass."""
+    """Logits of the next token at each position; with `checkpointed`, blocks are computed again in the backward
+    pass."""
 
     def __init__(
-        self, layers: int, d_model: int, heads: int, seq: int, variant: Variant, vocabulary: int = 256, checkpointed: bool = False
+        self,
+        layers: int,
+        d_model: int,
+        heads: int,
+        seq: int,
+        variant: Variant,
+        vocabulary: int = 256,
+        checkpointed: bool = False,
     ) -> None:
         super().__init__()
         self.checkpointed = checkpointed

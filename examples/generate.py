@@ -4,10 +4,11 @@
     python examples/generate.py --requests 256 --slots 64 --room 8192
     python examples/generate.py --data my.txt --steps 1000 --show 3
 
-Requests wait in a line. One gets a slot and pages as soon as there are some; its prompt is read in chunks; then all slots generate
-together, a token each in a replay of one CUDA graph, whatever their lengths are. The pages of a request that is done go to the next one.
-Every token is held against what the model says of the whole sequence with naive attention. Last, drafted trees of tokens are verified in
-one call each. Without a GPU the kernels run in Triton's interpreter, which is slow: sizes are tiny there.
+Requests wait in a line. One gets a slot and pages as soon as there are some; its prompt is read in chunks; then all
+slots generate together, a token each in a replay of one CUDA graph, whatever their lengths are. The pages of a request
+that is done go to the next one. Every token is held against what the model says of the whole sequence with naive
+attention. Last, drafted trees of tokens are verified in one call each. Without a GPU the kernels run in Triton's
+interpreter, which is slow: sizes are tiny there.
 """
 
 from __future__ import annotations
@@ -56,16 +57,21 @@ backward: false
 
 
 class Pages:
-    """Keys and values of all layers in pages, which a table names for each slot. Page 0 is that of slots with nothing to do.
+    """Keys and values of all layers in pages, which a table names for each slot. Page 0 is that of slots with nothing
+    to do.
 
     attend: the module's `attention.with_kvcache`; verify: that of a module whose mask is a tree of new tokens.
     """
 
     title = "attngen, pages of 64"
 
-    def __init__(self, attend: Callable[..., Any], verify: Callable[..., Any], like: torch.Tensor, args: argparse.Namespace) -> None:
+    def __init__(
+        self, attend: Callable[..., Any], verify: Callable[..., Any], like: torch.Tensor, args: argparse.Namespace
+    ) -> None:
         self.attend, self.verify, self.of_slot = attend, verify, args.room // PAGE
-        count = 1 + max(self.of_slot, args.slots * self.of_slot // 2)  # half of what all slots could fill: requests wait for pages, too
+        count = 1 + max(
+            self.of_slot, args.slots * self.of_slot // 2
+        )  # half of what all slots could fill: requests wait for pages, too
         shape = (args.layers, count, PAGE, args.heads // 4, DIM)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         self.table = torch.zeros(args.slots, self.of_slot, dtype=torch.int32, device=like.device)
@@ -122,7 +128,9 @@ class Rows:
             keys, values = self.keys[layer, slots], self.values[layer, slots]
             for stored, x in ((keys, k), (values, v)):
                 stored.scatter_(2, rows[:, None, :, None].expand(x.shape), x)
-            return F.scaled_dot_product_attention(q, keys[:, :, :stop], values[:, :, :stop], seen[:, None], enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q, keys[:, :, :stop], values[:, :, :stop], seen[:, None], enable_gqa=True
+            )
 
         return attend
 
@@ -140,14 +148,17 @@ class Request:
 
 
 class Server:
-    """A model, its cache, and the slots whose sequences generate together. Nothing waits for the device but the end of a request."""
+    """A model, its cache, and the slots whose sequences generate together. Nothing waits for the device but the end
+    of a request."""
 
     def __init__(self, model: Decoder, cache: Pages | Rows, args: argparse.Namespace) -> None:
         self.model, self.cache, self.args = model, cache, args
         self.device = model.head.weight.device
         self.lengths = torch.zeros(args.slots, dtype=torch.int32, device=self.device)
         self.active = torch.zeros_like(self.lengths)  # 1 where a slot has a request
-        self.known = torch.zeros(args.slots, args.room + 1, dtype=torch.long, device=self.device)  # the tokens of each slot
+        self.known = torch.zeros(
+            args.slots, args.room + 1, dtype=torch.long, device=self.device
+        )  # the tokens of each slot
         self.requests: dict[int, tuple[Request, int]] = {}  # by slot, with the tokens that are left
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -184,7 +195,9 @@ class Server:
         """One more token for each slot; those of slots without a request are of no use, and go nowhere."""
         at = self.lengths[:, None].long()
         found = self.logits(self.known.gather(1, at), at, slice(None), self.lengths, self.args.room)
-        self.known.scatter_(1, at + 1, torch.where(self.active[:, None] > 0, found.argmax(-1), self.known.gather(1, at + 1)))
+        self.known.scatter_(
+            1, at + 1, torch.where(self.active[:, None] > 0, found.argmax(-1), self.known.gather(1, at + 1))
+        )
         self.lengths += self.active
 
     def captured(self) -> Callable[[], None]:
@@ -227,14 +240,19 @@ class Drafts:
     """Trees of guesses: after each token the WIDE ones that follow it most often in the text, DEEP tokens ahead."""
 
     def __init__(self, text: torch.Tensor, device: torch.device) -> None:
-        pairs = torch.zeros(256 * 256).index_add_(0, text[:-1].long() * 256 + text[1:].long(), torch.ones(len(text) - 1))
+        pairs = torch.zeros(256 * 256).index_add_(
+            0, text[:-1].long() * 256 + text[1:].long(), torch.ones(len(text) - 1)
+        )
         self.follows = pairs.view(256, 256).topk(WIDE, 1).indices.tolist()
         self.parents = [-1] + [parent for parent in range(sum(WIDE**d for d in range(DEEP))) for _ in range(WIDE)]
         count = len(self.parents)
         sees = torch.eye(count, dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], 1):
             sees[node] |= sees[parent]
-        self.sees, self.depths = sees[None].to(device), (sees.sum(1) - 1).to(device)  # a node sees itself and what it comes after
+        self.sees, self.depths = (
+            sees[None].to(device),
+            (sees.sum(1) - 1).to(device),
+        )  # a node sees itself and what it comes after
 
     def tokens(self, last: int) -> list[int]:
         """The tokens of the tree after a token, which is its first one."""
@@ -247,7 +265,9 @@ class Drafts:
         """The nodes from the first one on that the model says itself, each after the one before."""
         nodes = [0]
         while True:
-            children = (n for n, parent in enumerate(self.parents) if parent == nodes[-1] and tokens[n] == said[nodes[-1]])
+            children = (
+                n for n, parent in enumerate(self.parents) if parent == nodes[-1] and tokens[n] == said[nodes[-1]]
+            )
             child = next(children, None)
             if child is None:
                 return nodes
@@ -264,7 +284,9 @@ def draft(server: Server, drafts: Drafts, request: Request) -> tuple[torch.Tenso
         tokens = drafts.tokens(found[-1])
         lengths = torch.full((1,), length, dtype=torch.int32, device=server.device)
         nodes = torch.tensor([tokens], device=server.device)
-        said = server.logits(nodes, length + drafts.depths, slice(0, 1), lengths, length + len(tokens), tree_mask=drafts.sees)[0]
+        said = server.logits(
+            nodes, length + drafts.depths, slice(0, 1), lengths, length + len(tokens), tree_mask=drafts.sees
+        )[0]
         answers = said.argmax(-1).tolist()
         path = drafts.path(tokens, answers)
         cache.move(0, length + torch.tensor(path, device=server.device), length)
@@ -278,7 +300,8 @@ def draft(server: Server, drafts: Drafts, request: Request) -> tuple[torch.Tenso
 
 
 def compared(model: Decoder, requests: list[Request]) -> tuple[int, int, float]:
-    """How many tokens there are, how many of them the whole sequence gives with naive attention, and by how much others are below that."""
+    """How many tokens there are, how many of them the whole sequence gives with naive attention, and by how much
+    others are below that."""
     total = same = 0
     worst = 0.0
     for request in requests:
@@ -301,7 +324,10 @@ def built(spec: str, folder: Path) -> Any:
     path.write_text(spec)
     command = [sys.executable, "-m", "attngen", "build", str(path), "--out", str(folder)]
     subprocess.run(
-        command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        command,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )
     sys.path.insert(0, str(folder))
     return importlib.import_module("drafted_gqa")
@@ -327,14 +353,20 @@ def timed(server: Server, requests: list[Request]) -> float:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="file to train on and to ask about, as bytes [the sources of Python's standard library]")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="file to train on and to ask about, as bytes [the sources of Python's standard library]",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--show", type=int, default=1, help="answers that are printed [1]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-4)
     for name, cuda in SIZES["cuda"].items():
         shown = f"[{cuda}; on a CPU {SIZES['cpu'][name]}]"
-        parser.add_argument(f"--{name}".replace("_", "-"), type=int, help=f"{HELP[name]} {shown}" if name in HELP else shown)
+        parser.add_argument(
+            f"--{name}".replace("_", "-"), type=int, help=f"{HELP[name]} {shown}" if name in HELP else shown
+        )
     args = parser.parse_args(argv)
     for name, default in SIZES[args.device].items():
         if getattr(args, name) is None:
@@ -361,7 +393,9 @@ def answer(args: argparse.Namespace, model: Decoder, text: torch.Tensor, folder:
     def drawn() -> Request:
         length = int(torch.randint(1, args.prompt + 1, (1,), generator=generator))
         start = int(torch.randint(0, len(text) - length, (1,), generator=generator))
-        return Request(text[start : start + length].long(), int(torch.randint(1, args.new + 1, (1,), generator=generator)))
+        return Request(
+            text[start : start + length].long(), int(torch.randint(1, args.new + 1, (1,), generator=generator))
+        )
 
     requests = [drawn() for _ in range(args.requests)]
     pages = Pages(served, built(TREE, folder).attention.with_kvcache, like, args)
@@ -375,7 +409,11 @@ def answer(args: argparse.Namespace, model: Decoder, text: torch.Tensor, folder:
             stop(f"{cache.title}: a token is {worst:.3f} below the best one; expected at most {CLOSE}")
         if cache is pages:
             for request in asked[: args.show]:
-                print("   ", bytes(request.tokens[-request.new :].tolist()).decode("utf-8", "replace").replace("\n", "\n    "), flush=True)
+                print(
+                    "   ",
+                    bytes(request.tokens[-request.new :].tolist()).decode("utf-8", "replace").replace("\n", "\n    "),
+                    flush=True,
+                )
     one = Request(requests[0].prompt[: args.room // 2], min(args.new, args.room // 4))
     one.tokens, calls = draft(Server(model, pages, args), Drafts(text, like.device), one)
     total, same, worst = compared(model, [one])

@@ -31,7 +31,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--padded", action="store_true", help="prompts of several lengths")
     args = parser.parse_args(argv)
     if args.heads % 4 or args.prompt + args.new > args.room:
-        parser.error("expected --heads to be a multiple of 4, which share a K/V head, and --prompt and --new to be at most --room together")
+        parser.error(
+            "expected --heads to be a multiple of 4, which share a K/V head, and --prompt and --new to be at most --room together"
+        )
     return args
 
 
@@ -41,7 +43,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         import transformers
     except ImportError:
-        sys.exit("generate_transformers: transformers is not installed; expected `pip install 'transformers>=5'` before")
+        sys.exit(
+            "generate_transformers: transformers is not installed; expected `pip install 'transformers>=5'` before"
+        )
     if int(transformers.__version__.split(".")[0]) < 5:
         sys.exit(f"generate_transformers: transformers is {transformers.__version__}; expected 5 or later")
     if not torch.cuda.is_available():
@@ -61,16 +65,28 @@ def main(argv: list[str] | None = None) -> None:
     model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
     prompt = torch.randint(config.vocab_size, (args.batch, args.prompt), device="cuda")
     starts = (
-        torch.linspace(args.prompt // 2, 0, args.batch, device="cuda").long() if args.padded else torch.zeros(args.batch, device="cuda")
+        torch.linspace(args.prompt // 2, 0, args.batch, device="cuda").long()
+        if args.padded
+        else torch.zeros(args.batch, device="cuda")
     )
     mask = (torch.arange(args.prompt, device="cuda") >= starts[:, None]).long()
-    asked = {"max_new_tokens": args.new, "min_new_tokens": args.new, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    asked = {
+        "max_new_tokens": args.new,
+        "min_new_tokens": args.new,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "disable_compile": True,
+    }
     answers = {}
     for name in (NAME, "sdpa"):
         model.set_attn_implementation(name)
         for _ in range(2):  # kernels are compiled the first time
             static = args.cache == "static"
-            cache = transformers.StaticCache(config, max_cache_len=args.room) if static else transformers.DynamicCache(config=config)
+            cache = (
+                transformers.StaticCache(config, max_cache_len=args.room)
+                if static
+                else transformers.DynamicCache(config=config)
+            )
             torch.cuda.synchronize()
             started = time.perf_counter()
             answers[name] = model.generate(prompt, attention_mask=mask, past_key_values=cache, **asked)

@@ -13,7 +13,11 @@ import torch
 from decoder import PLAIN, stop
 
 Run = dict[str, Any]
-WAYS = {"kept": "as they are", "checkpointed": "checkpointed", "graph": "in a CUDA graph"}  # of steps whose speed is measured
+WAYS = {
+    "kept": "as they are",
+    "checkpointed": "checkpointed",
+    "graph": "in a CUDA graph",
+}  # of steps whose speed is measured
 COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # of what is beside naive
 
 
@@ -55,7 +59,10 @@ def verdicts(runs: list[Run]) -> list[Verdict]:
     """One for each attention and dropout that shares at least two seeds with naive attention."""
     found = []
     for dropout in unique(runs, "dropout"):
-        last = {name: {r["seed"]: r["perplexity"][-1] for r in select(runs, name, dropout)} for name in unique(runs, "attention")}
+        last = {
+            name: {r["seed"]: r["perplexity"][-1] for r in select(runs, name, dropout)}
+            for name in unique(runs, "attention")
+        }
         naive = last.pop("naive", {})
         for name, ours in last.items():
             seeds = [seed for seed in naive if seed in ours]
@@ -65,7 +72,8 @@ def verdicts(runs: list[Run]) -> list[Verdict]:
 
 
 def false_alarm(seeds: int) -> float:
-    """How often two attentions that are the same would be found to differ, if nothing but chance set the perplexity of each run."""
+    """How often two attentions that are the same would be found to differ, if nothing but chance set the perplexity
+    of each run."""
     ours, naive = torch.randn(2, 200_000, seeds, generator=torch.Generator().manual_seed(0))
     return ((ours.mean(1) - naive.mean(1)).abs() > naive.amax(1) - naive.amin(1)).double().mean().item()
 
@@ -91,7 +99,9 @@ def load(folders: list[Path]) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             stop(f"--from {folder}: no results.json that can be read ({error})")
         if "graph" not in results["settings"]:
-            stop(f"--from {folder}: its results are of an earlier train_lm.py, which did not say how steps ran; measure them again")
+            stop(
+                f"--from {folder}: its results are of an earlier train_lm.py, which did not say how steps ran; measure them again"
+            )
         for key in ("settings", "data", "environment"):
             if merged and results[key] != merged[key]:
                 stop(f"--from {folder}: its {key} are not those of {folders[0]}, so their runs cannot be compared")
@@ -116,7 +126,9 @@ def text(results: dict[str, Any], picture: str) -> str:
     """The page: what was trained, the verdicts, the perplexities, speed and memory."""
     settings, data, machine, runs = (results[key] for key in ("settings", "data", "environment", "runs"))
     found = verdicts(runs)
-    heads = f"{settings['heads']} heads" + ("" if settings["kv_heads"] == settings["heads"] else f" ({settings['kv_heads']} of K and V)")
+    heads = f"{settings['heads']} heads" + (
+        "" if settings["kv_heads"] == settings["heads"] else f" ({settings['kv_heads']} of K and V)"
+    )
     dims = str(settings["qk"]) if settings["qk"] == settings["v"] else f"{settings['qk']} and {settings['v']}"
     seen = "" if settings["window"] is None else f" that sees {settings['window']} tokens back"
     numbers = "bf16 autocast over fp32 weights" if settings["dtype"] == "bf16" else "fp32"
@@ -139,7 +151,9 @@ def text(results: dict[str, Any], picture: str) -> str:
         "## Does it learn as naive attention does?",
     ]
     if found:
-        chance = " and ".join(f"{false_alarm(n):.1%} of studies with {n} seeds" for n in sorted({len(v.naive) for v in found}))
+        chance = " and ".join(
+            f"{false_alarm(n):.1%} of studies with {n} seeds" for n in sorted({len(v.naive) for v in found})
+        )
         parts += [
             paragraph(
                 "Two attentions agree where the means over the seeds of their last validation perplexities differ by no more than naive",
@@ -176,7 +190,16 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def verdict_table(found: list[Verdict]) -> str:
-    head = ["dropout", "attention", "perplexity", "naive's", "difference", "naive's spread", "agrees", "difference by seed"]
+    head = [
+        "dropout",
+        "attention",
+        "perplexity",
+        "naive's",
+        "difference",
+        "naive's spread",
+        "agrees",
+        "difference by seed",
+    ]
     rows = []
     for v in found:
         mean = statistics.fmean(v.naive)
@@ -228,7 +251,11 @@ def speed_table(records: list[Run]) -> str:
     for way in ways:
         head += [name if way == "kept" else f"{name}, {WAYS[way]}" for name in ("tokens/s", "peak GiB")]
     return table(
-        head, [[*key, *(cell for way in ways for cell in speed([found[way]] if way in found else []))] for key, found in groups.items()]
+        head,
+        [
+            [*key, *(cell for way in ways for cell in speed([found[way]] if way in found else []))]
+            for key, found in groups.items()
+        ],
     )
 
 
@@ -236,7 +263,8 @@ def speed_table(records: list[Run]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Perplexity by epoch above, its difference from naive's mean below; a column per dropout. The same bytes for the same results."""
+    """Perplexity by epoch above, its difference from naive's mean below; a column per dropout. The same bytes for
+    the same results."""
     try:
         import matplotlib
     except ImportError:
@@ -248,18 +276,36 @@ def plot(results: dict[str, Any], path: Path) -> None:
     rates, names = sorted(unique(runs, "dropout")), unique(runs, "attention")
     colors = {"naive": "#6b7280", **dict(zip((n for n in names if n != "naive"), COLORS * len(names)))}
     pyplot.rcParams.update(
-        {"svg.hashsalt": "train_lm", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "svg.hashsalt": "train_lm",
+            "svg.fonttype": "none",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     )
     size = (1.5 + 4 * len(rates), 5.5)
     figure, axes = pyplot.subplots(
-        2, len(rates), sharex=True, sharey="row", squeeze=False, figsize=size, layout="constrained", height_ratios=(3, 2)
+        2,
+        len(rates),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        figsize=size,
+        layout="constrained",
+        height_ratios=(3, 2),
     )
     for dropout, (above, below) in zip(rates, axes.T):
         naive = select(runs, "naive", dropout)
         epochs = range(len(runs[0]["perplexity"]))
         means = [statistics.fmean(r["perplexity"][i] for r in naive) for i in epochs] if naive else None
         for name in names:
-            style = {"color": colors[name], "linewidth": 1.2, "alpha": 0.8, "linestyle": "--" if name == "sdpa" else "-"}
+            style = {
+                "color": colors[name],
+                "linewidth": 1.2,
+                "alpha": 0.8,
+                "linestyle": "--" if name == "sdpa" else "-",
+            }
             for i, run in enumerate(select(runs, name, dropout)):
                 above.plot(epochs, run["perplexity"], label=name if i == 0 else None, **style)
                 if means:

@@ -56,15 +56,28 @@ def train(model: Decoder, attend: Attend, text: torch.Tensor, args: argparse.Nam
         scaler.update()
         losses.append(loss.item())
         if step % args.every == 0 or step == args.steps - 1:
-            print(f"{title:<20} step {step:>4}   loss {losses[-1]:.4f}   {time.perf_counter() - started:6.1f} s", flush=True)
+            print(
+                f"{title:<20} step {step:>4}   loss {losses[-1]:.4f}   {time.perf_counter() - started:6.1f} s",
+                flush=True,
+            )
     return losses
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", default="causal_mqa", help="`naive`, `sdpa`, or a module in generated/ or its folder [causal_mqa]")
-    parser.add_argument("--compare", action="store_true", help="train with naive attention too, from the same seed, and compare the losses")
-    parser.add_argument("--data", type=Path, help="file to train on, as bytes [the sources of Python's standard library]")
+    parser.add_argument(
+        "--attention",
+        default="causal_mqa",
+        help="`naive`, `sdpa`, or a module in generated/ or its folder [causal_mqa]",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="train with naive attention too, from the same seed, and compare the losses",
+    )
+    parser.add_argument(
+        "--data", type=Path, help="file to train on, as bytes [the sources of Python's standard library]"
+    )
     parser.add_argument("--csv", type=Path, help="write the loss of every step to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="of the matrix products [bf16 if the module has it]")
@@ -72,7 +85,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     for name, cuda in SIZES["cuda"].items():
         shown = f"[{cuda}; on a CPU {SIZES['cpu'][name]}]"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"steps between two lines {shown}" if name == "every" else shown)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            help=f"steps between two lines {shown}" if name == "every" else shown,
+        )
     args = parser.parse_args(argv)
     for name, default in SIZES[args.device].items():
         if getattr(args, name) is None:

@@ -1,12 +1,14 @@
-"""A language model trained with naive attention, with SDPA and with generated modules, from the same seeds: do they learn the same?
+"""A language model trained with naive attention, with SDPA and with generated modules, from the same seeds: do they
+learn the same?
 
     python examples/train_lm.py --attention naive sdpa causal_mqa        # five epochs of each
     python examples/train_lm.py --attention naive my/module --dropout 0 0.1 --seeds 0 1 2 --speed 16x512 8x4096 --out DIR
     python examples/train_lm.py --report docs/lm-training.md --from DIR  # the page and its plot, from what --out wrote
 
-The text is split into training and validation by file (every tenth is held out), one file by its end. Tokens are the most frequent
-words of the training text; others are spelt in bytes. A seed fixes the initial weights and the batches, for every attention alike, and
-the dropout of each. Without a GPU the kernels run in Triton's interpreter, which is slow: sizes are tiny there.
+The text is split into training and validation by file (every tenth is held out), one file by its end. Tokens are the
+most frequent words of the training text; others are spelt in bytes. A seed fixes the initial weights and the batches,
+for every attention alike, and the dropout of each. Without a GPU the kernels run in Triton's interpreter, which is
+slow: sizes are tiny there.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Text:
 
 
 def documents(path: Path | None) -> list[bytes]:
-    """The file, the text files below the folder, or the sources of the standard library; in an order that is always the same."""
+    """The file, the text files below the folder, or the sources of the standard library; in an order that is always
+    the same."""
     root = path or Path(os.__file__).parent
     try:
         if root.is_file():
@@ -77,7 +80,9 @@ def documents(path: Path | None) -> list[bytes]:
         files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if path is None:
             files = [p for p in files if p.suffix == ".py" and not SKIPPED.intersection(p.relative_to(root).parts)]
-        return [p.read_bytes() for p in files] or stop(f"--data {path}: no file with one of {', '.join(sorted(SUFFIXES))} below it")
+        return [p.read_bytes() for p in files] or stop(
+            f"--data {path}: no file with one of {', '.join(sorted(SUFFIXES))} below it"
+        )
     except OSError as error:
         return stop(f"--data {path}: cannot be read ({error.strerror})")
 
@@ -96,7 +101,9 @@ def read_text(path: Path | None, vocabulary: int) -> Text:
     known = {piece: (i,) for i, piece in enumerate(frequent, 256)}
 
     def encode(text: bytes) -> torch.Tensor:
-        ids = array.array("q", itertools.chain.from_iterable(known.get(piece) or piece for piece in PIECE.findall(text)))
+        ids = array.array(
+            "q", itertools.chain.from_iterable(known.get(piece) or piece for piece in PIECE.findall(text))
+        )
         return torch.tensor(ids)
 
     about = {
@@ -119,9 +126,11 @@ def windows(tokens: torch.Tensor, starts: torch.Tensor, seq: int) -> torch.Tenso
 
 
 class Replayed:
-    """A function of a tensor that a GPU computes, in a CUDA graph: it is recorded once and replayed, so that the host has next to no work.
+    """A function of a tensor that a GPU computes, in a CUDA graph: it is recorded once and replayed, so that the host
+    has next to no work.
 
-    The first calls run as they are, for what libraries set up and an optimizer allocates in its first steps. Inputs have one shape.
+    The first calls run as they are, for what libraries set up and an optimizer allocates in its first steps. Inputs
+    have one shape.
     """
 
     PLAIN_CALLS = 3
@@ -153,7 +162,14 @@ class Trainer:
     """
 
     def __init__(
-        self, args: argparse.Namespace, chosen: Variant, dropout: float, seed: int, seq: int, checkpointed: bool, graph: bool
+        self,
+        args: argparse.Namespace,
+        chosen: Variant,
+        dropout: float,
+        seed: int,
+        seq: int,
+        checkpointed: bool,
+        graph: bool,
     ) -> None:
         torch.manual_seed(seed)
         self.device, self.dtype = args.device, args.dtype
@@ -161,7 +177,9 @@ class Trainer:
         with torch.device(args.device):
             self.model = Decoder(*sizes)
         lr = torch.tensor(args.lr, device=args.device) if graph else args.lr
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), fused=args.device == "cuda", capturable=graph)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=lr, betas=(0.9, 0.95), fused=args.device == "cuda", capturable=graph
+        )
         self.step = Replayed(self.update) if graph else self.update
         plain = functools.partial(chosen.attend, window=chosen.window) if chosen.name in PLAIN else chosen.attend
         self.exact: Attend = plain
@@ -219,7 +237,9 @@ def train(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float,
     return {"attention": chosen.name, "dropout": dropout, "seed": seed, "perplexity": perplexities, **measured}
 
 
-def measure(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, size: tuple[int, int], way: str) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, size: tuple[int, int], way: str
+) -> dict[str, Any]:
     """Tokens per second and peak memory of a few steps of `size` (sequences, their length), in one of WAYS."""
     fresh(args.device)
     batch, seq = size
@@ -227,15 +247,23 @@ def measure(args: argparse.Namespace, text: Text, chosen: Variant, dropout: floa
     try:
         trainer = Trainer(args, chosen, dropout, 0, seq, way == "checkpointed", way == "graph")
         before = max(args.speed_steps, Replayed.PLAIN_CALLS + 1) if way == "graph" else args.speed_steps
-        starts = torch.randint(len(text.train) - seq, (before + args.speed_steps, batch), generator=torch.Generator().manual_seed(0))
+        starts = torch.randint(
+            len(text.train) - seq, (before + args.speed_steps, batch), generator=torch.Generator().manual_seed(0)
+        )
         for i, row in enumerate(starts.to(args.device)):
             if i == before:
                 started = clock(args.device)
             trainer.step(windows(text.train, row, seq))
-        measured = {"tokens_per_s": args.speed_steps * batch * seq / (clock(args.device) - started), "peak_gib": peak(args.device)}
+        measured = {
+            "tokens_per_s": args.speed_steps * batch * seq / (clock(args.device) - started),
+            "peak_gib": peak(args.device),
+        }
     except torch.OutOfMemoryError:
         pass  # stays None, and the page says so
-    print(f"{chosen.name:<20} dropout {dropout:<4} {batch} x {seq:<6} {lm_page.WAYS[way]:<16} {told(measured)}", flush=True)
+    print(
+        f"{chosen.name:<20} dropout {dropout:<4} {batch} x {seq:<6} {lm_page.WAYS[way]:<16} {told(measured)}",
+        flush=True,
+    )
     return {"attention": chosen.name, "dropout": dropout, "seq": seq, "batch": batch, "way": way, **measured}
 
 
@@ -275,10 +303,14 @@ def choose(args: argparse.Namespace) -> list[Variant]:
     shape = modules[0]
     for other in modules[1:]:
         if other.shape != shape.shape:
-            stop(f"--attention {other.name}: its heads, head dimensions or window are not {shape.name}'s; a study has one model")
+            stop(
+                f"--attention {other.name}: its heads, head dimensions or window are not {shape.name}'s; a study has one model"
+            )
     for module in modules:
         if any(args.dropout) and not module.dropout:
-            stop(f"--dropout {max(args.dropout)}: {module.name} was built without dropout; its spec needs `dropout: true`")
+            stop(
+                f"--dropout {max(args.dropout)}: {module.name} was built without dropout; its spec needs `dropout: true`"
+            )
     if args.heads % shape.kv_heads:
         stop(f"--heads {args.heads}: expected a multiple of the {shape.kv_heads} K/V heads of {shape.name}")
     args.dtype = next((n for n in ("bf16", "fp32") if all(DTYPES[n] in v.dtypes for v in found)), None)
@@ -300,7 +332,9 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     for tokens, name, options in ((text.train, "training", needs), (text.held, "validation", ["--seq"])):
         for option in options:
             if len(tokens) < needs[option]:
-                stop(f"--data {args.data}: {len(tokens)} tokens for {name}; expected {needs[option]} or more, for {option}")
+                stop(
+                    f"--data {args.data}: {len(tokens)} tokens for {name}; expected {needs[option]} or more, for {option}"
+                )
     print(
         f"{text.about['name']}: {text.about['files']} files, {len(text.train):,} tokens to train on, {len(text.held):,} to validate",
         flush=True,
@@ -337,7 +371,9 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     for done, (kind, run) in enumerate(work):
         now = time.perf_counter()
         if args.budget and now - started + longest[kind] > args.budget:
-            print(f"{len(work) - done} of {len(work)} runs and measurements left out: --budget {args.budget:g} has no room for another")
+            print(
+                f"{len(work) - done} of {len(work)} runs and measurements left out: --budget {args.budget:g} has no room for another"
+            )
             break
         results[kind].append(run())
         longest[kind] = max(longest[kind], time.perf_counter() - now)
@@ -361,7 +397,10 @@ def write(results: dict[str, Any], folder: Path) -> None:
         rows = csv.writer(file)
         rows.writerow(("attention", "dropout", "seed", "epoch", "perplexity"))
         for run in results["runs"]:
-            rows.writerows((run["attention"], run["dropout"], run["seed"], epoch, value) for epoch, value in enumerate(run["perplexity"]))
+            rows.writerows(
+                (run["attention"], run["dropout"], run["seed"], epoch, value)
+                for epoch, value in enumerate(run["perplexity"])
+            )
 
 
 def size(text: str) -> tuple[int, int]:
@@ -376,12 +415,34 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     start = ["naive", "sdpa", "causal_mqa"]
-    option("--attention", nargs="+", default=start, metavar="NAME", help=f"from naive, sdpa, generated/, folders of modules {start}")
-    option("--data", type=Path, metavar="PATH", help="a file, or a folder of text files [the sources of Python's standard library]")
+    option(
+        "--attention",
+        nargs="+",
+        default=start,
+        metavar="NAME",
+        help=f"from naive, sdpa, generated/, folders of modules {start}",
+    )
+    option(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="a file, or a folder of text files [the sources of Python's standard library]",
+    )
     option("--seeds", nargs="+", type=int, default=[0], metavar="N", help="a run of each attention for each [0]")
-    option("--dropout", nargs="+", type=float, default=[0.0], metavar="P", help="of the attention's probabilities; a run for each [0]")
+    option(
+        "--dropout",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        metavar="P",
+        help="of the attention's probabilities; a run for each [0]",
+    )
     option("--checkpoint", action="store_true", help="train with activation checkpointing, block by block")
-    option("--graph", action="store_true", help="train with steps that are replayed from a CUDA graph: the host has next to no work")
+    option(
+        "--graph",
+        action="store_true",
+        help="train with steps that are replayed from a CUDA graph: the host has next to no work",
+    )
     option(
         "--speed",
         nargs="+",
@@ -390,12 +451,36 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="BxN",
         help="first measure speed and memory of steps of B sequences of N tokens: as they are, checkpointed, in a CUDA graph",
     )
-    option("--budget", type=float, metavar="S", help="start nothing that would end later than in S seconds, judged by the longest run yet")
+    option(
+        "--budget",
+        type=float,
+        metavar="S",
+        help="start nothing that would end later than in S seconds, judged by the longest run yet",
+    )
     option("--out", type=Path, metavar="DIR", help="write results.json and curves.csv to this folder, after every run")
-    option("--report", type=Path, metavar="PAGE", help="train nothing; write this page, and its plot beside it, from --from")
-    option("--from", dest="sources", nargs="+", type=Path, default=[], metavar="DIR", help="folders that --out wrote, of the same settings")
+    option(
+        "--report",
+        type=Path,
+        metavar="PAGE",
+        help="train nothing; write this page, and its plot beside it, from --from",
+    )
+    option(
+        "--from",
+        dest="sources",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="folders that --out wrote, of the same settings",
+    )
     option("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    option("--lr", type=float, default=1e-3, metavar="X", help="at its highest; a short warm-up, then a cosine to a tenth [0.001]")
+    option(
+        "--lr",
+        type=float,
+        default=1e-3,
+        metavar="X",
+        help="at its highest; a short warm-up, then a cosine to a tenth [0.001]",
+    )
     for name, (cuda, cpu, what) in SIZES.items():
         option(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what} [{cuda}; on a CPU {cpu}]")
     args = parser.parse_args(argv)
@@ -412,7 +497,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.graph and (args.device == "cpu" or args.checkpoint):
         parser.error(f"--graph: expected a GPU, and no --checkpoint; the device is {args.device}")
     if bool(args.report) != bool(args.sources):
-        parser.error("--report and --from: expected both or neither; the page is written from the results of earlier runs")
+        parser.error(
+            "--report and --from: expected both or neither; the page is written from the results of earlier runs"
+        )
     return args
 
 

@@ -5,8 +5,8 @@
     python examples/train_transformers.py --model gemma2 --batch 1 --length 8192 --with eager flex_attention
     python examples/train_transformers.py --padded                         # sequences of half the length to all of it
 
-Weights are random. It needs a GPU. Steps (forward, backward, AdamW) of all implementations run in turn; it prints the median of each, and
-how far the loss of the first step is from that of the first implementation.
+Weights are random. It needs a GPU. Steps (forward, backward, AdamW) of all implementations run in turn; it prints the
+median of each, and how far the loss of the first step is from that of the first implementation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def gemma2(transformers: Any, layers: int) -> Any:
 def gpt_oss(transformers: Any, layers: int) -> Any:
     """Attention as in gpt-oss 20B, with few experts: sinks, and a window of 128 in every second layer."""
     return transformers.GptOssConfig(
-        vocab_size=32000, num_hidden_layers=layers or 8, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=131072
+        vocab_size=32000,
+        num_hidden_layers=layers or 8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=131072,
     )
 
 
@@ -61,8 +65,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         ("steps", 8, "steps that are timed, of each implementation"),
     ):
         parser.add_argument(f"--{name}", type=int, default=size, help=f"{what} [{size}]")
-    parser.add_argument("--with", dest="others", nargs="*", default=["sdpa"], help="implementations beside attngen [sdpa]")
-    parser.add_argument("--padded", action="store_true", help="sequences of half the length to all of it, padded on the right")
+    parser.add_argument(
+        "--with", dest="others", nargs="*", default=["sdpa"], help="implementations beside attngen [sdpa]"
+    )
+    parser.add_argument(
+        "--padded", action="store_true", help="sequences of half the length to all of it, padded on the right"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     return parser.parse_args(argv)
 
@@ -81,7 +89,9 @@ def main(argv: list[str] | None = None) -> None:
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     count = sum(p.numel() for p in model.parameters())
-    steps = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)  # weights stay, so that all implementations do the same
+    steps = torch.optim.AdamW(
+        model.parameters(), lr=0.0, fused=True
+    )  # weights stay, so that all implementations do the same
     run: Any = torch.compile(model) if args.compile else model
     ids = torch.randint(config.vocab_size, (args.batch, args.length), device="cuda")
     labels, more = ids, {}
@@ -90,7 +100,9 @@ def main(argv: list[str] | None = None) -> None:
         mask = torch.arange(args.length, device="cuda") < ends[:, None]
         labels, more = ids.masked_fill(~mask, -100), {"attention_mask": mask.long()}
     names = ["attngen", *args.others]
-    print(f"{args.model}, {count / 1e9:.2f}B parameters, {args.batch} x {args.length} tokens, {torch.cuda.get_device_name()}")
+    print(
+        f"{args.model}, {count / 1e9:.2f}B parameters, {args.batch} x {args.length} tokens, {torch.cuda.get_device_name()}"
+    )
 
     def step(name: str) -> tuple[float, float]:
         """(seconds, loss) of a step."""

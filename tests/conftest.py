@@ -1,7 +1,7 @@
 """Where tests run: on CUDA if there is a device, else in Triton's interpreter on the CPU.
 
-TRITON_INTERPRET decides when Triton is first imported, so it is set here, before any test is. It stays in the environment: a
-test that compiles for real does so in a process of its own, without it.
+TRITON_INTERPRET decides when Triton is first imported, so it is set here, before any test is. It stays in the
+environment: a test that compiles for real does so in a process of its own, without it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is first imported; the interpreter's products are small
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # read when numpy is first imported; the interpreter's products are small
 
 import torch
 
 from attngen.conformance.interpreter import check_interpreter, lighten
 from attngen.errors import AttngenError
+from attngen.lowering import pipeline
 
-gc.set_threshold(50_000, 20, 100)  # sympy's caches are large and stay; to look through them again and again takes a tenth of the time
+gc.set_threshold(
+    50_000, 20, 100
+)  # sympy's caches are large and stay; to look through them again and again takes a tenth of the time
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -30,6 +35,18 @@ try:
     check_interpreter()
 except AttngenError as error:
     pytest.exit(str(error), returncode=4)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lowering verifies the last module alone, but for nightly runs and tests that use `verify_each`."""
+    pipeline.VERIFY_EACH = config.option.markexpr != "not nightly"
+
+
+@pytest.fixture
+def verify_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering verifies the module after every pass, as it does for users."""
+    monkeypatch.setattr(pipeline, "VERIFY_EACH", True)
+
 
 _SPECS = {path.stem for path in (Path(__file__).parent.parent / "specs").glob("*.yaml")}
 # Files whose tests take ten seconds and more.
@@ -64,8 +81,8 @@ def _spec_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What takes long starts first, so that no worker is left with it at the end. Then tests of a spec stand together: the worker that has
-    # them lowers it, and loads its kernels, once.
+    # What takes long starts first, so that no worker is left with it at the end. Then tests of a spec stand together:
+    # the worker that has them lowers it, and loads its kernels, once.
     items.sort(key=lambda item: (item.path.name not in SLOW, _spec_of(item)))
     for item in items:
         if CUDA and "device" in getattr(item, "fixturenames", ()):

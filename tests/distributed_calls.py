@@ -1,4 +1,5 @@
-"""Calls of DTensors on several processes over gloo, each held against the call of whole tensors; run by tests/test_dtensor.py."""
+"""Calls of DTensors on several processes over gloo, each held against the call of whole tensors; run by
+tests/test_dtensor.py."""
 
 from __future__ import annotations
 
@@ -37,12 +38,20 @@ def same(name: str, mesh: Any, of_q: list[Any], of_kv: list[Any], sharded_inputs
     for distributed in (False, True):
         qkv, inputs = tensors_of(name)
         args: list[torch.Tensor] = [x.half() for x in qkv]
-        learned = {key: x.requires_grad_() for key, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        learned = {
+            key: x.requires_grad_()
+            for key, x in inputs.items()
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+        }
         given = dict(inputs)
         if distributed:
             args = [distribute_tensor(x, mesh, of_q if at == 0 else of_kv) for at, x in enumerate(args)]
             if sharded_inputs:
-                given |= {key: distribute_tensor(x, mesh, [WHOLE] * mesh.ndim) for key, x in inputs.items() if isinstance(x, torch.Tensor)}
+                given |= {
+                    key: distribute_tensor(x, mesh, [WHOLE] * mesh.ndim)
+                    for key, x in inputs.items()
+                    if isinstance(x, torch.Tensor)
+                }
         for x in args:
             x.requires_grad_()
         out, lse = attention(*args, **given, return_lse=True)
@@ -52,7 +61,9 @@ def same(name: str, mesh: Any, of_q: list[Any], of_kv: list[Any], sharded_inputs
         seen = lse.isfinite()
         loss = (out.float() * torch.arange(out.shape[-1]).cos()).sum() + lse[seen].sin().sum()
         gradients = torch.autograd.grad(loss, (*args, *learned.values()))
-        found.append([out, lse.nan_to_num(neginf=-1.0), *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)])
+        found.append(
+            [out, lse.nan_to_num(neginf=-1.0), *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)]
+        )
     for whole, ours in zip(*found):
         error = (whole.double() - ours.double()).norm() / whole.double().norm().clamp(min=1e-6)
         assert error < 2e-3, (name, of_q, of_kv, float(error))
@@ -68,7 +79,15 @@ def refused(text: str, call: Callable[[], Any]) -> None:
 
 
 def all_cases(mesh: Any, pair: Any) -> None:
-    for name in ("causal_gqa", "causal_padding_gqa", "padding_mha", "alibi_mha", "sinks_window_gqa", "temperature_mha", "document_gqa"):
+    for name in (
+        "causal_gqa",
+        "causal_padding_gqa",
+        "padding_mha",
+        "alibi_mha",
+        "sinks_window_gqa",
+        "temperature_mha",
+        "document_gqa",
+    ):
         same(name, mesh, [BATCH], [BATCH])
         same(name, mesh, [ON_HEADS], [ON_HEADS])
     for name in ("packed_document_gqa", "relative_bias_mha"):
@@ -92,8 +111,14 @@ def all_cases(mesh: Any, pair: Any) -> None:
     refused("q has the placement S(3)", placed("full_mha", Shard(3), WHOLE, WHOLE))
     refused("k has placements [Shard(dim=2)]", placed("full_mha", QUERIES, QUERIES, QUERIES))
     refused("k is a Tensor; expected DTensors of one mesh", placed("causal_gqa", ON_HEADS, None, None))
-    refused("dropout counts sequences and heads from 0 on each rank", placed("causal_dropout_mqa", BATCH, BATCH, BATCH, dropout_p=0.5))
-    refused("return_key_mass is not known of DTensors", placed("causal_outputs_gqa", BATCH, BATCH, BATCH, return_key_mass=True))
+    refused(
+        "dropout counts sequences and heads from 0 on each rank",
+        placed("causal_dropout_mqa", BATCH, BATCH, BATCH, dropout_p=0.5),
+    )
+    refused(
+        "return_key_mass is not known of DTensors",
+        placed("causal_outputs_gqa", BATCH, BATCH, BATCH, return_key_mass=True),
+    )
 
 
 if __name__ == "__main__":

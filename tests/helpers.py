@@ -17,7 +17,7 @@ import torch
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.ir.expr import select, symbol
-from attngen.ir.graph import Meaning, Module, Row
+from attngen.ir.graph import Config, Meaning, Module
 from attngen.ir.host import If
 from attngen.ir.ops import Map, Mask, Op
 from attngen.ir.text import parse_module, print_module
@@ -30,8 +30,8 @@ from docs.site.committed import spec_files
 
 ROOT = Path(__file__).parent.parent
 SPECS = [path.stem for path in spec_files()]
-# Specs whose masks and modifiers tests/test_masks.py cuts through at small sizes, every gradient with them. On a GPU they take all tests;
-# in the interpreter one size; the tests of wrappers run there for the others.
+# Specs whose masks and modifiers tests/test_masks.py cuts through at small sizes, every gradient with them. On a GPU
+# they take all tests; in the interpreter one size; the tests of wrappers run there for the others.
 SMALLER = (
     "alibi_mha",
     "chunked_gqa",
@@ -66,8 +66,11 @@ def _kind(name: str) -> tuple[object, ...]:
 
 
 # In the interpreter one spec for each kind of wrapper, that with the smallest heads; on a GPU all of them.
-KINDS = WRAPPERS if CUDA else sorted({_kind(n): n for n in sorted(WRAPPERS, key=lambda n: -spec(n).head_dim.qk)}.values())
-# Of what wrappers do alike for all kinds, in the interpreter: groups of heads and blocks; one K/V head and dropout; an input.
+KINDS = (
+    WRAPPERS if CUDA else sorted({_kind(n): n for n in sorted(WRAPPERS, key=lambda n: -spec(n).head_dim.qk)}.values())
+)
+# Of what wrappers do alike for all kinds, in the interpreter: groups of heads and blocks; one K/V head and dropout; an
+# input.
 FEW = KINDS if CUDA else ["butterfly_gqa", "causal_dropout_mqa", "padding_mha"]
 # Cases that repeat in the interpreter what others hold: `make nightly` runs them, and a GPU does.
 NIGHTLY = () if CUDA else pytest.mark.nightly
@@ -97,21 +100,27 @@ def lowered(name: str) -> dict[str, Module]:
 
 @cache
 def target(name: str) -> Module:
-    """A spec's module after the last pass, from the committed text, which tests/emit/test_emit.py holds against the spec."""
+    """A spec's module after the last pass, from the committed text, which tests/codegen/test_emit.py holds against
+    the spec."""
     path = ROOT / "generated" / name / "schedule.ir"
     return parse_module(path.read_text(encoding="utf-8"), str(path))
 
 
 def portable(name: str) -> Module:
-    """The same without divided kernels, which would have to be edited with those that they stand in for, and what runs divided alone."""
+    """The same without divided kernels, which would have to be edited with those that they stand in for, and what
+    runs divided alone."""
     whole = target(name)
-    module = without(replace(whole, divided=()), {kernel.name for kernel in whole.kernels if kernel.adds})
-    rows = tuple((k, tuple(r for r in rows if not isinstance(r, Row) or r.backend == module.backend)) for k, rows in module.schedules)
-    return replace(module, divided=(), schedules=rows)
+    module = without(replace(whole, warp_specialized=()), {kernel.name for kernel in whole.kernels if kernel.adds})
+    rows = tuple(
+        (k, tuple(r for r in rows if not isinstance(r, Config) or r.backend == module.backend))
+        for k, rows in module.schedules
+    )
+    return replace(module, warp_specialized=(), schedules=rows)
 
 
 def in_one_pass(module: Module) -> Module:
-    """The module whose calls compute gradients in one pass, where it has a kernel for that, however short sequences are."""
+    """The module whose calls compute gradients in one pass, where it has a kernel for that, however short sequences
+    are."""
 
     def asked(where: Any) -> Any:
         known = {*map(symbol, ("need_q", "need_kv", "fused"))}
@@ -143,6 +152,7 @@ def module(kernels: str, phase: str = "logical", head_dim: int = 64, dtype: str 
 def unverified(kernels: str, phase: str = "logical", head_dim: int = 64, dtype: str = "bf16") -> Module:
     header = f"""\
 module @small
+  ir 2
   version 0
   spec sha256:0
   phase {phase}
@@ -157,7 +167,9 @@ module @small
 """
     made = parse_module(header + kernels, "small.ir")
     masks = [op for op in made.kernels[0].ops() if isinstance(op, Mask)]
-    return replace(made, meaning=Meaning(sympy.And(*(op.where for op in masks)), known=tuple(f for op in masks for f in op.known)))
+    return replace(
+        made, meaning=Meaning(sympy.And(*(op.where for op in masks)), known=tuple(f for op in masks for f in op.known))
+    )
 
 
 # Sums of scores, in place of attention: one load before the loop, one in it, a mask and two products.

@@ -20,7 +20,9 @@ PARAMS: dict[str, Param] = {
     "slope": Param(tensor=("H",), dtype="fp32", grad=True),
 }
 SCALARS = {"window": st.integers(-3, 12), "step": st.integers(1, 7)}
-CONSTANTS = st.sampled_from(["0.25", "0.5", "1.5", "2.0", "3"])  # exact in binary, so that both sides of a comparison are
+CONSTANTS = st.sampled_from(
+    ["0.25", "0.5", "1.5", "2.0", "3"]
+)  # exact in binary, so that both sides of a comparison are
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ def conditions(draw: st.DrawFn, depth: int) -> str:
 def polynomials(draw: st.DrawFn, depth: int) -> str:
     """A real made of sums, products and pieces: exact in fp64 for scores and tensors of eighths."""
     if not depth or draw(st.integers(0, 3)) == 0:
-        return draw(st.sampled_from(["s", "s", "slope[h]", "0.5 * s", "(q_idx - kv_idx) / 16", "cap", "kv_idx / 8"]) | CONSTANTS)
+        return draw(
+            st.sampled_from(["s", "s", "slope[h]", "0.5 * s", "(q_idx - kv_idx) / 16", "cap", "kv_idx / 8"]) | CONSTANTS
+        )
     part = polynomials(depth - 1)
     match draw(st.sampled_from(["+", "-", "*", "min", "max", "abs", "clamp", "where"])):
         case "+" | "-" as sign:
@@ -125,7 +129,11 @@ def reals(draw: st.DrawFn, depth: int) -> str:
     if not depth or draw(st.integers(0, 2)) == 0:
         return draw(polynomials(depth))
     part = reals(depth - 1)
-    match draw(st.sampled_from(["+", "-", "*", "softcap", "exp", "log", "sqrt", "sigmoid", "wave", "power", "base", "where", "/"])):
+    match draw(
+        st.sampled_from(
+            ["+", "-", "*", "softcap", "exp", "log", "sqrt", "sigmoid", "wave", "power", "base", "where", "/"]
+        )
+    ):
         case "+" | "-" as sign:
             return f"{draw(part)} {sign} ({draw(part)})"
         case "*":

@@ -10,7 +10,24 @@ from typing import Any
 import sympy
 
 from attngen.ir.expr import FUNCTIONS as KNOWN
-from attngen.ir.expr import bitand, bitor, bitxor, clamp, cos, erf, exp2, floor, floordiv, log2, mod, nearest, select, sigmoid, sin, trunc
+from attngen.ir.expr import (
+    bitand,
+    bitor,
+    bitxor,
+    clamp,
+    cos,
+    erf,
+    exp2,
+    floor,
+    floordiv,
+    log2,
+    mod,
+    nearest,
+    select,
+    sigmoid,
+    sin,
+    trunc,
+)
 from attngen.lang.expression import Expression
 from attngen.lang.params import Param
 
@@ -24,7 +41,8 @@ SEEN = Param(tensor=("Nk",), dtype="bool")
 
 @dataclass(frozen=True)
 class Row:
-    """A text and its value at one place: `at` has q_idx, kv_idx, b, h and s where they are not 0, and the call's arguments."""
+    """A text and its value at one place: `at` has q_idx, kv_idx, b, h and s where they are not 0, and the call's
+    arguments."""
 
     text: str
     expected: bool | int | float
@@ -112,9 +130,22 @@ ROWS = [
     row("sum(i, 3, i * table[i + 1]) + s", 30 + 2 * 40 + 0.5, {"table": TABLE}, table=FIVE, s=0.5),
     row("sum(i, 3, sum(j, 2, i * 10 + j))", 63),
     # named parts
-    row("own == other and far", True, let={"own": "q_idx // 4", "other": "kv_idx // 4", "far": "kv_idx - own * 4 > 2"}, q_idx=5, kv_idx=7),
+    row(
+        "own == other and far",
+        True,
+        let={"own": "q_idx // 4", "other": "kv_idx // 4", "far": "kv_idx - own * 4 > 2"},
+        q_idx=5,
+        kv_idx=7,
+    ),
     row("any(i, 2, i * y + y == 9)", True, let={"x": "q_idx + 1", "y": "2 * x - kv_idx"}, q_idx=5, kv_idx=3),
-    row("where(near, t * t, t)", 6.25, {"table": TABLE}, {"t": "s + table[0] / 10", "near": "abs(q_idx - kv_idx) < 2"}, s=1.5, table=FIVE),
+    row(
+        "where(near, t * t, t)",
+        6.25,
+        {"table": TABLE},
+        {"t": "s + table[0] / 10", "near": "abs(q_idx - kv_idx) < 2"},
+        s=1.5,
+        table=FIVE,
+    ),
     row("s * scale_by", -4.5, {"scale_by": FLOAT}, s=3.0, scale_by=-1.5),
     # integers of reals, and casts
     row("floor(s) + 10 * round(s) + 100 * int(s)", -112, s=-1.3),
@@ -138,7 +169,14 @@ ROWS = [
         q_idx=7,
         window=2,
     ),
-    row("kv_idx <= q_idx and (q_idx - kv_idx <= window or kv_idx < 1)", False, {"window": INT}, q_idx=7, kv_idx=4, window=2),
+    row(
+        "kv_idx <= q_idx and (q_idx - kv_idx <= window or kv_idx < 1)",
+        False,
+        {"window": INT},
+        q_idx=7,
+        kv_idx=4,
+        window=2,
+    ),
     row("0 <= q_idx - kv_idx < 3", True, q_idx=5, kv_idx=3),
     row("0 <= q_idx - kv_idx < 3", False, q_idx=5, kv_idx=2),
     row("0 <= q_idx - kv_idx < 3", False, q_idx=1, kv_idx=2),
@@ -183,7 +221,8 @@ def look_up(table: Any, index: list[int]) -> Any:
 
 
 def environment(expression: Expression, at: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all symbols of an expression: positions, sizes, scalars, and its reads of the nested lists in `at`."""
+    """The values of all symbols of an expression: positions, sizes, scalars, and its reads of the nested lists in
+    `at`."""
     found = {"Nq": SIZES["n_q"], "Nk": SIZES["n_kv"], **dict.fromkeys(("b", "h", "q_idx", "kv_idx", "s"), 0), **at}
     found["hkv"] = found["h"] // (SIZES["q_heads"] // SIZES["kv_heads"])
     values: dict[str, Any] = {name: value for name, value in found.items() if not isinstance(value, list)}

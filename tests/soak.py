@@ -3,9 +3,9 @@
     python -m tests.soak --repeats 1000 specs/*.yaml
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.soak --repeats 2 --alone specs/*.yaml
 
-`make soak` runs the first, `make sanitize` the second with each tool. Calls are over a cache, where there is one, and short and long. The
-long ones have as many programs as a backward in one pass asks for, so every kernel of a module runs that a GPU of this kind takes. The
-other work is a chain of matrix products on a stream of its own.
+`make soak` runs the first, `make sanitize` the second with each tool. Calls are over a cache, where there is one, and
+short and long. The long ones have as many programs as a backward in one pass asks for, so every kernel of a module runs
+that a GPU of this kind takes. The other work is a chain of matrix products on a stream of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from attngen.spec import Spec, load_spec
 
 
 def cases(spec: Spec, processors: int) -> Iterator[Case | CacheCase]:
-    """Calls over a cache, where there is one; a row, a ragged call, and one that is large enough for a backward in one pass."""
+    """Calls over a cache, where there is one; a row, a ragged call, and one that is large enough for a backward in
+    one pass."""
     yield from cache_cases(spec, True) if spec.cache else ()
     heads = heads_for(spec)
     yield Case(2, *heads, 1, 1000)
@@ -35,8 +36,11 @@ def cases(spec: Spec, processors: int) -> Iterator[Case | CacheCase]:
     yield crowded(spec, processors)
 
 
-def differing(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, repeats: int, beside: bool = False) -> int:
-    """How many of so many further runs, forward and backward, give other bits than the first. beside: other work runs at the same time."""
+def differing(
+    module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, repeats: int, beside: bool = False
+) -> int:
+    """How many of so many further runs, forward and backward, give other bits than the first. beside: other work
+    runs at the same time."""
     first: list[torch.Tensor] = []
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     side = torch.cuda.Stream() if beside else None

@@ -1,9 +1,9 @@
 """Hypothesis strategies of whole specs, as the plain data that YAML gives: a cross product of all that a spec can say.
 
-`spec_data()` draws from every feature at once: masks and combinations, modifiers, sharing, head dims, dtypes, dropout, orders of loops,
-overrides of the schedule, and where gradients are summed. Half of what it draws builds; the rest is refused, each for a reason that a user
-can meet: a schedule that does not fit, a mask that hides everything, a gradient that has no fixed order. `cache_data()` does the same for
-specs with a cache of keys and values, of all kinds.
+`spec_data()` draws from every feature at once: masks and combinations, modifiers, sharing, head dims, dtypes, dropout,
+orders of loops, overrides of the schedule, and where gradients are summed. Half of what it draws builds; the rest is
+refused, each for a reason that a user can meet: a schedule that does not fit, a mask that hides everything, a gradient
+that has no fixed order. `cache_data()` does the same for specs with a cache of keys and values, of all kinds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ WRITTEN_MASKS: list[Any] = [
     {"expr": "seen[b, kv_idx]", "params": {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}}},
     {"expr": "awake[b, q_idx]", "params": {"awake": {"tensor": ["B", "Nq"], "dtype": "bool"}}},
     {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
-    {"expr": "allowed[b, h, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "H", "Nq", "Nk"], "dtype": "bool"}}},
+    {
+        "expr": "allowed[b, h, q_idx, kv_idx]",
+        "params": {"allowed": {"tensor": ["B", "H", "Nq", "Nk"], "dtype": "bool"}},
+    },
     {"expr": "kv_idx < far and kv_idx <= q_idx", "params": {"far": {"scalar": "int"}}},
     {"expr": "q_idx - kv_idx < reach[h]", "params": {"reach": {"tensor": ["H"], "dtype": "int32"}}},
     {"expr": "(q_idx - kv_idx) % step == 0", "params": {"step": {"scalar": "int", "min": 1}}},
@@ -83,7 +86,10 @@ WRITTEN_SCORES: list[Any] = [
     {"expr": "s + table[clamp(kv_idx - q_idx, -4, 4) + 4]", "params": {"table": {"tensor": [9], "grad": True}}},
     {
         "expr": "s + table[h, bucket[b, q_idx, kv_idx]]",
-        "params": {"table": {"tensor": ["H", 8], "grad": True}, "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"}},
+        "params": {
+            "table": {"tensor": ["H", 8], "grad": True},
+            "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"},
+        },
     },
     {"expr": "where(kv_idx < 4, s, max(s, cap))", "params": {"cap": {"value": -2.0}}},
     {"expr": "s + bound[5]", "params": {"bound": {"tensor": [4], "grad": True}}},
@@ -130,7 +136,11 @@ def scores() -> st.SearchStrategy[list[Any]]:
     """Lists of up to three modifiers, named, written, or of a drawn expression."""
     drawn_scores = lang_strategies.scores(1).filter(lambda sample: re.search(r"\bs\b", sample.text)).map(_written)
     one = st.sampled_from(SCORES) | st.sampled_from(WRITTEN_SCORES) | drawn_scores
-    return st.lists(one, max_size=3, unique_by=lambda score: str(score) if isinstance(score, str) else str(next(iter(score.items()))))
+    return st.lists(
+        one,
+        max_size=3,
+        unique_by=lambda score: str(score) if isinstance(score, str) else str(next(iter(score.items()))),
+    )
 
 
 def schedules() -> st.SearchStrategy[Data]:
@@ -152,11 +162,17 @@ def _precision(data: Data) -> Data:
     return data if "fp32" in data["dtype"] else {key: value for key, value in data.items() if key != "fp32_precision"}
 
 
-# What programs can do that walk over tiles of keys: no tensors, blocks or dropout, at most 256 columns of dK and dV together.
+# What programs can do that walk over tiles of keys: no tensors, blocks or dropout, at most 256 columns of dK and dV
+# together.
 WALKING: dict[str, st.SearchStrategy[Any]] = {
     "head_dim": st.sampled_from([dim for dim in HEAD_DIMS if isinstance(dim, int) and dim <= 128]),
     "mask": st.sampled_from(
-        ["none", "causal", {"sliding_window": {"left": 20}}, {"any_of": [{"chunked": {"size": 24}}, {"expr": "kv_idx < 3"}]}]
+        [
+            "none",
+            "causal",
+            {"sliding_window": {"left": 20}},
+            {"any_of": [{"chunked": {"size": 24}}, {"expr": "kv_idx < 3"}]},
+        ]
     ),
     "score": st.sampled_from([[], ["alibi"], [{"softcap": 5.0}]]),
     "dropout": st.just(False),
@@ -165,9 +181,11 @@ WALKING: dict[str, st.SearchStrategy[Any]] = {
 
 
 def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st.SearchStrategy[Data]:
-    """Specs as plain data, any feature beside any other. `replace` gives a key another strategy, as {"head_dim": st.just(16)}.
+    """Specs as plain data, any feature beside any other. `replace` gives a key another strategy, as {"head_dim":
+    st.just(16)}.
 
-    One in eight asks for `kv_outer` and for nothing that this order of loops refuses: of specs drawn freely, few that ask for it build.
+    One in eight asks for `kv_outer` and for nothing that this order of loops refuses: of specs drawn freely, few that
+    ask for it build.
     """
     keys: dict[str, st.SearchStrategy[Any]] = {
         "name": st.just("drawn"),
@@ -196,7 +214,11 @@ PAGES: list[Any] = [
     {"page_size": 64},
     {"page_size": 128},
 ]
-OF_8_BITS: list[Data] = [{"dtype": "fp8_e4m3"}, {"dtype": "fp8_e4m3", "scale": "head"}, {"dtype": "fp8_e4m3", "scale": "page"}]
+OF_8_BITS: list[Data] = [
+    {"dtype": "fp8_e4m3"},
+    {"dtype": "fp8_e4m3", "scale": "head"},
+    {"dtype": "fp8_e4m3", "scale": "page"},
+]
 LATENTS: list[Data] = [{"qk": 48, "v": 32}, {"qk": 112, "v": 96}, {"qk": 80, "v": 64}]
 
 
@@ -207,8 +229,9 @@ def _cache(pages: Any, more: Data) -> Any:
 def cache_data() -> st.SearchStrategy[Data]:
     """Specs with a cache as plain data: kind of cache, beside any mask, modifier, backward, dtype and schedule.
 
-    Masks of `packed` documents and of tensors with an element for each row are left out, and dropout: calls over a cache do not take them.
-    Of eight caches three have q's elements, three have numbers of 8 bits, and two are of latents, of which one in four is kept in 8 bits.
+    Masks of `packed` documents and of tensors with an element for each row are left out, and dropout: calls over a
+    cache do not take them. Of eight caches three have q's elements, three have numbers of 8 bits, and two are of
+    latents, of which one in four is kept in 8 bits.
     """
     pages = st.sampled_from(PAGES)
     optional: dict[str, st.SearchStrategy[Any]] = {
@@ -256,7 +279,13 @@ def drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any
     found: list[Any] = []
 
     @seed(number)
-    @settings(max_examples=count, phases=[Phase.generate], database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(strategy)
     def collect(example: Any) -> None:
         found.append(example)

@@ -1,4 +1,5 @@
-"""`attngen.build` and `attngen.load`: what they take and give, the cache between processes, and what is damaged, stale or of one name."""
+"""`attngen.build` and `attngen.load`: what they take and give, the cache between processes, and what is damaged,
+stale or of one name."""
 
 from __future__ import annotations
 
@@ -153,7 +154,10 @@ WRONG = [
     ({**SPEC, "mask": object()}, "spec: `mask`"),
     ({}, "spec: `name` is missing; expected "),
     ({**SPEC, "head_dim": 256, "schedule": {"block_q": 256}}, "spec: `schedule` does not fit: on "),
-    (YAML, "attngen.build: the text is not a path; expected the path of a YAML file, or plain data, as yaml.safe_load gives"),
+    (
+        YAML,
+        "attngen.build: the text is not a path; expected the path of a YAML file, or plain data, as yaml.safe_load gives",
+    ),
     ("none/such.yaml", "none/such.yaml: there is no such file; `attngen new NAME` writes a spec to start from"),
     (ROOT / "specs", f"{ROOT / 'specs'}: cannot be read (Is a directory); expected a YAML spec"),
 ]
@@ -163,7 +167,10 @@ WRONG = [
 def test_wrong_specs_get_one_sentence(wrong: Any, sentence: str, cache: Path) -> None:
     with pytest.raises(SpecError) as caught:
         attngen.build(wrong)
-    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value).removeprefix("spec: `name`").partition("\nspec")[0]
+    assert (
+        str(caught.value).startswith(sentence)
+        and "\n" not in str(caught.value).removeprefix("spec: `name`").partition("\nspec")[0]
+    )
     assert store.modules() == []
 
 
@@ -186,7 +193,9 @@ def test_what_may_not_be_meant_is_a_warning() -> None:
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "file"))
-    with pytest.raises(AttngenError, match=r"/file/modules: cannot be written \(Not a directory\); name another folder in "):
+    with pytest.raises(
+        AttngenError, match=r"/file/modules: cannot be written \(Not a directory\); name another folder in "
+    ):
         attngen.build(SPEC)
 
 
@@ -199,7 +208,9 @@ def test_two_modules_of_one_name_work_beside_each_other(device: str) -> None:
     assert causal is not full and causal.FORWARD is not full.FORWARD
     assert is_right(causal, device) and is_right(full, device, causal=False)
     q, k, v = qkv(device)
-    both = torch.compile(lambda: causal.attention(q, k, v) - full.attention(q, k, v), backend="aot_eager", fullgraph=True)
+    both = torch.compile(
+        lambda: causal.attention(q, k, v) - full.attention(q, k, v), backend="aot_eager", fullgraph=True
+    )
     assert both().equal(causal.attention(q, k, v) - full.attention(q, k, v)) and both().abs().max() > 0.1
     for module in (causal, full):
         assert pickle.loads(pickle.dumps(module.Attention()))(q, k, v).equal(module.attention(q, k, v))
@@ -208,7 +219,9 @@ def test_two_modules_of_one_name_work_beside_each_other(device: str) -> None:
 def test_two_that_differ_in_their_code_alone_have_operators_of_their_own(tmp_path: Path, device: str) -> None:
     """As of two versions of attngen, which schedule a spec alike."""
     first = attngen.build(SPEC)
-    folder = shutil.copytree(Path(str(first.__file__)).parent, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = shutil.copytree(
+        Path(str(first.__file__)).parent, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__")
+    )
     assert attngen.load(folder) is first
     with (folder / "runtime.py").open("a") as file:
         file.write("\nEDITED = True\n")
@@ -257,7 +270,9 @@ print(module.__file__, "attngen.codegen.render" in sys.modules)
 
 def test_of_many_processes_one_compiles(cache: Path) -> None:
     command = [sys.executable, "-c", ONE_OF_MANY.format(spec=SPEC)]
-    started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     ended = [process.communicate() for process in started]
     assert [process.returncode for process in started] == [0] * 3, ended
     found = [output.split() for output, _ in ended]
@@ -318,7 +333,10 @@ def places(cache: Path) -> dict[str, Path]:
     (lock,) = (cache / ".locks").glob("*.lock")
     receipt = cache / ".receipts" / store.key_of(api._request(SPEC)[0])
     kept = [folder, *folder.glob("*.py"), receipt.parent, receipt, lock.parent, lock, cache / "CACHEDIR.TAG"]
-    return {"lock" if path == lock else "receipt" if path == receipt else path.relative_to(cache).as_posix(): path for path in kept}
+    return {
+        "lock" if path == lock else "receipt" if path == receipt else path.relative_to(cache).as_posix(): path
+        for path in kept
+    }
 
 
 def put(kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,8 +393,11 @@ KINDS = ["cut", "altered", "garbage", "gone", "folder", "link", "dangling", "loo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_damage_heals(kind: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each place, whatever is there, the next build is right, and the one after it finds what that has left. Nothing outside changes."""
+def test_every_damage_heals(
+    kind: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each place, whatever is there, the next build is right, and the one after it finds what that has left.
+    Nothing outside changes."""
     attngen.build(SPEC)
     for place in places(cache):
         path = places(cache)[place]
@@ -399,7 +420,9 @@ def test_every_damage_heals(kind: str, cache: Path, tmp_path: Path, rendered: li
             shutil.rmtree(at) if at.is_dir() else at.unlink()
         assert len(store.modules()) == 1 and not list(cache.glob(".mine_*")), place
     store.clear()
-    assert {path.name for path in cache.iterdir()} == {"CACHEDIR.TAG", ".locks", ".receipts"} and not list(cache.glob(".receipts/*"))
+    assert {path.name for path in cache.iterdir()} == {"CACHEDIR.TAG", ".locks", ".receipts"} and not list(
+        cache.glob(".receipts/*")
+    )
 
 
 def run_if_taken(path: Path, flag: Path, unchecked: bool) -> None:
@@ -408,7 +431,9 @@ def run_if_taken(path: Path, flag: Path, unchecked: bool) -> None:
     if unchecked:  # Python does not look at the source
         header = (1).to_bytes(4, "little") + bytes(8)
     else:
-        header = bytes(4) + b"".join((int(n) & 0xFFFFFFFF).to_bytes(4, "little") for n in (path.stat().st_mtime, path.stat().st_size))
+        header = bytes(4) + b"".join(
+            (int(n) & 0xFFFFFFFF).to_bytes(4, "little") for n in (path.stat().st_mtime, path.stat().st_size)
+        )
     target = Path(importlib.util.cache_from_source(str(path)))
     target.parent.mkdir(exist_ok=True)
     target.write_bytes(importlib.util.MAGIC_NUMBER + header + code)
@@ -452,7 +477,8 @@ def test_what_was_checked_is_what_runs(device: str, rendered: list[str], monkeyp
 
 
 @pytest.mark.parametrize(
-    "form", ["{folder}", "../../outside/{name}", "outside/../../outside/{name}", "./{name}", "{name}\n", ".", "..", "", "x"]
+    "form",
+    ["{folder}", "../../outside/{name}", "outside/../../outside/{name}", "./{name}", "{name}\n", ".", "..", "", "x"],
 )
 def test_receipts_lead_to_nothing_outside_the_cache(
     form: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
@@ -490,13 +516,19 @@ def test_a_cache_is_its_users_alone(cache: Path, rendered: list[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
-def test_a_cache_that_others_can_write_is_refused(mode: int, cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_others_can_write_is_refused(
+    mode: int, cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = attngen.build(SPEC)
     pickled = pickle.dumps(module.Attention())
     cache.chmod(mode)
     anew(monkeypatch)
     sentence = rf"^{cache}: others than its owner can write in it \(mode {mode:04o}\), and what is in it runs as code of yours; [^\n]*$"
-    for call in (lambda: attngen.build(SPEC), lambda: attngen.build({**SPEC, "mask": "none"}), lambda: pickle.loads(pickled)):
+    for call in (
+        lambda: attngen.build(SPEC),
+        lambda: attngen.build({**SPEC, "mask": "none"}),
+        lambda: pickle.loads(pickled),
+    ):
         with pytest.raises(AttngenError, match=sentence):
             call()
     monkeypatch.setenv(store.TRUST, "1")
@@ -523,14 +555,17 @@ def test_a_cache_of_another_user_is_refused(cache: Path, rendered: list[str], mo
     anew(monkeypatch)
     strange(cache, monkeypatch)
     with pytest.raises(
-        AttngenError, match=rf"^{cache}: it belongs to another user \(4243\) \(mode 0700\), .* {store.TRUST}=1 if you trust"
+        AttngenError,
+        match=rf"^{cache}: it belongs to another user \(4243\) \(mode 0700\), .* {store.TRUST}=1 if you trust",
     ):
         attngen.build(SPEC)
     monkeypatch.setenv(store.TRUST, "1")
     assert attngen.build(SPEC).FORWARD and rendered == ["mine"]
 
 
-def test_a_file_of_another_user_is_no_part_of_the_cache(cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_no_part_of_the_cache(
+    cache: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     attngen.build(SPEC)
     anew(monkeypatch)
     strange(store.modules()[0] / "kernels.py", monkeypatch)
@@ -544,7 +579,8 @@ def test_what_cannot_be_a_folder_is_one_sentence(value: str, tmp_path: Path, mon
     monkeypatch.setenv(store.VARIABLE, value)
     for call in (lambda: attngen.build(SPEC), store.modules, store.clear):
         with pytest.raises(
-            AttngenError, match=rf"^{store.VARIABLE} is '[^\n]*', which cannot be a folder \(.*\); expected a path, such as /tmp"
+            AttngenError,
+            match=rf"^{store.VARIABLE} is '[^\n]*', which cannot be a folder \(.*\); expected a path, such as /tmp",
         ) as caught:
             call()
         assert len(str(caught.value)) < 300
@@ -562,7 +598,8 @@ def test_a_relative_folder_and_none(tmp_path: Path, rendered: list[str], monkeyp
 AT_ONCE = """
 import pickle, random, shutil, sys, threading
 import attngen
-from attngen import api, store
+from attngen import api
+from attngen.cache import store
 files = pickle.load(open(sys.argv[1], "rb"))
 api._render = lambda spec, path: files
 failed = []
@@ -595,12 +632,15 @@ print(failed)
 """
 
 
-def test_building_healing_and_clearing_at_once(tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_building_healing_and_clearing_at_once(
+    tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In processes and in threads: each gets its module, whatever the others do to the cache."""
     (tmp_path / "files").write_bytes(pickle.dumps(api._render(make_spec(SPEC), None)))
     command = [sys.executable, "-c", AT_ONCE.replace("{spec!r}", repr(SPEC)), str(tmp_path / "files")]
     started = [
-        subprocess.Popen([*command, str(at)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for at in range(3)
+        subprocess.Popen([*command, str(at)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for at in range(3)
     ]
     ended = [process.communicate() for process in started]
     assert [output for output, _ in ended] == ["[]\n"] * 3, ended
@@ -638,7 +678,8 @@ def test_another_attngen_builds_anew(compiled: list[str], monkeypatch: pytest.Mo
 
 
 def test_the_digest_covers_every_file_that_decides_what_is_generated(tmp_path: Path) -> None:
-    """A version under development has the same number, and other files. Those that Python writes do not count, nor where files are."""
+    """A version under development has the same number, and other files. Those that Python writes do not count, nor
+    where files are."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("attngen", "templates"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -657,8 +698,8 @@ def test_the_digest_covers_every_file_that_decides_what_is_generated(tmp_path: P
         seen.append(digest())
     assert len(set(seen)) == len(seen)
     shutil.move(tmp_path / "templates", tmp_path / "attngen" / "templates")  # as in a wheel
-    (tmp_path / "attngen" / "passes" / "__pycache__").mkdir(exist_ok=True)
-    (tmp_path / "attngen" / "passes" / "__pycache__" / "dce.pyc").touch()
+    (tmp_path / "attngen" / "transforms" / "__pycache__").mkdir(exist_ok=True)
+    (tmp_path / "attngen" / "transforms" / "__pycache__" / "dce.pyc").touch()
     assert digest() == seen[-1]
 
 
@@ -694,13 +735,20 @@ def test_load_refuses_what_is_no_module_in_one_sentence(tmp_path: Path) -> None:
         return str(caught.value)
 
     expected = "expected the folder of a generated module, as in `generated/causal_mqa`"
-    assert refused(None) == "attngen.load: got None; expected the path of a generated folder, as in `generated/causal_mqa`"
+    assert (
+        refused(None) == "attngen.load: got None; expected the path of a generated folder, as in `generated/causal_mqa`"
+    )
     assert refused(tmp_path / "none") == f"{tmp_path}/none does not exist; {expected}"
     spec = ROOT / "specs" / "causal_mqa.yaml"
     assert refused(spec) == f"{spec} is not a folder; {expected}; `attngen.build` takes specs"
-    assert refused(tmp_path) == f"{tmp_path} is not a generated module (it has no __init__.py); `attngen build SPEC` writes one"
-    folder = shutil.copytree(ROOT / "generated" / "causal_mqa", tmp_path / "cut", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "kernels.py").write_text("def cut(")
+    assert (
+        refused(tmp_path)
+        == f"{tmp_path} is not a generated module (it has no __init__.py); `attngen build SPEC` writes one"
+    )
+    folder = shutil.copytree(
+        ROOT / "generated" / "causal_mqa", tmp_path / "cut", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (folder / "kernels.py").write_text("def unswitch(")
     assert refused(folder) == (
         f"{folder}: cannot be imported (SyntaxError: '(' was never closed (kernels.py, line 1)); expected what `attngen build` writes"
     )
@@ -724,14 +772,19 @@ print({"torch", "triton", "sympy", "pydantic", "yaml", "filelock"} & set(sys.mod
 
 
 def test_importing_attngen_imports_nothing_else() -> None:
-    assert script(CHEAP).splitlines() == [f"{attngen.__version__} ['attngen']", "module `attngen` has no attribute `bild`", "set()"]
+    assert script(CHEAP).splitlines() == [
+        f"{attngen.__version__} ['attngen']",
+        "module `attngen` has no attribute `bild`",
+        "set()",
+    ]
 
 
 @pytest.mark.parametrize("other", ["thread", "process"])
 def test_who_waits_for_another_build_says_so_once(
     other: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A build that holds the lock for long is no silence, neither for other threads nor, by the cache's lock, for other processes."""
+    """A build that holds the lock for long is no silence, neither for other threads nor, by the cache's lock, for
+    other processes."""
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(store, "PATIENCE", 0.05)
     monkeypatch.setattr(api, "_built", lambda *_: ModuleType("built"))

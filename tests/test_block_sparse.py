@@ -32,7 +32,9 @@ def masks(rows: int, columns: int, device: str, heads: int = 4) -> dict[str, tor
         "of each sequence": some[:, :1],
         "two dimensions": some[0, 0],
         "three dimensions": some[0],
-        "one block": torch.zeros_like(ones).index_put((torch.tensor(rows - 1), torch.tensor(columns - 1)), torch.tensor(True)),
+        "one block": torch.zeros_like(ones).index_put(
+            (torch.tensor(rows - 1), torch.tensor(columns - 1)), torch.tensor(True)
+        ),
         "last column": torch.arange(columns) == torch.full((rows, 1), columns - 1),
         "empty rows and columns": some & (torch.arange(rows) % 2 == 0)[:, None] & (torch.arange(columns) % 2 == 1),
         "strided": some.transpose(2, 3).contiguous().transpose(2, 3),
@@ -41,7 +43,12 @@ def masks(rows: int, columns: int, device: str, heads: int = 4) -> dict[str, tor
     return {name: mask.to(device) for name, mask in found.items()}
 
 
-EACH = ("none", "random", "of each head", "empty rows and columns")  # for each spec; wrappers make lists of all kinds alike
+EACH = (
+    "none",
+    "random",
+    "of each head",
+    "empty rows and columns",
+)  # for each spec; wrappers make lists of all kinds alike
 
 
 def kinds():
@@ -55,7 +62,9 @@ def test_any_mask_of_blocks(name, kind, device):
     size = spec_of(name).mask.blocks().size
     n_q, n_kv = size + 9, 2 * size + 1
     blocks = masks(2, 3, device, small(name).q_heads)[kind]
-    result = run_case(built(name), spec_of(name), small(name, n_q, n_kv), dtypes(name)[0], device, inputs={"block_mask": blocks})
+    result = run_case(
+        built(name), spec_of(name), small(name, n_q, n_kv), dtypes(name)[0], device, inputs={"block_mask": blocks}
+    )
     assert result.ok, str(result)
 
 
@@ -96,7 +105,9 @@ def test_patterns_against_a_table(pattern, tmp_path):
     made = module_of(spec, tmp_path / "small").attention.block_pattern(128, 128, torch.device("cpu"))
     assert ["".join(str(int(x)) for x in row) for row in made] == PATTERNS[pattern]
     scores = reference_mask(spec.mask, torch.empty(1, 1, 128, 16), torch.empty(1, 1, 128, 16), {})
-    assert scores[0, 0, ::16, ::16].equal(made) and scores[0, 0].equal(made.repeat_interleave(16, 0).repeat_interleave(16, 1))
+    assert scores[0, 0, ::16, ::16].equal(made) and scores[0, 0].equal(
+        made.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    )
 
 
 def test_the_global_corner_of_unequal_lengths():
@@ -107,10 +118,14 @@ def test_the_global_corner_of_unequal_lengths():
 
 
 @pytest.mark.parametrize("block", [16, 32, 256])
-@pytest.mark.parametrize("other", ["causal", {"sliding_window": {"left": 70, "right": 20}}, {"key_padding": {}}], ids=str)
+@pytest.mark.parametrize(
+    "other", ["causal", {"sliding_window": {"left": 70, "right": 20}}, {"key_padding": {}}], ids=str
+)
 def test_blocks_of_any_size_with_any_other_mask(block, other, device, tmp_path):
     spec = make_spec({"name": "both", "head_dim": 16, "mask": {"all_of": [other, {"block_sparse": {"block": block}}]}})
-    result = run_case(module_of(spec, tmp_path / "both"), spec, Case(SEQUENCES, *heads_for(spec, 2), 150, 200), "fp16", device)
+    result = run_case(
+        module_of(spec, tmp_path / "both"), spec, Case(SEQUENCES, *heads_for(spec, 2), 150, 200), "fp16", device
+    )
     assert result.ok, str(result)
 
 
@@ -138,5 +153,7 @@ def test_a_plan_that_was_changed_is_refused(device):
     name = "block_sparse_mha"
     leaves, _, _ = problem(name, small(name, 65, 65), device)
     plan = built(name).attention.plan(torch.ones(1, 1, dtype=torch.bool, device=device))
-    with pytest.raises(ValueError, match=re.escape("attention: q_rank of the BlockPlan is not what attention.plan makes")):
+    with pytest.raises(
+        ValueError, match=re.escape("attention: q_rank of the BlockPlan is not what attention.plan makes")
+    ):
         built(name).attention(*leaves, block_mask=plan._replace(q_rank=plan.q_rank.long()))

@@ -109,7 +109,9 @@ def test_a_wrong_call_is_one_sentence(
         ("causal_mqa", {"key_padding": None}, "key_padding is no argument; expected q, k, v, .*`mask: key_padding`"),
     ],
 )
-def test_python_names_arguments_that_are_missing_or_unknown(name: str, change: Arguments, sentence: str, device: str) -> None:
+def test_python_names_arguments_that_are_missing_or_unknown(
+    name: str, change: Arguments, sentence: str, device: str
+) -> None:
     right = arguments(name, device)
     qkv = {x: right[x] for x in "qkv"}
     for call in (built(name).attention, built(name).Attention()):
@@ -129,7 +131,9 @@ for call in (lambda: causal_mqa.attention(q, k, k), lambda: document_gqa.attenti
     except ValueError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
     refusal = (
         "attention: {} is on cpu; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before Triton is imported, "
         "to run on the CPU in Triton's interpreter\n"
@@ -142,13 +146,20 @@ def test_what_is_odd_but_right_is_accepted(device: str) -> None:
     right = arguments("padding_mha", device)
     one = {**right, "q": rows_apart(right["q"][:, :, :1], 2**24)}
     assert built("padding_mha").attention(**one).shape == (2, 4, 1, 64)
-    single = {"q": right["q"], "k": right["k"][:, :, :1], "v": right["v"][:, :, :1], "key_padding": right["key_padding"][:, 3:4]}
+    single = {
+        "q": right["q"],
+        "k": right["k"][:, :, :1],
+        "v": right["v"][:, :, :1],
+        "key_padding": right["key_padding"][:, 3:4],
+    }
     assert built("padding_mha").attention(**single).shape == (2, 4, 40, 64)
     apart = {x: rows_apart(right[x][:, :, :2], 2**23 + 8).requires_grad_() for x in "qkv"}
     out = built("padding_mha").attention(**apart, key_padding=right["key_padding"][:, :2])
     assert [x.shape for x in torch.autograd.grad(out.sum(), tuple(apart.values()))] == [(2, 4, 2, 64)] * 3
     negative = {**right, "q": torch._neg_view(right["q"])}  # a lazy sign, as `z.conj().imag` has
-    assert built("padding_mha").attention(**negative).equal(built("padding_mha").attention(**{**right, "q": -right["q"]}))
+    assert (
+        built("padding_mha").attention(**negative).equal(built("padding_mha").attention(**{**right, "q": -right["q"]}))
+    )
     for scale in (1e-30, 1e6, np.float32(0.1), np.int64(1)):
         assert built("padding_mha").attention(**right, scale=scale).isfinite().all()
     q = right["q"].detach().requires_grad_()
@@ -168,21 +179,35 @@ def results(module: Any, made: Arguments, options: Arguments) -> list[torch.Tens
 @pytest.mark.parametrize("name", FEW)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(
-    first=st.integers(1, 40), steps=st.lists(st.integers(1, 33), min_size=1, max_size=3), queries=st.integers(1, 20), cached=st.booleans()
+    first=st.integers(1, 40),
+    steps=st.lists(st.integers(1, 33), min_size=1, max_size=3),
+    queries=st.integers(1, 20),
+    cached=st.booleans(),
 )
 def test_calls_with_ever_more_keys_are_as_those_of_a_fresh_module(
     name: str, device: str, first: int, steps: list[int], queries: int, cached: bool
 ) -> None:
     """As in a loop that decodes: keys of their own each time, or the first rows of a cache, whose strides stay.
 
-    One module takes all the calls, those of other examples too. Each must give what a module gives that was imported for it alone.
+    One module takes all the calls, those of other examples too. Each must give what a module gives that was imported
+    for it alone.
     """
     lengths = [first + sum(steps[:at]) for at in range(len(steps) + 1)]
     options = {"dropout_p": 0.3, "seed": 5} if spec(name).dropout else {}
-    q, k, v, _ = make_inputs(spec(name), Case(1, *heads_for(spec(name), 2), queries, lengths[-1]), built(name).DTYPES[-1], device)
+    q, k, v, _ = make_inputs(
+        spec(name), Case(1, *heads_for(spec(name), 2), queries, lengths[-1]), built(name).DTYPES[-1], device
+    )
     for n in lengths:
-        *_, inputs = make_inputs(spec(name), Case(1, *heads_for(spec(name), 2), queries, n), built(name).DTYPES[-1], device)
+        *_, inputs = make_inputs(
+            spec(name), Case(1, *heads_for(spec(name), 2), queries, n), built(name).DTYPES[-1], device
+        )
         keys = {"k": k[:, :, :n], "v": v[:, :, :n]}
-        made = {"q": q, **(keys if cached else {x: y.clone(memory_format=torch.contiguous_format) for x, y in keys.items()}), **inputs}
+        made = {
+            "q": q,
+            **(keys if cached else {x: y.clone(memory_format=torch.contiguous_format) for x, y in keys.items()}),
+            **inputs,
+        }
         fresh = load_module(ROOT / "generated" / name)
-        assert all(a.equal(b) for a, b in zip(results(built(name), made, options), results(fresh, made, options), strict=True)), n
+        assert all(
+            a.equal(b) for a, b in zip(results(built(name), made, options), results(fresh, made, options), strict=True)
+        ), n

@@ -20,12 +20,30 @@ from attngen import __version__, api
 from attngen.cli import machine, main
 from tests.helpers import ROOT
 
-COMMANDS = ("build", "verify", "emit", "explain", "dump", "test", "bench", "tune", "list", "new", "schema", "specs-for", "doctor", "cache")
+COMMANDS = (
+    "build",
+    "verify",
+    "emit",
+    "explain",
+    "dump",
+    "test",
+    "bench",
+    "tune",
+    "list",
+    "new",
+    "schema",
+    "specs-for",
+    "doctor",
+    "cache",
+)
 PASSES = (
-    "build", "inline-scores", "base-two", "hoist-scalars", "classify-tiles", "split-loops", "simplify", "place-memory", "select-tiles",
+    "build", "inline-scores", "exp2-softmax", "hoist-scalars", "classify-tiles", "split-loops", "simplify",
+    "assign-memory-space", "select-tiles",
     "pipeline-loads", "dce", "legalize-triton",
 )  # fmt: skip
-GOOD = "name: good\nhead_dim: 64\ndtype: bf16\nmask: causal\nschedule: {block_q: 64, block_kv: 64, stages: 2, warps: 4}\n"
+GOOD = (
+    "name: good\nhead_dim: 64\ndtype: bf16\nmask: causal\nschedule: {block_q: 64, block_kv: 64, stages: 2, warps: 4}\n"
+)
 
 
 @pytest.fixture
@@ -82,7 +100,15 @@ def test_version(attngen: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["build"], ["bild"], ["build", "--al"], ["dump"], ["explain", "x.yaml", "--seq", "0"], ["test", "x", "--seed", "a"]]
+    "args",
+    [
+        ["build"],
+        ["bild"],
+        ["build", "--al"],
+        ["dump"],
+        ["explain", "x.yaml", "--seq", "0"],
+        ["test", "x", "--seed", "a"],
+    ],
 )
 def test_wrong_usage_ends_with_2(project: Path, attngen: Cli, args: list[str]) -> None:
     assert "Error: " in attngen(*args, code=2)
@@ -98,7 +124,9 @@ def test_build_writes_a_module_and_says_so(project: Path, attngen: Cli) -> None:
     assert files(project / "generated") == {
         f"good/{name}" for name in ("__init__.py", "kernels.py", "report.json", "runtime.py", "schedule.ir")
     }
-    assert "0 modules written to generated, 1 unchanged" in attngen("build", "specs/good.yaml", "specs/good.yaml", "--all")
+    assert "0 modules written to generated, 1 unchanged" in attngen(
+        "build", "specs/good.yaml", "specs/good.yaml", "--all"
+    )
 
 
 def test_the_summary_is_never_cut(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +166,9 @@ def test_a_schedule_that_does_not_fit_and_nothing_is_written(project: Path, attn
         ("schedule:\n  block_kv: 64\n  stages: 5", "line 3: `schedule`", "block_kv or stages"),
     ],
 )
-def test_what_does_not_fit_names_the_file_and_the_key(project: Path, attngen: Cli, command: str, below: str, where: str, what: str) -> None:
+def test_what_does_not_fit_names_the_file_and_the_key(
+    project: Path, attngen: Cli, command: str, below: str, where: str, what: str
+) -> None:
     (project / "specs" / "big.yaml").write_text(f"name: wide\nhead_dim: 256\n{below}\n")
     error = attngen(command, "specs/big.yaml", code=1)
     assert error.startswith(f"error: specs/big.yaml, {where} does not fit: on ") and error.count("\n") == 1
@@ -146,7 +176,10 @@ def test_what_does_not_fit_names_the_file_and_the_key(project: Path, attngen: Cl
 
 
 WRONG = {  # of each a file, and what is said of it
-    "typo": ("name: typo\nhead_dim: 64\nmask: windw\n", "line 3: `mask` is `windw`, which is not a mask; did you mean `sliding_window`?"),
+    "typo": (
+        "name: typo\nhead_dim: 64\nmask: windw\n",
+        "line 3: `mask` is `windw`, which is not a mask; did you mean `sliding_window`?",
+    ),
     "grad": (
         "name: grad\nhead_dim: 64\nscore:\n- softcap: 5.0\n- expr: s + t[kv_idx]\n  params: {t: {tensor: [Nk], grad: true}}\n",
         "line 5: `score[1]` has `grad: true` for `t`, which is read at `kv_idx`; sums in a fixed order need b, h, hkv, q_idx, q_idx and "
@@ -183,7 +216,9 @@ def test_list_shows_the_good_specs_beside_the_wrong_ones(project: Path, attngen:
     (project / "specs" / "typo.yaml").write_text(WRONG["typo"][0])
     (project / "specs" / "worse.yaml").write_text("- a list\n")
     errors = attngen("list", code=1).splitlines()
-    assert errors[0] == f"error: specs/typo.yaml, {WRONG['typo'][1]}" and errors[1].startswith("error: specs/worse.yaml: ")
+    assert errors[0] == f"error: specs/typo.yaml, {WRONG['typo'][1]}" and errors[1].startswith(
+        "error: specs/worse.yaml: "
+    )
     assert len(errors) == 2 and "specs/good.yaml" in attngen.output and "softcap" in attngen.output
 
 
@@ -207,7 +242,8 @@ def test_check_passes_until_something_changes(project: Path, attngen: Cli) -> No
     kernels = project / "generated" / "good" / "kernels.py"
     kernels.write_text(kernels.read_text().replace("BLOCK_Q", "BLOCK_R", 1))
     assert (
-        attngen("build", "--all", "--check", code=1) == "error: generated is not what the specs give; run `attngen build` without --check\n"
+        attngen("build", "--all", "--check", code=1)
+        == "error: generated is not what the specs give; run `attngen build` without --check\n"
     )
     assert "--- generated/good/kernels.py\n+++ kernels.py from the spec\n" in attngen.output
     assert "BLOCK_R" in kernels.read_text()
@@ -221,13 +257,16 @@ def test_check_passes_until_something_changes(project: Path, attngen: Cli) -> No
     (project / "generated" / "good" / "mine.py").touch()
     attngen("build", "--all", "--check", code=1)
     assert all(
-        f"generated/{line}" in attngen.output for line in ("stray.py has no spec", "empty has no spec", "good/mine.py is not written")
+        f"generated/{line}" in attngen.output
+        for line in ("stray.py has no spec", "empty has no spec", "good/mine.py is not written")
     )
 
 
 def test_no_specs(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert attngen("build", "--all", code=1).startswith("error: no *.yaml in specs/; run attngen in the folder that holds specs/")
+    assert attngen("build", "--all", code=1).startswith(
+        "error: no *.yaml in specs/; run attngen in the folder that holds specs/"
+    )
     assert attngen("build", "specs/x.yaml", code=1).startswith("error: specs/x.yaml: there is no such file")
 
 
@@ -243,8 +282,12 @@ def test_new_then_build_then_check(project: Path, attngen: Cli) -> None:
     assert (project / "specs" / "mine.yaml").read_text() == before
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "Causal", "1x", "class", "ünï", "", "a # ../b", "a\nmask: none", "x" * 65])
-def test_new_refuses_a_bad_name_and_writes_nothing(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../x", "/tmp/x", "a/b", "Causal", "1x", "class", "ünï", "", "a # ../b", "a\nmask: none", "x" * 65]
+)
+def test_new_refuses_a_bad_name_and_writes_nothing(
+    tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     errors = attngen("new", "--", name, code=1)
     assert errors.startswith("error: attngen new: `name` is ") and errors.count("\n") == 1
@@ -257,7 +300,9 @@ def test_list_names_specs_and_masks(project: Path, attngen: Cli) -> None:
     assert {"causal", "key_padding", "none", "sliding_window"} <= {line[0] for line in lines if line}
     assert ["softcap", "cap", "*", "tanh(s", "/", "cap)"] in [line[:6] for line in lines]
     (project / "specs" / "capped.yaml").write_text("name: capped\nhead_dim: 64\nscore: [{softcap: 30.0}, sink]\n")
-    assert ["specs/capped.yaml", "none", "softcap(cap=30.0),", "sink", "mha"] in [line.split()[:5] for line in attngen("list").splitlines()]
+    assert ["specs/capped.yaml", "none", "softcap(cap=30.0),", "sink", "mha"] in [
+        line.split()[:5] for line in attngen("list").splitlines()
+    ]
 
 
 def test_schema_is_json(attngen: Cli) -> None:
@@ -285,8 +330,13 @@ def test_dump_refuses_a_pass_that_does_not_exist(project: Path, attngen: Cli) ->
 def test_dump_draws_graphs(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attngen("dump", "specs/good.yaml", "--graph", "out.dot") == "out.dot\n"
     assert (project / "out.dot").read_text().startswith('digraph "good" {')
-    assert "expected a name that ends in .dot or .svg" in attngen("dump", "specs/good.yaml", "--graph", "out.png", code=1)
-    assert attngen("dump", "specs/good.yaml", "--graph", "no/out.dot", code=1) == "error: no/out.dot: No such file or directory\n"
+    assert "expected a name that ends in .dot or .svg" in attngen(
+        "dump", "specs/good.yaml", "--graph", "out.png", code=1
+    )
+    assert (
+        attngen("dump", "specs/good.yaml", "--graph", "no/out.dot", code=1)
+        == "error: no/out.dot: No such file or directory\n"
+    )
     monkeypatch.setenv("PATH", str(project))
     assert "needs Graphviz's `dot` on the PATH" in attngen("dump", "specs/good.yaml", "--graph", "out.svg", code=1)
     tool = project / "dot"  # stands for Graphviz, which may not be installed: `dot -Tsvg -o FILE`
@@ -316,7 +366,9 @@ def test_emit_refuses_what_is_not_target_ir(project: Path, attngen: Cli) -> None
     ir = project / "x.ir"
     ir.write_text(attngen("dump", "specs/good.yaml", "--after", "split-loops"))
     error = attngen("emit", "x.ir", "--out", "o", code=1)
-    assert error == "error: x.ir: the IR is in phase `scheduled`; expected phase `target`, the last, as in schedule.ir\n"
+    assert (
+        error == "error: x.ir: the IR is in phase `scheduled`; expected phase `target`, the last, as in schedule.ir\n"
+    )
     good = attngen("dump", "specs/good.yaml")
     number = next(i for i, line in enumerate(good.splitlines(), 1) if "= dot " in line)
     ir.write_text(good.replace("= dot ", "= dott ", 1))
@@ -344,11 +396,16 @@ def test_verify_says_at_once_what_is_not_built(project: Path, attngen: Cli, many
     assert attngen("verify", *(many or ["specs/good.yaml"]), code=1) == error + rest
     attngen("build", "specs/good.yaml")
     (project / "specs" / "good.yaml").write_text(GOOD.replace("causal", "none"))
-    assert attngen("verify", "specs/good.yaml", code=1) == "error: specs/good.yaml: generated/good is of another spec" + rest
+    assert (
+        attngen("verify", "specs/good.yaml", code=1)
+        == "error: specs/good.yaml: generated/good is of another spec" + rest
+    )
 
 
 def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None:
-    assert "B=2 Hq=8 Hkv=8 Nq=512 Nk=512" in attngen("explain", "specs/good.yaml", "--seq", "512", "--batch", "2", "--heads", "8")
+    assert "B=2 Hq=8 Hkv=8 Nq=512 Nk=512" in attngen(
+        "explain", "specs/good.yaml", "--seq", "512", "--batch", "2", "--heads", "8"
+    )
     (project / "specs" / "gqa.yaml").write_text(GOOD.replace("good", "gqa") + "heads: {sharing: gqa}\n")
     error = attngen("explain", "specs/gqa.yaml", "--heads", "6", "--kv-heads", "4", code=1)
     assert error == "error: --heads 6 is not a multiple of --kv-heads 4\n"
@@ -363,31 +420,43 @@ def test_explain_says_which_tiles_bounds_and_lists_leave(project: Path, attngen:
     ):
         (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
         lines = attngen("explain", "specs/x.yaml", "--seq", "500").splitlines()
-        at = lines.index("Tiles visited of 512 x 512, in 128 x 128, counted in a sample of rows (those that are masked)")
+        at = lines.index(
+            "Tiles visited of 512 x 512, in 128 x 128, counted in a sample of rows (those that are masked)"
+        )
         assert lines[at + 1 : at + 3] == [f"  programs that own {own}: {expected}" for own in ("queries", "keys")]
     (project / "specs" / "x.yaml").write_text("name: x\nhead_dim: 64\nmask: document\n")
     assert "Tiles visited" not in attngen("explain", "specs/x.yaml")
 
 
-def test_explain_says_why_no_kernel_is_divided(project: Path, attngen: Cli, tmp_path: Path) -> None:
+def test_explain_says_why_no_kernel_is_warp_specialized(project: Path, attngen: Cli, tmp_path: Path) -> None:
     (project / "specs" / "x.yaml").write_text(
         "name: x\nhead_dim: 64\nmask: {all_of: [causal, document]}\nscore: {softcap: 30.0}\nbackward: false\n"
     )
-    assert "On sm90 the kernel @fwd has no row for hopper: its heads have 64 columns, and" in attngen("explain", "specs/x.yaml")
+    assert "On sm90 the kernel @fwd has no row for hopper: its heads have 64 columns, and" in attngen(
+        "explain", "specs/x.yaml"
+    )
     attngen("explain", "specs/x.yaml", "--html", str(tmp_path / "x.html"))
     assert "On sm90 the kernel @fwd has no row for hopper" in (tmp_path / "x.html").read_text()
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"])
+@pytest.mark.parametrize(
+    "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
+)
 def test_explain_defines_what_it_names_and_fits_a_screen(project: Path, attngen: Cli, mask: str) -> None:
     (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
     lines = attngen("explain", "specs/x.yaml").splitlines()
     assert max(map(len, lines)) <= 120
     named = {name for line in lines if " <= j < " in line for name in re.findall(r"[a-z]+_\w+", line)}
-    assert {"kv_full_end", "kv_end", "q_full_end", "q_end"} <= named <= {line.split()[0] for line in lines if line.startswith("    ")}
+    assert (
+        {"kv_full_end", "kv_end", "q_full_end", "q_end"}
+        <= named
+        <= {line.split()[0] for line in lines if line.startswith("    ")}
+    )
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"])
+@pytest.mark.parametrize(
+    "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
+)
 def test_theory_prints_every_theorem_and_fits_a_screen(project: Path, attngen: Cli, mask: str) -> None:
     (project / "specs" / "x.yaml").write_text(f"name: x\nhead_dim: 64\nmask: {mask}\n")
     output = attngen("explain", "specs/x.yaml", "--theory", "--seq", "512")
@@ -419,7 +488,10 @@ def test_theory_counts_for_a_model(project: Path, attngen: Cli) -> None:
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--theory", "--model", "lama-70b"], "--model `lama-70b` is not a model that attngen knows; did you mean `llama-70b`?"),
+        (
+            ["--theory", "--model", "lama-70b"],
+            "--model `lama-70b` is not a model that attngen knows; did you mean `llama-70b`?",
+        ),
         (["--model", "gpt2-small"], "--model is for the numbers of --theory; expected both or neither"),
         (
             ["--theory", "--model", "gpt2-small", "--heads", "4"],
@@ -443,7 +515,9 @@ def test_a_dry_run_of_tune_shows_candidates_and_reasons(project: Path, attngen: 
     heading = r"good @(\w+) bf16( up to 512 rows)?: (\d+) of (\d+): \d+x\d+x\d+x\d(, \d+x\d+x\d+x\d)*"
     found = {i: re.fullmatch(heading, line) for i, line in enumerate(lines) if line[0] != " "}
     few = " up to 512 rows"
-    assert [m and m.group(1, 2) for m in found.values()] == [(k, rows) for k in ("fwd", "dq", "dkdv", "jvp") for rows in (few, None)]
+    assert [m and m.group(1, 2) for m in found.values()] == [
+        (k, rows) for k in ("fwd", "dq", "dkdv", "jvp") for rows in (few, None)
+    ]
     for (i, m), end in zip(found.items(), [*found, len(lines)][1:]):
         counts = [int(line.split()[0]) for line in lines[i + 1 : end]]
         assert int(m[3]) + sum(counts) == int(m[4]) == 128 and counts == sorted(counts, reverse=True)
@@ -451,8 +525,12 @@ def test_a_dry_run_of_tune_shows_candidates_and_reasons(project: Path, attngen: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tune_without_a_gpu_says_what_it_needs(project: Path, attngen: Cli) -> None:
-    assert "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`" in attngen("tune", "--all", code=1)
-    assert "--device H2000 is not a device; did you mean `H200`?" in attngen("tune", "--all", "--device", "H2000", code=1)
+    assert "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`" in attngen(
+        "tune", "--all", code=1
+    )
+    assert "--device H2000 is not a device; did you mean `H200`?" in attngen(
+        "tune", "--all", "--device", "H2000", code=1
+    )
     sizes = "--whole-grid 5 is not a size that is measured; expected one of 512, 1024, 4096, 16384"
     assert sizes in attngen("tune", "--all", "--whole-grid", "5", code=1)
 
@@ -484,20 +562,26 @@ def test_tune_makes_the_table_of_results_without_a_gpu(project: Path, attngen: C
 
 def run(*args: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "attngen", *args]
-    return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True
+    )
 
 
 def test_test_shows_each_case(project: Path) -> None:
     (project / "specs" / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\nmask: causal\n")
     (project / "specs" / "typo.yaml").write_text(WRONG["typo"][0])
-    done = run("test", "specs/typo.yaml", "specs/small.yaml", folder=project)  # a wrong one does not keep the others from being tested
+    done = run(
+        "test", "specs/typo.yaml", "specs/small.yaml", folder=project
+    )  # a wrong one does not keep the others from being tested
     assert (done.returncode, done.stderr) == (1, f"error: specs/typo.yaml, {WRONG['typo'][1]}\n")
     cases = [line for line in done.stdout.splitlines() if line.startswith("B")]
     assert len(cases) >= 5 and all(line.endswith(" ok") for line in cases)
 
 
 def test_test_shows_each_gradient_and_what_the_interpreter_needs(project: Path) -> None:
-    (project / "specs" / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\nscore: [sink, temperature]\n")
+    (project / "specs" / "small.yaml").write_text(
+        "name: small\nhead_dim: 16\ndtype: fp16\nscore: [sink, temperature]\n"
+    )
     code = """
 import sys
 from importlib import metadata
@@ -508,13 +592,29 @@ main(["test", "specs/small.yaml"])
 """
     done = [
         subprocess.run(
-            [sys.executable, "-c", code, numpy], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+            [sys.executable, "-c", code, numpy],
+            cwd=project,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
         )
         for numpy in ("2.3.5", "2.4.0")
     ]
     assert done[0].returncode == 0, done[0].stderr
     heading, *cases = (line for line in done[0].stdout.splitlines() if line.startswith(("case", "B")))
-    assert heading.split()[:11] == ["case", "dtype", "out", "lse", "dq", "dk", "dv", "dsink", "dtemperature", "tout", "tlse"]
+    assert heading.split()[:11] == [
+        "case",
+        "dtype",
+        "out",
+        "lse",
+        "dq",
+        "dk",
+        "dv",
+        "dsink",
+        "dtemperature",
+        "tout",
+        "tlse",
+    ]
     assert cases and all(len(re.findall(r" [0-9.]+e[-+][0-9]+", line)) == 9 for line in cases)
     sentence = "the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4: pip install 'numpy<2.4'"
     assert done[1].returncode == 1 and done[1].stderr == f"error: {sentence}\n"
@@ -569,7 +669,9 @@ def test_doctor_says_what_is_here_in_a_screen(attngen: Cli, tmp_path: Path, monk
     assert found["pair"] == f"torch {found['torch']} and Triton {found['triton']} are supported together"
     assert found["cache"] == f"{tmp_path / 'modules'}: 0 modules, 0.0 MB"
     if not torch.cuda.is_available():
-        assert found["gpu"].endswith("kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment")
+        assert found["gpu"].endswith(
+            "kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment"
+        )
         assert "TRITON_INTERPRET=1 is set" in output
 
 
@@ -595,23 +697,34 @@ def of_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, in
     major, minor = capability
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name, major=major, minor=minor))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name, major=major, minor=minor)
+    )
 
 
 def test_doctor_fails_where_modules_cannot_run(attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     of_gpu(monkeypatch, "Tesla V100", (7, 0))
-    expected = "Tesla V100, compute capability 7.0: it has no schedules; expected a GPU of compute capability 8.0 or later"
+    expected = (
+        "Tesla V100, compute capability 7.0: it has no schedules; expected a GPU of compute capability 8.0 or later"
+    )
     assert attngen("doctor", code=1) == f"error: {expected}\n"
     versions = {"torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.4.0"}
     monkeypatch.setattr(machine, "version", lambda package: versions[package])
-    assert "error: the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4" in attngen("doctor", code=1)
+    assert "error: the interpreter of Triton 3.6.0 does not work with numpy 2.4.0; expected numpy below 2.4" in attngen(
+        "doctor", code=1
+    )
     assert said(attngen.output)["pair"] == "torch 2.11.0+cu130 and Triton 3.6.0 are supported together"
     versions["triton"] = "3.8.0"
     attngen("doctor", code=1)
     pairs = "2.11.0 and 3.6.0, 2.12.0 and 3.7.0, 2.13.0 and 3.7.1, 2.14.0 and 3.8.0, 2.15.0 and 3.9.0"
-    assert said(attngen.output)["pair"] == f"torch 2.11.0+cu130 and Triton 3.8.0 are not tested together; supported pairs: {pairs}"
+    assert (
+        said(attngen.output)["pair"]
+        == f"torch 2.11.0+cu130 and Triton 3.8.0 are not tested together; supported pairs: {pairs}"
+    )
     monkeypatch.setattr(machine, "_installed", lambda package: "" if package == "triton" else versions[package])
-    assert attngen("doctor", code=1) == "error: there is no triton; expected it in this environment: pip install triton\n"
+    assert (
+        attngen("doctor", code=1) == "error: there is no triton; expected it in this environment: pip install triton\n"
+    )
     assert said(attngen.output)["triton"] == "not installed"
 
 
@@ -631,7 +744,9 @@ def test_cache_shows_modules_and_removes_them(project: Path, attngen: Cli, monke
     assert attngen("cache") == f"{root}/modules: 0 modules, 0.0 MB\n"
 
 
-def test_cache_removes_nothing_that_is_not_its_own(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_removes_nothing_that_is_not_its_own(
+    project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (project / "modules" / "mine").mkdir(parents=True)
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(project))
     expected = f"error: {project}/modules is not a cache of attngen (it has no CACHEDIR.TAG); expected ATTNGEN_CACHE_DIR to name a folder"
@@ -654,7 +769,11 @@ def test_shells_complete_commands_and_specs(project: Path) -> None:
     (project / "specs" / "notes.txt").touch()
     assert completed("attngen d", project) == ["dump", "doctor"]
     for start in ("", "sp", "specs/"):
-        assert completed(f"attngen build {start}", project) == ["specs/goat.yaml", "specs/good.yaml", "specs/other.yaml"]
+        assert completed(f"attngen build {start}", project) == [
+            "specs/goat.yaml",
+            "specs/good.yaml",
+            "specs/other.yaml",
+        ]
     assert completed("attngen explain specs/go", project) == ["specs/goat.yaml", "specs/good.yaml"]
     assert completed("attngen test ./specs/o", project) == ["./specs/other.yaml"]
     assert completed("attngen test el", project) == ["elsewhere/"]
@@ -663,13 +782,20 @@ def test_shells_complete_commands_and_specs(project: Path) -> None:
 
 def test_shells_are_given_a_script(attngen: Cli) -> None:
     assert "--install-completion" in attngen("--help")
-    for shell, line in {"bash": "complete -o default -F _attngen_completion attngen", "zsh": "compdef _attngen_completion attngen"}.items():
+    for shell, line in {
+        "bash": "complete -o default -F _attngen_completion attngen",
+        "zsh": "compdef _attngen_completion attngen",
+    }.items():
         env = {**os.environ, "_ATTNGEN_COMPLETE": f"source_{shell}"}
-        done = subprocess.run([sys.executable, "-m", "attngen"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "attngen"], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
         assert line in done.stdout
 
 
-def test_doctor_fails_where_the_cache_cannot_be_written(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_where_the_cache_cannot_be_written(
+    tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "file" / "deep"))
     said = f"{tmp_path}/file/deep/modules: cannot be written (Not a directory: {tmp_path}/file); name another folder in ATTNGEN_CACHE_DIR"
@@ -684,8 +810,12 @@ def test_doctor_fails_where_the_cache_cannot_be_written(tmp_path: Path, attngen:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(("number", "hint"), [("EROFS", "expected a folder that this user can write"), ("ENOTEMPTY", "Try again")])
-def test_a_cache_that_cannot_be_removed(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch, number: str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "hint"), [("EROFS", "expected a folder that this user can write"), ("ENOTEMPTY", "Try again")]
+)
+def test_a_cache_that_cannot_be_removed(
+    tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch, number: str, hint: str
+) -> None:
     """Another try helps where another process builds, and not on a disk that can only be read."""
     (tmp_path / "modules" / "mine_0123456789abcdef").mkdir(parents=True)
     (tmp_path / "modules" / "CACHEDIR.TAG").touch()

@@ -1,4 +1,5 @@
-"""Masks of arbitrary data: the kernel that lists blocks, what is done with its lists, and the plan that calls may share."""
+"""Masks of arbitrary data: the kernel that lists blocks, what is done with its lists, and the plan that calls may
+share."""
 
 from __future__ import annotations
 
@@ -55,9 +56,20 @@ SPECS: dict[str, tuple[dict[str, Any], Callable[[int, int], dict[str, Any]]]] = 
     "causal": ({"mask": {"all_of": ["causal", PAIRS]}}, pairs),
     "window": ({"mask": {"any_of": [WINDOW, PAIRS]}}, pairs),
     "documents": ({"mask": {"all_of": ["document", PAIRS]}}, pairs),
-    "groups": ({"heads": {"sharing": "gqa"}, "mask": GROUPS}, lambda n_q, n_kv: {"start": first(n_q, n_kv)["first"][:1]}),
+    "groups": (
+        {"heads": {"sharing": "gqa"}, "mask": GROUPS},
+        lambda n_q, n_kv: {"start": first(n_q, n_kv)["first"][:1]},
+    ),
     "runs": (
-        {"mask": {"any_of": [{"sliding_window": {"left": 30, "right": 0}}, {"sink_tokens": {"count": 9}}, {"all_of": ["causal", PAIRS]}]}},
+        {
+            "mask": {
+                "any_of": [
+                    {"sliding_window": {"left": 30, "right": 0}},
+                    {"sink_tokens": {"count": 9}},
+                    {"all_of": ["causal", PAIRS]},
+                ]
+            }
+        },
         pairs,
     ),
 }
@@ -96,7 +108,9 @@ def on(inputs: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(n, s) for n in SPECS for s in (SIZES if CUDA or n == "pairs" else SIZES[:1])], ids=lambda x: str(x)
+    ("name", "size"),
+    [(n, s) for n in SPECS for s in (SIZES if CUDA or n == "pairs" else SIZES[:1])],
+    ids=lambda x: str(x),
 )
 def test_against_the_oracle(name: str, size: tuple[int, int], built: Built, device: str) -> None:
     given = on(SPECS[name][1](*size), device)
@@ -112,7 +126,8 @@ def problem(name: str, n_q: int, n_kv: int, device: str) -> tuple[list[torch.Ten
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_lists_are_what_the_mask_says(name: str, size: tuple[int, int], built: Built, device: str) -> None:
-    """Of each row and column of blocks: those with nothing hidden or out of bounds, in order, then the others that hold something."""
+    """Of each row and column of blocks: those with nothing hidden or out of bounds, in order, then the others that
+    hold something."""
     n_q, n_kv = size
     (q, k, _), inputs = problem(name, n_q, n_kv, device)
     plan = built(name).attention.plan(q, k, **inputs)
@@ -132,7 +147,9 @@ def test_lists_are_what_the_mask_says(name: str, size: tuple[int, int], built: B
                 wanted = [j for j, f in enumerate(full) if f] + [j for j, s in enumerate(seen) if s and not full[j]]
                 assert listed[: rank[-1]] == wanted and rank[0] == full_rank[-1] == sum(full)
                 assert full_rank == [sum(full[:j]) for j in range(len(full) + 1)]
-                assert rank == [sum(full) + sum(s and not f for s, f in zip(seen[:j], full)) for j in range(len(full) + 1)]
+                assert rank == [
+                    sum(full) + sum(s and not f for s, f in zip(seen[:j], full)) for j in range(len(full) + 1)
+                ]
 
 
 def test_a_plan_gives_the_same_bits(built: Built, device: str) -> None:
@@ -148,7 +165,8 @@ def test_a_plan_gives_the_same_bits(built: Built, device: str) -> None:
 
 
 def test_full_blocks_are_not_masked_and_empty_ones_not_visited(built: Built, device: str) -> None:
-    """A plan decides: under one of another mask, what it calls full is not masked, and what it calls empty counts for nothing."""
+    """A plan decides: under one of another mask, what it calls full is not masked, and what it calls empty counts
+    for nothing."""
     (q, k, v), _ = problem("pairs", 128, 256, device)
     some = torch.zeros(2, 128, 256, dtype=torch.bool, device=device)
     some[:, :, :128] = True
@@ -184,12 +202,32 @@ def test_wrong_calls_are_one_sentence(built: Built, device: str) -> None:
     one = attention.plan(q[:1], k[:1], allowed=inputs["allowed"][:1])
     turned = plan.kv_list.transpose(2, 3).contiguous().transpose(2, 3)
     for given, error, sentence in (
-        ({"plan": few}, ValueError, "plan is of 130 queries and 150 keys, the call of 140 and 150; expected what attention.plan makes of"),
-        ({"plan": one}, ValueError, r"plan.kv_full_rank has shape \[1, 1, 2, 3\]; expected \[2, 1, 2, 3\]: what attention.plan makes"),
-        ({"plan": plan._replace(kv_list=turned)}, ValueError, "plan.kv_list is not contiguous; expected what attention.plan makes"),
+        (
+            {"plan": few},
+            ValueError,
+            "plan is of 130 queries and 150 keys, the call of 140 and 150; expected what attention.plan makes of",
+        ),
+        (
+            {"plan": one},
+            ValueError,
+            r"plan.kv_full_rank has shape \[1, 1, 2, 3\]; expected \[2, 1, 2, 3\]: what attention.plan makes",
+        ),
+        (
+            {"plan": plan._replace(kv_list=turned)},
+            ValueError,
+            "plan.kv_list is not contiguous; expected what attention.plan makes",
+        ),
         ({"plan": tuple(plan)}, TypeError, "plan is a tuple; expected what attention.plan makes"),
-        ({"plan": plan._replace(q_list=plan.q_list.long())}, TypeError, "plan.q_list is torch.int64; expected torch.int32"),
-        ({"allowed": inputs["allowed"][:1]}, ValueError, r"allowed has shape \[1, 140, 150\]; expected \[2, 140, 150\]"),
+        (
+            {"plan": plan._replace(q_list=plan.q_list.long())},
+            TypeError,
+            "plan.q_list is torch.int64; expected torch.int32",
+        ),
+        (
+            {"allowed": inputs["allowed"][:1]},
+            ValueError,
+            r"allowed has shape \[1, 140, 150\]; expected \[2, 140, 150\]",
+        ),
     ):
         with pytest.raises(error, match=sentence):
             attention(q, k, v, **{**inputs, **given})
@@ -216,7 +254,10 @@ def test_empty_tensors(sizes: tuple[int, int, int, int], built: Built, device: s
         (PAIRS, True),
         ({"all_of": ["causal", {"not": PAIRS}]}, True),
         ({"expr": "lengths[b] > kv_idx", "params": {"lengths": {"tensor": ["B"], "dtype": "int32"}}}, False),  # bounds
-        ({"expr": "on[b] or kv_idx < 7", "params": {"on": {"tensor": ["B"], "dtype": "bool"}}}, False),  # the same for all tiles
+        (
+            {"expr": "on[b] or kv_idx < 7", "params": {"on": {"tensor": ["B"], "dtype": "bool"}}},
+            False,
+        ),  # the same for all tiles
         ("key_padding", False),  # bounded by what is known of it
         ("document", False),
         ({"expr": "(q_idx * kv_idx) % 7 < 3"}, False),  # no data: visited and masked
@@ -230,5 +271,7 @@ def test_what_is_listed(mask: Any, data: bool) -> None:
 
 def test_blocks_that_are_given_need_no_others(tmp_path: Path) -> None:
     """A mask of blocks that the caller gives says what is visited; data inside it is masked."""
-    module = lower(make_spec({"name": "given", "head_dim": 16, "mask": {"all_of": [{"block_sparse": {"block": 64}}, PAIRS]}}))
+    module = lower(
+        make_spec({"name": "given", "head_dim": 16, "mask": {"all_of": [{"block_sparse": {"block": 64}}, PAIRS]}})
+    )
     assert module.blocks is not None and not module.blocks.data

@@ -16,12 +16,12 @@ from attngen.builders import build_module
 from attngen.cli import main
 from attngen.errors import VerifyError
 from attngen.ir.host import HOST_OPS
-from attngen.ir.pipe import ROLE_OPS
+from attngen.ir.pipe import PIPE_OPS
 from attngen.ir.text import print_module
 from attngen.lowering.pipeline import passes
 from attngen.report.timeline import lanes, svg
 from attngen.spec import make_spec, parse_spec
-from attngen.verify import divided_rules, rules, verify
+from attngen.verify import rules, verify, warp_specialized_rules
 from attngen.verify.host import RULES as HOST_RULES
 from tests.helpers import ROOT, SPECS, lowered, spec
 from tests.hopper.common import after, asking, edited
@@ -41,7 +41,11 @@ PAGES = (
     "docs/getting-started.md",
     *(f"docs/cookbook/{path.name}" for path in sorted((Path(__file__).parent.parent / "docs/cookbook").glob("*.md"))),
 )
-RUN = [page for page in PAGES if page.startswith(("docs/getting", "docs/cookbook")) and page != "docs/cookbook/huggingface.md"]
+RUN = [
+    page
+    for page in PAGES
+    if page.startswith(("docs/getting", "docs/cookbook")) and page != "docs/cookbook/huggingface.md"
+]
 
 
 def text(page: str) -> str:
@@ -88,14 +92,17 @@ def test_every_rule_and_pass_is_explained() -> None:
     ]
 
 
-def test_divided_kernels_are_explained() -> None:
+def test_warp_specialized_kernels_are_explained() -> None:
     """Every op and every rule is in a table; the mistake that is shown gets the sentence that is shown."""
     page = text("docs/ir.md")
     tables = ("\n| op of roles | what it does |\n", "\n| rule | what holds of a divided kernel |\n")
-    ops, listed = (re.findall(r"^\| `([\w-]+)` \|", page.partition(start)[2].partition("\n\n")[0], re.MULTILINE) for start in tables)
-    assert ops == list(ROLE_OPS) and listed == list(divided_rules("hopper"))
+    ops, listed = (
+        re.findall(r"^\| `([\w-]+)` \|", page.partition(start)[2].partition("\n\n")[0], re.MULTILINE)
+        for start in tables
+    )
+    assert ops == list(PIPE_OPS) and listed == list(warp_specialized_rules("hopper"))
     with pytest.raises(VerifyError) as caught:
-        verify(edited("causal_gqa", ("    give %k\n", "")))
+        verify(edited("causal_gqa", ("    consumer_release %k\n", "")))
     assert f"error: edited.ir: {caught.value}\n" in blocks("docs/hopper.md", "text")
 
 
@@ -105,13 +112,19 @@ def test_pictures_of_roles_are_those_of_the_ir() -> None:
     assert sorted(shown) == sorted(file.stem for file in (ROOT / "docs/hopper").iterdir()) and shown
     for name in shown:
         module = after("causal_gqa")[name]
-        assert (ROOT / f"docs/hopper/{name}.svg").read_text(encoding="utf-8") == svg(lanes(module, module.divided[0])), name
+        assert (ROOT / f"docs/hopper/{name}.svg").read_text(encoding="utf-8") == svg(
+            lanes(module, module.warp_specialized[0])
+        ), name
 
 
 def test_host_programs_are_explained() -> None:
-    """Every op and every rule is in a table, and the Python shown is printed: in this order, apart from lines that are left out."""
+    """Every op and every rule is in a table, and the Python shown is printed: in this order, apart from lines that
+    are left out."""
     page = text("docs/ir.md")
-    ops, listed = (page.partition(start)[2].partition("\n\n")[0] for start in ("\n| op | what it does |\n", "\n| rule | what holds |\n"))
+    ops, listed = (
+        page.partition(start)[2].partition("\n\n")[0]
+        for start in ("\n| op | what it does |\n", "\n| rule | what holds |\n")
+    )
     assert re.findall(r"^\| `(\w+)` \|", ops, re.MULTILINE) == list(HOST_OPS)
     assert re.findall(r"^\| `([\w-]+)` \|", listed, re.MULTILINE) == list(HOST_RULES)
     printed = iter((ROOT / "generated/causal_mqa/__init__.py").read_text(encoding="utf-8").splitlines())
@@ -127,7 +140,9 @@ def test_the_dry_run_names_files_that_exist() -> None:
     assert named and [name for name in named if name not in new and not (ROOT / name).exists()] == []
 
 
-def test_the_theorems_shown_are_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_theorems_shown_are_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     (command,), (shown,) = blocks("docs/theory.md", "sh"), blocks("docs/theory.md", "text")
     with pytest.raises(SystemExit):
@@ -160,11 +175,14 @@ def test_yaml_is_a_spec(page: str) -> None:
 
 @pytest.mark.parametrize("page", RUN)
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page in order, as one program, from the folder of the project: each holds its results against PyTorch's."""
+    """The blocks of a page in order, as one program, from the folder of the project: each holds its results against
+    PyTorch's."""
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(ROOT)
     program = ModuleType("page_of_the_docs")
-    monkeypatch.setitem(sys.modules, program.__name__, program)  # where torch.compile, which FlexAttention calls, looks for functions
+    monkeypatch.setitem(
+        sys.modules, program.__name__, program
+    )  # where torch.compile, which FlexAttention calls, looks for functions
     torch.manual_seed(0)
     assert (found := blocks(page, "python"))
     for block in found:
@@ -200,18 +218,32 @@ def test_the_mistakes_in_the_readme_are_what_is_said(
 
 def test_make_takes_torch_from_an_index_of_its_own() -> None:
     def steps(*more: str) -> list[str]:
-        made = subprocess.run(["make", "-n", "VENV=/nowhere", "demo", *more], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        made = subprocess.run(
+            ["make", "-n", "VENV=/nowhere", "demo", *more], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         return re.findall(r"-m pip install --quiet --disable-pip-version-check ([^;&]*[^;& ])", made)
 
-    torch = next(line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line.startswith("torch=="))
+    torch = next(
+        line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line.startswith("torch==")
+    )
     existing, plain, own = steps()
-    assert (existing, plain, own) == ('-e ".[dev]"', "--no-compile -r requirements-cpu.txt", "--no-deps --no-build-isolation -e .")
-    assert steps("TORCH_INDEX=https://x/cpu") == [existing, f"--no-compile --no-deps --index-url https://x/cpu {torch}", plain, own]
+    assert (existing, plain, own) == (
+        '-e ".[dev]"',
+        "--no-compile -r requirements-cpu.txt",
+        "--no-deps --no-build-isolation -e .",
+    )
+    assert steps("TORCH_INDEX=https://x/cpu") == [
+        existing,
+        f"--no-compile --no-deps --index-url https://x/cpu {torch}",
+        plain,
+        own,
+    ]
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in text("README.md")
 
 
 def test_the_workflow_runs_what_there_is() -> None:
-    """Its GPU job calls make gpu-test, which rebuilds and tests; its CPU job what CI runs; its nightly job what that leaves out."""
+    """Its GPU job calls make gpu-test, which rebuilds and tests; its CPU job what CI runs; its nightly job what that
+    leaves out."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     jobs = workflow["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
@@ -234,8 +266,13 @@ def test_the_workflow_runs_what_there_is() -> None:
 
 
 def test_the_page_of_versions_has_each_supported_pair_and_those_that_are_pinned() -> None:
-    first, pinned = next(iter(PAIRS)), dict(re.findall(r"^(torch|triton)==(.*)$", text("requirements-cpu.txt"), re.MULTILINE))
+    first, pinned = (
+        next(iter(PAIRS)),
+        dict(re.findall(r"^(torch|triton)==(.*)$", text("requirements-cpu.txt"), re.MULTILINE)),
+    )
     least = dict(re.findall(r'^ +"(torch|triton)>=([\d.]+)"', text("pyproject.toml"), re.MULTILINE))
     assert PAIRS[pinned["torch"]] == pinned["triton"]
     assert (f"{least['torch']}.0", f"{least['triton']}.0") == (first, PAIRS[first])
-    assert f"| suite | {' | '.join(f'torch {torch}, Triton {triton}' for torch, triton in PAIRS.items())} |" in text("docs/versions.md")
+    assert f"| suite | {' | '.join(f'torch {torch}, Triton {triton}' for torch, triton in PAIRS.items())} |" in text(
+        "docs/versions.md"
+    )

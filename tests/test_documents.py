@@ -1,4 +1,5 @@
-"""Documents by ids: what the kernels that prepare them give, held against its definition, pair of query and key by pair."""
+"""Documents by ids: what the kernels that prepare them give, held against its definition, pair of query and key by
+pair."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def inside(plan: Plan, names: tuple[str, ...], others: int) -> torch.Tensor:
 
 
 def check(plan: Plan, ids: torch.Tensor, n_q: int) -> None:
-    """What a spec's facts promise: nothing visible is outside of the bounds, and all is visible inside of the inner ones; bounds rise."""
+    """What a spec's facts promise: nothing visible is outside of the bounds, and all is visible inside of the inner
+    ones; bounds rise."""
     n, visible = ids.shape[1], same(ids, n_q)
     assert torch.equal(plan["document_q"].cpu()[:, :, None] == plan["document_kv"].cpu()[:, None], visible)
     assert not (visible & ~inside(plan, OF_QUERY[:2], n)).any()
@@ -83,7 +85,8 @@ def test_bounds_are_right(size: tuple[int, int], kind: str) -> None:
 @pytest.mark.parametrize("size", [(17, 17), (9, 40), (48, 40)], ids=str)
 @pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one slot"])
 def test_bounds_are_as_close_as_rising_bounds_can_be(size: tuple[int, int], kind: str) -> None:
-    """From the first key of the documents of this position and later ones to the last key of those of this and earlier ones."""
+    """From the first key of the documents of this position and later ones to the last key of those of this and
+    earlier ones."""
     n_q, n = size
     ids = ids_of(kind, n, 1)
     plan, pairs = by_executor(Document(), ids, n_q, 16), same(ids, n)
@@ -138,7 +141,12 @@ def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device:
     """To the bit, in any order of its threads; ids are rows of a wider tensor."""
     n_q, n = size
     of = built("document_gqa"), Document()
-    for module, mask, kind in ((*of, "any order"), (*of, "far"), (*of, "one slot"), (in_order, Document(sorted=True), "sorted")):
+    for module, mask, kind in (
+        (*of, "any order"),
+        (*of, "far"),
+        (*of, "one slot"),
+        (in_order, Document(sorted=True), "sorted"),
+    ):
         ids = ids_of(kind, n, 3)
         wide = torch.full((2, n + 3), 99, dtype=torch.int32)
         wide[:, 1 : n + 1] = ids
@@ -150,7 +158,7 @@ def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device:
 
 
 @pytest.mark.parametrize("kind", ["far", "one slot"])
-def test_the_kernel_is_right_where_ids_share_a_slot(kind: str, device: str) -> None:
+def test_the_kernel_is_right_where_ids_share_a_stage(kind: str, device: str) -> None:
     ids = ids_of(kind, 100, 2)
     for n_q in (100, 90, 110):
         check(built("document_gqa").attention.plan(ids.to(device), n_q)._asdict(), ids, n_q)
@@ -160,7 +168,11 @@ def test_the_kernel_is_right_where_ids_share_a_slot(kind: str, device: str) -> N
 def test_the_kernel_gives_the_same_bits_each_time(device: str) -> None:
     """Also where thousands of threads enter a document at once."""
     attention = built("document_gqa").attention
-    for ids in (torch.zeros(8, 30_000), torch.arange(30_000).repeat(8, 1) % 2, torch.randint(-(2**29), 2**29, (8, 30_000))):
+    for ids in (
+        torch.zeros(8, 30_000),
+        torch.arange(30_000).repeat(8, 1) % 2,
+        torch.randint(-(2**29), 2**29, (8, 30_000)),
+    ):
         plans = [torch.stack(attention.plan(ids.int().to(device), 30_000)) for _ in range(20)]
         assert all(torch.equal(plan, plans[0]) for plan in plans)
 
@@ -176,7 +188,9 @@ def test_int64_beyond_32_bits_counts_as_the_nearest_that_fits(device: str) -> No
     """Documents stay apart, and a length beyond the keys is still one of all keys."""
     ids = ids_of("sorted", 20, 0).to(device).clamp(max=1)
     plan = built("document_gqa").attention.plan
-    assert all(torch.equal(a, b) for a, b in zip(plan(ids, 20)[2:], plan(ids.long() * 2**32, 20)[2:]))  # but for the ids
+    assert all(
+        torch.equal(a, b) for a, b in zip(plan(ids, 20)[2:], plan(ids.long() * 2**32, 20)[2:])
+    )  # but for the ids
     q, k = torch.randn(1, 4, 20, 128, device=device), torch.randn(1, 2, 20, 128, device=device)
     padded = built("causal_padding_gqa").attention
     for given, like in ((2**31, 20), (2**32 + 5, 20), (-(2**32) + 5, 0)):
@@ -187,7 +201,11 @@ def test_int64_beyond_32_bits_counts_as_the_nearest_that_fits(device: str) -> No
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        (torch.zeros(2, 8), TypeError, r"document_ids is torch.float32; expected torch.int32 or torch.int64 \[any, any\]"),
+        (
+            torch.zeros(2, 8),
+            TypeError,
+            r"document_ids is torch.float32; expected torch.int32 or torch.int64 \[any, any\]",
+        ),
         (torch.zeros(8, dtype=torch.int32), ValueError, r"document_ids has shape \[8\]; expected \[any, any\]"),
         ([[0, 1]], TypeError, "document_ids is a list; expected a dense torch.int32 tensor"),
     ],
@@ -209,23 +227,58 @@ def test_plans_are_traced(device: str) -> None:
 
 # (rule, old text, new text, the reason)
 BROKEN = [
-    ("types", "scan max %start over(BLOCK_KV)", "scan sum %start over(BLOCK_KV)", "`sum` of i32 is not a scan; expected max of f32 or i32"),
-    ("types", "%end_here = scan max %end over(BLOCK_KV) : i32", "%end_here = scan max %end over(BLOCK_KV) : b1", "keeps the type of its"),
-    ("types", "scan max %start over(BLOCK_KV)", "scan max %start over(BLOCK_Q)", "keeps the type of its value, which has"),
+    (
+        "types",
+        "scan max %start over(BLOCK_KV)",
+        "scan sum %start over(BLOCK_KV)",
+        "`sum` of i32 is not a scan; expected max of f32 or i32",
+    ),
+    (
+        "types",
+        "%end_here = scan max %end over(BLOCK_KV) : i32",
+        "%end_here = scan max %end over(BLOCK_KV) : b1",
+        "keeps the type of its",
+    ),
+    (
+        "types",
+        "scan max %start over(BLOCK_KV)",
+        "scan max %start over(BLOCK_Q)",
+        "keeps the type of its value, which has",
+    ),
     ("types", "op(min)", "op(least)", "`least` is no way to write; expected add, min, max, put"),
     ("types", "op(min)", "op(max)", "writes i32 to %LEFT by `max`; expected i32, and an output of that"),
     (
         "host-written",
-        "scatter %LEFT[b, side, last_slot]",
-        "scatter %DOCUMENT_KV[b, last_slot]",
+        "scatter %LEFT[b, side, last_stage]",
+        "scatter %DOCUMENT_KV[b, last_stage]",
         "@document_spans reads %DOCUMENT_KV, which is not written on every path to it",
     ),
-    ("types", "%start_init = init 0 : i32[]", "%start_init = init 0.5 : i32[]", "starts at `0.5` as i32; expected a number"),
-    ("types", "%start_init = init 0 : i32[]", "%start_init = init 2147483648 : i32[]", "or a whole one of 32 bits as i32"),
+    (
+        "types",
+        "%start_init = init 0 : i32[]",
+        "%start_init = init 0.5 : i32[]",
+        "starts at `0.5` as i32; expected a number",
+    ),
+    (
+        "types",
+        "%start_init = init 0 : i32[]",
+        "%start_init = init 2147483648 : i32[]",
+        "or a whole one of 32 bits as i32",
+    ),
     ("signature", "%LEFT = arg scratch", "%LEFT = arg in", "writes %LEFT, which is no tensor of role `out`"),
-    ("loops", "loop q ranges(0 .. cdiv(Nq, BLOCK_Q))", "loop q ranges(1 .. cdiv(Nq, BLOCK_Q))", "does not run over all tiles of q"),
+    (
+        "loops",
+        "loop q ranges(0 .. cdiv(Nq, BLOCK_Q))",
+        "loop q ranges(1 .. cdiv(Nq, BLOCK_Q))",
+        "does not run over all tiles of q",
+    ),
     # places
-    ("indexing", "where(ends and last_slot >= 0 and last_slot < Nk)", "where(ends and last_slot >= 0)", "may write %LEFT past its end"),
+    (
+        "indexing",
+        "where(ends and last_stage >= 0 and last_stage < Nk)",
+        "where(ends and last_stage >= 0)",
+        "may write %LEFT past its end",
+    ),
     ("indexing", "%DOCUMENT_FIRST[b, Nq - kv_idx - 1]", "%DOCUMENT_FIRST[b, max(0, Nq - kv_idx - 1)]", "may put two"),
     (
         "indexing",
@@ -257,7 +310,12 @@ BROKEN = [
         "scatter %LEFT[0, side, last",
         "%LEFT that other programs take; expected [side, b",
     ),
-    ("indexing", "scatter %DOCUMENT_Q[b, -Nk", "scatter %DOCUMENT_Q[0, -Nk", "takes elements of %DOCUMENT_Q that other programs take"),
+    (
+        "indexing",
+        "scatter %DOCUMENT_Q[b, -Nk",
+        "scatter %DOCUMENT_Q[0, -Nk",
+        "takes elements of %DOCUMENT_Q that other programs take",
+    ),
     (
         "indexing",
         "%document where(kv_idx < Nk and side < 1)",
@@ -282,8 +340,18 @@ BROKEN = [
         "store %DOCUMENT_Q[b, q] %no_document check(q)",
         "writes rows of %DOCUMENT_Q that the other programs along side write, too",
     ),
-    ("signature", "grid(side in 2, b in B)", "grid(side in 2, side in 2, b in B)", "an axis stands twice in the grid, side, side, b"),
-    ("loops", "= loop q ranges(0 .. cdiv(Nq, BLOCK_Q))", "= loop other ranges(0 .. group)", "does not run over 0 .. what its variable"),
+    (
+        "signature",
+        "grid(side in 2, b in B)",
+        "grid(side in 2, side in 2, b in B)",
+        "an axis stands twice in the grid, side, side, b",
+    ),
+    (
+        "loops",
+        "= loop q ranges(0 .. cdiv(Nq, BLOCK_Q))",
+        "= loop other ranges(0 .. group)",
+        "does not run over 0 .. what its variable",
+    ),
     # turns of the threads
     (
         "ordered",
@@ -291,8 +359,18 @@ BROKEN = [
         "    %none_again = init 2147483647 : i32[BLOCK_KV] @reg\n    store %LEFT_head[kv] %none_again check(kv)\n    %last_key = map",
         "@enter writes elements of %LEFT twice, in no fixed order",
     ),
-    ("ordered", "    barrier\n    %start_init", "    %start_init", "in @walk takes %LEFT, to which @enter writes, and no barrier is"),
-    ("ordered", "    barrier\n    %entered", "    %entered", "in @enter takes %LEFT, to which @empty_tables writes, and no barrier is"),
+    (
+        "ordered",
+        "    barrier\n    %start_init",
+        "    %start_init",
+        "in @walk takes %LEFT, to which @enter writes, and no barrier is",
+    ),
+    (
+        "ordered",
+        "    barrier\n    %entered",
+        "    %entered",
+        "in @enter takes %LEFT, to which @empty_tables writes, and no barrier is",
+    ),
     (
         "ordered",
         "    %ends = map",
@@ -326,10 +404,13 @@ def test_a_rule_is_broken_by_its_edit(rule: str, old: str, new: str, reason: str
 
 def test_a_program_gives_what_derive_says() -> None:
     text = print_module(target("document_gqa"))
-    with pytest.raises(VerifyError, match="host-structure.*it gives DOCUMENT_KV, .*; expected DOCUMENT_Q, DOCUMENT_KV, "):
+    with pytest.raises(
+        VerifyError, match="host-structure.*it gives DOCUMENT_KV, .*; expected DOCUMENT_Q, DOCUMENT_KV, "
+    ):
         verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q, DOCUMENT_KV", "values(DOCUMENT_KV"))))
     with pytest.raises(
-        VerifyError, match=r"host-arguments.*its result DOCUMENT_Q is i32\[B, Nk\]; expected i32\[B, Nq\], as `derive` says"
+        VerifyError,
+        match=r"host-arguments.*its result DOCUMENT_Q is i32\[B, Nk\]; expected i32\[B, Nq\], as `derive` says",
     ):
         verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q,", "values(DOCUMENT_Q=%DOCUMENT_KV,"))))
 

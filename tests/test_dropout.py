@@ -1,4 +1,5 @@
-"""Dropout: which weights are kept is what the oracle says, is distributed as it should be, and depends on nothing else."""
+"""Dropout: which weights are kept is what the oracle says, is distributed as it should be, and depends on nothing
+else."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def zscore(kept: torch.Tensor, p: float) -> float:
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 0.5, 0.77, 0.995])
 def test_the_rate_is_p(p):
-    """Of all weights, of each head and sequence, of each query and key, and where queries and keys have given last bits."""
+    """Of all weights, of each head and sequence, of each query and key, and where queries and keys have given last
+    bits."""
     keep = dropout_keep((3, 4, 256, 512), p, 42)
     assert abs(zscore(keep, p)) < 5
     for part in (*keep.flatten(0, 1), *keep.transpose(0, 2), *keep.transpose(0, 3)):
@@ -80,7 +82,8 @@ def test_rows_and_columns_are_binomial(p):
 
 
 def test_scores_of_a_word_share_a_byte():
-    """(q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated, by 1 / 257 at this rate; other pairs of a call are not."""
+    """(q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated, by 1 / 257 at this rate; other pairs of a call
+    are not."""
     dropped, n = 257 * 26, 2048  # with the same number of 256ths in both bytes
     p = dropped / 65536
     drop = dropout_keep((1, 1, n, n), p, 21)[0, 0].logical_not().double() - p
@@ -104,7 +107,9 @@ def test_neighbours_are_independent(p):
     for dim, step in itertools.product(range(4), (1, 2, 7, 8, 9, 16, 64)):
         if step < keep.shape[dim]:
             n = keep.shape[dim] - step
-            pairs.append((keep.narrow(dim, 0, n), keep.narrow(dim, step, n), 0.0, 1 / 256 if (dim, step) == (3, 8) else 0.0))
+            pairs.append(
+                (keep.narrow(dim, 0, n), keep.narrow(dim, step, n), 0.0, 1 / 256 if (dim, step) == (3, 8) else 0.0)
+            )
     for dq, dkv in ((1, 1), (8, 8), (1, 8), (8, 1), (9, 9), (3, 5)):
         most = 1 / 256 if (dq, dkv) == (8, 8) else 0.0
         pairs.append((keep[:, :, :-dq, :-dkv], keep[:, :, dq:, dkv:], 0.0, most))
@@ -130,11 +135,14 @@ def test_the_mask_is_where_kernels_run_unless_a_call_says_where(device):
     dropout_mask = built(DROPPING[0]).attention.dropout_mask
     on_seed = torch.tensor(3, device=device)
     assert (
-        dropout_mask((1, 1, 2, 3), 0.5, 3).device.type == dropout_mask((1, 1, 2, 3), 0.5, on_seed).device.type == torch.device(device).type
+        dropout_mask((1, 1, 2, 3), 0.5, 3).device.type
+        == dropout_mask((1, 1, 2, 3), 0.5, on_seed).device.type
+        == torch.device(device).type
     )
     other = "meta" if CUDA else "cuda"
     with pytest.raises(
-        ValueError, match=rf"^attention.dropout_mask: device is {other}; expected a CUDA device that this machine has, or TRITON"
+        ValueError,
+        match=rf"^attention.dropout_mask: device is {other}; expected a CUDA device that this machine has, or TRITON",
     ):
         dropout_mask((1, 1, 2, 3), 0.5, 3, other)
 
@@ -252,7 +260,11 @@ WRONG = [
     ({"dropout_p": True}, TypeError, "dropout_p is a bool; expected a number"),
     ({"seed": 1.5}, TypeError, "seed is a float; expected an int, an int64 tensor of one element, or None"),
     ({"seed": 2**63}, ValueError, "seed is 9223372036854775808; expected an int of 64 bits"),
-    ({"seed": torch.tensor([1, 2])}, ValueError, r"seed is torch.int64 \[2\] on cpu; expected torch.int64, one element"),
+    (
+        {"seed": torch.tensor([1, 2])},
+        ValueError,
+        r"seed is torch.int64 \[2\] on cpu; expected torch.int64, one element",
+    ),
     ({"seed": torch.tensor(1.0)}, ValueError, r"seed is torch.float32 \[\] on cpu; expected torch.int64"),
 ]
 

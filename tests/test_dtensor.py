@@ -18,7 +18,8 @@ RANKS = 2
 
 
 def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
-    """Outputs, rows, gradients of q, k, v and learned inputs, of nine kinds of specs; and what cannot be sharded is one sentence each."""
+    """Outputs, rows, gradients of q, k, v and learned inputs, of nine kinds of specs; and what cannot be sharded is
+    one sentence each."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.distributed_calls"]
     processes = [
@@ -54,14 +55,20 @@ def test_a_mask_says_along_what_it_can_be_sharded(name: str, shards: tuple[str, 
 
 def test_a_mask_that_counts_along_all_dimensions_is_sharded_along_none(tmp_path: Path) -> None:
     mask = {"expr": "(kv_idx + h + 2 * b) % 3 > 0 and kv_idx <= q_pos"}
-    module = module_of(make_spec({"name": "counted", "head_dim": 16, "dtype": "fp32", "mask": mask}), tmp_path / "counted")
+    module = module_of(
+        make_spec({"name": "counted", "head_dim": 16, "dtype": "fp32", "mask": mask}), tmp_path / "counted"
+    )
     assert module.SIGNATURE.shards == ()
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_operators_know_the_dimensions_of_their_tensors(name: str) -> None:
     signature = built(name).SIGNATURE
-    assert len(signature.dims) == signature.tensors == sum("Tensor" in declared for declared in signature.schema.split(", "))
+    assert (
+        len(signature.dims)
+        == signature.tensors
+        == sum("Tensor" in declared for declared in signature.schema.split(", "))
+    )
     assert signature.dims or not target(name).inputs or all(not i.shape for i in target(name).inputs)
 
 
@@ -75,7 +82,9 @@ def test_a_cache_of_dtensors_is_refused(tmp_path: Path) -> None:
         q, cache = torch.zeros(1, 2, 1, 128).half(), torch.zeros(1, 8, 2, 128).half()
         given = {"cache_seqlens": torch.tensor([3], dtype=torch.int32)}
         with pytest.raises(TypeError, match=r"^attention.with_kvcache: q is a DTensor; expected a dense tensor"):
-            built("decode_gqa").attention.with_kvcache(distribute_tensor(q, mesh, [Replicate()]), cache, cache.clone(), **given)
+            built("decode_gqa").attention.with_kvcache(
+                distribute_tensor(q, mesh, [Replicate()]), cache, cache.clone(), **given
+            )
         with pytest.raises(TypeError, match=r"^attention.with_kvcache: k_cache is a DTensor; expected a dense tensor"):
             built("decode_gqa").attention.with_kvcache(q, distribute_tensor(cache, mesh, [Replicate()]), cache, **given)
     finally:

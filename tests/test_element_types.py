@@ -1,7 +1,7 @@
 """A new element type is one row of the table: these tests add some, and build, verify, run and execute modules of them.
 
-`fp16_wide` has outputs of fp32 and `fp32_short` of fp16; neither has a backward. `fp16_raised` multiplies weights before it casts them. The
-type of outputs and this factor are the only things about them that no committed module has.
+`fp16_wide` has outputs of fp32 and `fp32_short` of fp16; neither has a backward. `fp16_raised` multiplies weights
+before it casts them. The type of outputs and this factor are the only things about them that no committed module has.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ ROWS = {
     "bf16_short": Element(2, "bfloat16", "16-bit", "bf16", is_interpreted=False, results="fp16", trains=False),
     "fp16_raised": Element(2, "float16", "16-bit", "fp16", results="fp32", trains=False, weights=8),
 }
-TORCH = {"fp16_wide": torch.float32, "fp32_short": torch.float16, "bf16_short": torch.float16, "fp16_raised": torch.float32}  # of outputs
+TORCH = {
+    "fp16_wide": torch.float32,
+    "fp32_short": torch.float16,
+    "bf16_short": torch.float16,
+    "fp16_raised": torch.float32,
+}  # of outputs
 SPECS: dict[str, dict[str, Any]] = {
     "fwd": {"mask": "causal", "score": ["temperature"]},
     "packed": {"heads": {"sharing": "gqa"}, "mask": "causal"},
@@ -114,7 +119,12 @@ def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) ->
         for kernel in (k for k in module.kernels if "O" in k.writes):
             assert kernel.type_of("O").dtype == result == kernel.type_of("o").dtype
         if result != "f32":
-            typed = [op.name for k in module.kernels for op in k.ops() if any(t.dtype == result for t in op.results().values())]
+            typed = [
+                op.name
+                for k in module.kernels
+                for op in k.ops()
+                if any(t.dtype == result for t in op.results().values())
+            ]
             assert set(typed) <= {"O", "O_head", "o"}
     text = print_module(lowered(name, dtype))
     assert f"%O = alloc like(%Q) : {result}[B, Hq, Nq, D_V]" in text
@@ -157,7 +167,8 @@ def test_a_backward_in_a_type_that_has_none_is_refused() -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", ROWS)
 def test_results_are_those_of_naive_attention(name: str, dtype: str, tmp_path: Path, device: str) -> None:
-    """Within twice its error in the same dtypes, out in the type of outputs; fp32's is nearer to the truth than fp16 can be."""
+    """Within twice its error in the same dtypes, out in the type of outputs; fp32's is nearer to the truth than fp16
+    can be."""
     spec = make_spec(data(name, dtype))
     module = module_of(spec, tmp_path)
     for case in (Case(1, *heads_for(spec), 70, 90), Case(1, *heads_for(spec), 20, 30, "bnhd")):
@@ -211,15 +222,17 @@ def test_bytes_of_outputs_are_those_of_their_type(dtype: str, size: int) -> None
     assert any(row.forward > 0 for row in done(lowered("fwd", dtype), Problem()))
 
 
-def test_a_device_without_such_products_has_no_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
+def test_a_device_without_such_products_has_no_schedule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
     """The peak rates of device classes say which have them; the others get a sentence in the table, and at a call."""
     monkeypatch.setitem(ELEMENTS, "float24", Element(3, "float16", "24-bit", "fp16", results="fp32", trains=False))
     monkeypatch.setitem(CLASSES["sm90"].flops_per_cycle, "24-bit", 1000)
     made = lowered("fwd", "float24")
-    assert {row.device for row in made.rows("fwd")} == {"sm90"} and print_module(parse_module(print_module(made), "x")) == print_module(
-        made
-    )
-    reasons = {u.device: u.reason for u in made.unfit("fwd")}
+    assert {row.device for row in made.configs("fwd")} == {"sm90"} and print_module(
+        parse_module(print_module(made), "x")
+    ) == print_module(made)
+    reasons = {u.device: u.reason for u in made.not_fitting("fwd")}
     assert set(reasons) == set(CLASSES) - {"sm90"}
     assert reasons["sm80"] == "on sm80 the kernel @fwd has no 24-bit products; expected another dtype"
     assert reasons["sm80"] in render(made)["kernels.py"]
@@ -247,20 +260,27 @@ def test_the_page_and_the_module_say_it() -> None:
 
 
 def test_8_bit_operands_are_a_row_and_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
-    """The dry run of docs/ir.md, without scales: q, k and v in e4m3, O in bf16. The interpreter computes in fp32 what NumPy has not."""
-    monkeypatch.setitem(ELEMENTS, "fp8e4nv", Element(1, "float8_e4m3fn", "8-bit", "fp8", False, "bf16", trains=False, weights=8))
+    """The dry run of docs/ir.md, without scales: q, k and v in e4m3, O in bf16. The interpreter computes in fp32
+    what NumPy has not."""
+    monkeypatch.setitem(
+        ELEMENTS, "fp8e4nv", Element(1, "float8_e4m3fn", "8-bit", "fp8", False, "bf16", trains=False, weights=8)
+    )
     for name in ("sm90", "sm100"):
         monkeypatch.setitem(CLASSES[name].flops_per_cycle, "8-bit", 2 * CLASSES[name].flops_per_cycle["16-bit"])
     for of in DEVICES.values():
         monkeypatch.setitem(of.flops, "fp8", 2 * of.flops["bf16"])
     made = lowered("packed", "fp8e4nv")
-    assert {row.device for row in made.rows("fwd")} == {"sm90", "sm100"}
+    assert {row.device for row in made.configs("fwd")} == {"sm90", "sm100"}
     text = print_module(made)
     assert "%O = alloc like(%Q) : bf16[B, Hq, Nq, D_V]" in text and "%p_raised = map expr(256*p)" in text
     assert "(acc * inv_l[:, None] * 0.00390625).to(tl.bfloat16)" in render(made)["kernels.py"]
     steps = list(stages(make_spec(data("packed", "fp8e4nv"))))
-    assert "on sm80 the kernel @fwd has no 8-bit products" in page(make_spec(data("packed", "fp8e4nv")), "", steps, render(made), Problem())
+    assert "on sm80 the kernel @fwd has no 8-bit products" in page(
+        make_spec(data("packed", "fp8e4nv")), "", steps, render(made), Problem()
+    )
     if device == "cpu":
         module = module_of(make_spec(data("packed", "fp8e4nv")), tmp_path)
-        found = run_case(module, make_spec(data("packed", "fp8e4nv")), Case(1, 4, 2, 70, 90, "island"), "fp8e4nv", device)
+        found = run_case(
+            module, make_spec(data("packed", "fp8e4nv")), Case(1, 4, 2, 70, 90, "island"), "fp8e4nv", device
+        )
         assert found.ok and found.ours["out"] < 2**-7 < found.naive["out"], found

@@ -12,7 +12,9 @@ import attngen
 from attngen import errors
 from tests.helpers import ROOT
 
-PURPOSE = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.AttngenError)}
+PURPOSE = {
+    name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.AttngenError)
+}
 PURPOSE |= {"LangError", "TraceError", "VerifyError"}
 # What follows from a mistake of attngen, or of what a folder imports, keeps its cause: somebody has to find that.
 KEPT = ("this is a mistake of attngen", "cannot be imported")
@@ -24,10 +26,16 @@ def chained(tree: ast.AST) -> Iterator[ast.Raise]:
         for node in ast.walk(handler):
             name = (
                 node.exc.func.id
-                if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
+                if isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and isinstance(node.exc.func, ast.Name)
                 else ""
             )
-            if name in PURPOSE and isinstance(node, ast.Raise) and not (isinstance(node.cause, ast.Constant) and node.cause.value is None):
+            if (
+                name in PURPOSE
+                and isinstance(node, ast.Raise)
+                and not (isinstance(node.cause, ast.Constant) and node.cause.value is None)
+            ):
                 yield node
 
 
@@ -39,7 +47,11 @@ def test_errors_on_purpose_show_no_other(path: Path) -> None:
 
 
 def test_a_wrong_spec_has_no_traceback_before_it(tmp_path: Path) -> None:
-    for given in ({"name": "x", "head_dim": 63}, {"name": "x", "head_dim": 64, "mask": {"expr": "sin(q_idx) <"}}, tmp_path / "none.yaml"):
+    for given in (
+        {"name": "x", "head_dim": 63},
+        {"name": "x", "head_dim": 64, "mask": {"expr": "sin(q_idx) <"}},
+        tmp_path / "none.yaml",
+    ):
         with pytest.raises(errors.AttngenError) as caught:
             attngen.build(given)  # type: ignore[arg-type]
         error: BaseException | None = caught.value

@@ -1,4 +1,5 @@
-"""Modules of traced functions are forgotten, in memory and on disk; who holds something of one computes with it still."""
+"""Modules of traced functions are forgotten, in memory and on disk; who holds something of one computes with it
+still."""
 
 from __future__ import annotations
 
@@ -94,7 +95,14 @@ def test_of_300_functions_few_modules_stay(few: list[str], monkeypatch: pytest.M
     monkeypatch.setattr(api, "MOST", 20)
     monkeypatch.setattr(store, "MOST", 50)
     monkeypatch.setattr(
-        api, "_render", lambda spec, path: {"__init__.py": FAKE.format(spec.hash()), "kernels.py": "", "runtime.py": "", "schedule.ir": ""}
+        api,
+        "_render",
+        lambda spec, path: {
+            "__init__.py": FAKE.format(spec.hash()),
+            "kernels.py": "",
+            "runtime.py": "",
+            "schedule.ir": "",
+        },
     )
     before, texts = loaded(), len(linecache.cache)
     q, k, v = (x.detach() for x in qkv())
@@ -120,7 +128,9 @@ def test_what_is_forgotten_is_freed_and_comes_from_the_disk(few: list[str]) -> N
     gc.collect()
     assert len(few) == 3 and len(api._RECENT) == 2
     assert len(operators() - before) == 9  # the first output's graph holds its module
-    assert all(is_right(by, out, inputs) for by, out in enumerate(outputs))  # so its backward, the first of its module, runs after that
+    assert all(
+        is_right(by, out, inputs) for by, out in enumerate(outputs)
+    )  # so its backward, the first of its module, runs after that
     outputs.clear()
     gc.collect()
     assert len(operators() - before) == 6
@@ -149,7 +159,9 @@ def test_what_a_graph_or_a_caller_has_stays(few: list[str]) -> None:
         return attngen.flex_attention(q, k, v, score_mod=first)
 
     graph = make_fx(call)(*(x.detach() for x in inputs))
-    compiled = torch.compile(lambda q, k, v: attngen.flex_attention(q, k, v, score_mod=second), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v: attngen.flex_attention(q, k, v, score_mod=second), backend="aot_eager", fullgraph=True
+    )
     compiled(*inputs)
     module = attngen.build({"name": "mine", "head_dim": 16, "mask": "causal"})
     for by in (2, 3, 4):

@@ -11,11 +11,28 @@ import pytest
 
 from tests.helpers import ROOT
 
-SMALL = ("--device", "cpu", "--steps", "2", "--layers", "1", "--d-model", "32", "--heads", "4", "--seq", "24", "--batch", "1")
+SMALL = (
+    "--device",
+    "cpu",
+    "--steps",
+    "2",
+    "--layers",
+    "1",
+    "--d-model",
+    "32",
+    "--heads",
+    "4",
+    "--seq",
+    "24",
+    "--batch",
+    "1",
+)
 
 
 def train(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_lm.py"), *SMALL, *args], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "tiny_lm.py"), *SMALL, *args], capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("name", ["causal_mqa", "causal_gqa", "mla_dims"])
@@ -50,7 +67,10 @@ def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
             ["--attention", "padding_mha"],
             "--attention padding_mha: it takes inputs (key_padding), which a language model on packed text",
         ),
-        (["--attention", "full_mha"], "--attention full_mha: its mask is none; a language model needs `causal` or a window"),
+        (
+            ["--attention", "full_mha"],
+            "--attention full_mha: its mask is none; a language model needs `causal` or a window",
+        ),
         (["--attention", "causal_fp32", "--dtype", "bf16"], "--dtype bf16: causal_fp32 has fp32"),
         (["--attention", "naive", "--data", "/nosuch"], "--data /nosuch: cannot be read (No such file or directory)"),
     ],

@@ -1,4 +1,5 @@
-"""FlexAttention's call and functions: what `attngen.flex_attention` gives, what the functions say as a spec, and what is refused."""
+"""FlexAttention's call and functions: what `attngen.flex_attention` gives, what the functions say as a spec, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def hold(mod: Mod, sizes: Sizes, device: str) -> None:
     made = mod.make(sizes, device, torch.Generator(device).manual_seed(0))
     q, k, v = inputs(sizes, device)
     leaves = [q, k, v, *made.learned]
-    out, lse = attngen.flex_attention(q, k, v, made.score_mod, made.mask_mod, enable_gqa=sizes.q_heads != sizes.kv_heads, return_lse=True)
+    out, lse = attngen.flex_attention(
+        q, k, v, made.score_mod, made.mask_mod, enable_gqa=sizes.q_heads != sizes.kv_heads, return_lse=True
+    )
     reference = mod.reference(made, sizes)
     expected, expected_lse = naive(q, k, v, **{mod.kind: reference})
     seen = expected_lse > -math.inf
@@ -92,7 +95,9 @@ def test_functions_of_attention_gym(name: str, sizes: Sizes, device: str) -> Non
 def test_long_masks_by_compiled_kernels(name: str) -> None:
     """bf16, D = 128, the lengths of a benchmark, two heads: no error is over twice that of naive attention in bf16."""
     mod = MODS[name]
-    sizes = mod.bench.sizes._replace(batch=1, q_heads=2, kv_heads=max(1, 2 * mod.bench.sizes.kv_heads // mod.bench.sizes.q_heads))
+    sizes = mod.bench.sizes._replace(
+        batch=1, q_heads=2, kv_heads=max(1, 2 * mod.bench.sizes.kv_heads // mod.bench.sizes.q_heads)
+    )
     made = mod.make(sizes, "cuda", torch.Generator("cuda").manual_seed(0))
     leaves = inputs(sizes, "cuda", torch.bfloat16, 128)
     out = attngen.flex_attention(*leaves, None, made.mask_mod, enable_gqa=sizes.q_heads != sizes.kv_heads)
@@ -129,7 +134,12 @@ def test_the_spec_of_a_pair_of_functions() -> None:
         "head_dim": {"qk": 64, "v": 32},
         "dtype": ["fp16"],
         "mask": {"expr": "q_idx >= kv_idx and q_idx - kv_idx <= 128"},
-        "score": [{"expr": "s - slopes[h] * (q_idx - kv_idx)", "params": {"slopes": {"tensor": ["H"], "dtype": "fp32", "grad": True}}}],
+        "score": [
+            {
+                "expr": "s - slopes[h] * (q_idx - kv_idx)",
+                "params": {"slopes": {"tensor": ["H"], "dtype": "fp32", "grad": True}},
+            }
+        ],
     }
     assert "# slopes: float32 [4], captured" in text.splitlines()
     assert parse_spec(attngen.spec_from_mods(mask_mod=causal, name="mine")).name == "mine"
@@ -164,12 +174,25 @@ def test_tables_of_one_dimension_that_are_computed_into_have_any_length() -> Non
     learned, few, first = torch.zeros(79, requires_grad=True), torch.zeros(8), torch.zeros(3)
 
     def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        read = s + by_distance[q_idx - kv_idx + 39] + learned[q_idx - kv_idx + 39] + few[(q_idx - kv_idx) % 8] + few[kv_idx.clamp(0, 7)]
+        read = (
+            s
+            + by_distance[q_idx - kv_idx + 39]
+            + learned[q_idx - kv_idx + 39]
+            + few[(q_idx - kv_idx) % 8]
+            + few[kv_idx.clamp(0, 7)]
+        )
         return read + first[2] + first[torch.arange(3)].sum()
 
     data = yaml.safe_load(attngen.spec_from_mods(score, lambda b, h, q_idx, kv_idx: kv_idx >= starts[ids[q_idx]]))
     found = {name: p["tensor"] for part in (data["mask"], data["score"][0]) for name, p in part["params"].items()}
-    assert found == {"ids": ["Nq"], "starts": ["any"], "by_distance": ["any"], "learned": [79], "few": [8], "first": [3]}
+    assert found == {
+        "ids": ["Nq"],
+        "starts": ["any"],
+        "by_distance": ["any"],
+        "learned": [79],
+        "few": [8],
+        "first": [3],
+    }
 
 
 def test_parts_that_occur_twice_get_names() -> None:
@@ -178,13 +201,18 @@ def test_parts_that_occur_twice_get_names() -> None:
         return (place * place > 5) | (place == kv_idx)
 
     traced = trace(None, mask)
-    assert traced.mask_parts == {"m1": "(q_idx * 3 + kv_idx // 5) % 17"} and traced.mask == "m1 * m1 > 5 or m1 == kv_idx"
+    assert (
+        traced.mask_parts == {"m1": "(q_idx * 3 + kv_idx // 5) % 17"} and traced.mask == "m1 * m1 > 5 or m1 == kv_idx"
+    )
 
 
 DOC, STARTS = torch.arange(12, dtype=torch.int32) // 5, torch.tensor([0, 5, 10])
 REAL, THIRD, LEFT = DOC + 0.5, torch.arange(12, dtype=torch.int32) % 3, "doc[q_idx] == doc[kv_idx]"
 EQUAL: dict[str, tuple[Any, str]] = {
-    "terms of both sides": (lambda q, k: (DOC[q] == DOC[k]) & (q - STARTS[DOC[q]] >= k - STARTS[DOC[k]]), f"{LEFT} and q_idx >= kv_idx"),
+    "terms of both sides": (
+        lambda q, k: (DOC[q] == DOC[k]) & (q - STARTS[DOC[q]] >= k - STARTS[DOC[k]]),
+        f"{LEFT} and q_idx >= kv_idx",
+    ),
     "one of equal terms": (
         lambda q, k: (DOC[k] == DOC[q]) & (q * 2 + STARTS[DOC[q]] > STARTS[DOC[k]] + STARTS[DOC[k]] - 3),
         "doc[kv_idx] == doc[q_idx] and q_idx * 2 > starts[doc[q_idx]] - 3",
@@ -198,12 +226,18 @@ EQUAL: dict[str, tuple[Any, str]] = {
         lambda q, k: (q >= k) & (STARTS[DOC[k]] < q) & (DOC[q] == DOC[k]),
         f"q_idx >= kv_idx and starts[doc[q_idx]] < q_idx and ({LEFT})",
     ),
-    "an equality of an equal": (lambda q, k: (DOC[q] == DOC[k]) & (STARTS[DOC[q]] == STARTS[DOC[k]]), f"{LEFT} and 0 == 0"),
+    "an equality of an equal": (
+        lambda q, k: (DOC[q] == DOC[k]) & (STARTS[DOC[q]] == STARTS[DOC[k]]),
+        f"{LEFT} and 0 == 0",
+    ),
     "one of two": (
         lambda q, k: (DOC[q] == DOC[k]) | (STARTS[DOC[q]] == STARTS[DOC[k]]),
         f"{LEFT} or starts[doc[q_idx]] == starts[doc[kv_idx]]",
     ),
-    "real numbers": (lambda q, k: (REAL[q] == REAL[k]) & (1 / REAL[k] > 0), "real[q_idx] == real[kv_idx] and 1.0 / real[kv_idx] > 0"),
+    "real numbers": (
+        lambda q, k: (REAL[q] == REAL[k]) & (1 / REAL[k] > 0),
+        "real[q_idx] == real[kv_idx] and 1.0 / real[kv_idx] > 0",
+    ),
     "real terms": (
         lambda q, k: (DOC[q] == DOC[k]) & (REAL[DOC[q]] + 0.5 >= REAL[DOC[k]]),
         f"{LEFT} and real[doc[q_idx]] + 0.5 >= real[doc[q_idx]]",
@@ -216,8 +250,14 @@ EQUAL: dict[str, tuple[Any, str]] = {
         lambda q, k: (DOC[q] == DOC[k]) & ((STARTS[DOC[q]] - STARTS[DOC[k]]).abs() <= k),
         f"{LEFT} and abs(0) <= kv_idx",
     ),
-    "three that are equal": (lambda q, k: (DOC[q] == DOC[k]) & (DOC[k] == THIRD[k]), f"{LEFT} and doc[q_idx] == third[kv_idx]"),
-    "two of keys": (lambda q, k: (DOC[k] == DOC[11 - k]) & (DOC[k] > 0), "doc[kv_idx] == doc[11 - kv_idx] and doc[kv_idx] > 0"),
+    "three that are equal": (
+        lambda q, k: (DOC[q] == DOC[k]) & (DOC[k] == THIRD[k]),
+        f"{LEFT} and doc[q_idx] == third[kv_idx]",
+    ),
+    "two of keys": (
+        lambda q, k: (DOC[k] == DOC[11 - k]) & (DOC[k] > 0),
+        "doc[kv_idx] == doc[11 - kv_idx] and doc[kv_idx] > 0",
+    ),
 }
 
 
@@ -277,10 +317,16 @@ OPERATORS: dict[str, Any] = {
     "roots": lambda s, i: (s.square() + 1).rsqrt() + (s.abs() + 1).sqrt().reciprocal(),
     "extremes": lambda s, i: torch.minimum(s, torch.maximum(-s, i / 4)).clamp(min=-1.5),
     "rounding": lambda s, i: s + (i / 3).floor() + (i / 3).ceil() - (i / 3).round() + (i / 3).trunc(),
-    "division": lambda s, i: s + torch.div(i - 5, 3, rounding_mode="floor") - torch.div(i + 1, 3, rounding_mode="trunc") + (i / 2) % 1.5,
-    "powers": lambda s, i: s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4) + 2 ** (i // 3 + i % 2) / 8 + 3.0**-i + (2 ** torch.arange(3)).sum(),
+    "division": lambda s, i: (
+        s + torch.div(i - 5, 3, rounding_mode="floor") - torch.div(i + 1, 3, rounding_mode="trunc") + (i / 2) % 1.5
+    ),
+    "powers": lambda s, i: (
+        s**2 + 2 ** (-i / 8) + torch.exp2(-i / 4) + 2 ** (i // 3 + i % 2) / 8 + 3.0**-i + (2 ** torch.arange(3)).sum()
+    ),
     "casts": lambda s, i: s + (i > 3).float() + (i > 2).int() * i.to(torch.float32) + ((i & 1).bool() ^ (i > 5)) * 0.5,
-    "conditions": lambda s, i: s + ((i > 3) + (i > 5)) - ((i > 2) * (i < 6)) / 2 + torch.maximum(i > 6, i < 1) * 3 + ((i > 4) + 1) / 8,
+    "conditions": lambda s, i: (
+        s + ((i > 3) + (i > 5)) - ((i > 2) * (i < 6)) / 2 + torch.maximum(i > 6, i < 1) * 3 + ((i > 4) + 1) / 8
+    ),
     "masked_fill": lambda s, i: s.masked_fill(i > 6, -3.0) + torch.where((i > 2) == (i < 5), s, 1.0),
     "a row of numbers": lambda s, i: s + (torch.arange(4) * i).sum() / 8 + torch.arange(3).float().mean(),
     "waves": lambda s, i: s * torch.cos(i / 5) + torch.sin(s) + torch.erf(s),
@@ -313,15 +359,24 @@ OPERATORS["in place"] = lambda s, i: _changed(s.clone(), i.clone())
 OPERATORS["shifts by a value"] = lambda s, i: (
     s + (1 << i.int()) / 9 + ((40 - i) >> (i % 5)) / 4 - ((i - 9) >> 40) - (i << -1) + (3 << (i - 3))
 )
-OPERATORS["shifts by more bits"] = lambda s, i: s + ((i.int() - 5) >> (i * 6 - 12).int()) + ((i - 5).int() << (i * 6 - 12).int()) / 2**20
-OPERATORS["one of several"] = lambda s, i: s + torch.isin(i, torch.arange(3) * 2 + 3) + torch.isin(i, 4, invert=True) * 2
+OPERATORS["shifts by more bits"] = lambda s, i: (
+    s + ((i.int() - 5) >> (i * 6 - 12).int()) + ((i - 5).int() << (i * 6 - 12).int()) / 2**20
+)
+OPERATORS["one of several"] = lambda s, i: (
+    s + torch.isin(i, torch.arange(3) * 2 + 3) + torch.isin(i, 4, invert=True) * 2
+)
 
 
 def test_no_sentence_names_a_module_of_attngen() -> None:
     """All texts in the front end that are raised: people cannot act on the name of a module."""
     for path in (ROOT / "attngen" / "frontends").glob("*.py"):
         raised = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Raise)]
-        texts = [x.value for node in raised for x in ast.walk(node) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+        texts = [
+            x.value
+            for node in raised
+            for x in ast.walk(node)
+            if isinstance(x, ast.Constant) and isinstance(x.value, str)
+        ]
         assert not [text for text in texts if re.search(r"attngen\.[a-z_]+\.", text)], path
 
 
@@ -395,14 +450,19 @@ def test_scores_without_the_score(name: str, device: str) -> None:
         return attngen.flex_attention(q, k, v, score, return_aux=AuxRequest(lse=True))
 
     out, aux = function(q, k, v)
-    expected, lse = naive(q, k, v, lambda s: torch.broadcast_to(FORGETFUL[name](s, heads, rows, columns, bias), s.shape).double())
+    expected, lse = naive(
+        q, k, v, lambda s: torch.broadcast_to(FORGETFUL[name](s, heads, rows, columns, bias), s.shape).double()
+    )
     assert relative_error(out, expected) < 1e-6 and relative_error(aux.lse, lse) < 1e-6
     w = torch.randn_like(out)
     dq, dk, *grads = torch.autograd.grad(out, [q, k, v, *learned], w)
     assert not dq.any() and not dk.any() and dq.shape == q.shape
     for found, right in zip(grads, torch.autograd.grad(expected, [v, *learned], w.double())):
         assert relative_error(found, right) < 1e-6
-    with pytest.raises(TraceError, match="^score_mod `score` does not use the score, as that of a spec does; expected it to, or a call of"):
+    with pytest.raises(
+        TraceError,
+        match="^score_mod `score` does not use the score, as that of a spec does; expected it to, or a call of",
+    ):
         attngen.spec_from_mods(score)
 
 
@@ -438,7 +498,9 @@ def test_a_soft_cap_of_a_modified_score(kind: str, device: str) -> None:
     data = {"doc": doc} if kind == "documents" else {}
     out = attngen.build(spec).attention(q, k, v, slope=slope, **data)
     seen = (doc[:, None] == doc) if kind == "documents" else (rows - columns) % 3 == 0
-    expected, _ = naive(q, k, v, lambda s: 20 * torch.tanh((s - slope[:, None, None].double() * (rows - columns).abs()) / 20), seen)
+    expected, _ = naive(
+        q, k, v, lambda s: 20 * torch.tanh((s - slope[:, None, None].double() * (rows - columns).abs()) / 20), seen
+    )
     w = torch.randn_like(out)
     leaves = [q, k, v, slope]
     truth = torch.autograd.grad(expected, leaves, w.double())
@@ -460,7 +522,9 @@ def test_scores_that_calls_compute(name: str, device: str) -> None:
     out = attngen.flex_attention(q, k, v, lambda s, b, h, q_idx, kv_idx: SCORES[name](s, q_idx, kv_idx, doc, flags))
     expected, _ = naive(q, k, v, lambda s: SCORES[name](s, rows, columns, doc, flags))
     w = torch.randn_like(out)
-    for found, right in zip((out, *torch.autograd.grad(out, q, w)), (expected, *torch.autograd.grad(expected, q, w.double()))):
+    for found, right in zip(
+        (out, *torch.autograd.grad(out, q, w)), (expected, *torch.autograd.grad(expected, q, w.double()))
+    ):
         assert relative_error(found, right) < 1e-5
 
 
@@ -563,7 +627,8 @@ def test_partials_and_callables(device: str) -> None:
 
 
 def test_block_masks(device: str) -> None:
-    """Of a mask that create_block_mask made, the function says all; lists that hide more, or show more, count as well."""
+    """Of a mask that create_block_mask made, the function says all; lists that hide more, or show more, count as
+    well."""
     n = 256
 
     def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -601,7 +666,8 @@ def test_columns_for_products_of_rows(device: str) -> None:
 
 
 def test_a_second_process_takes_the_module_from_the_cache(device: str) -> None:
-    """Captured tensors do not matter for it, nothing is compiled again, and the compiler is not imported: nor is what it takes."""
+    """Captured tensors do not matter for it, nothing is compiled again, and the compiler is not imported: nor is
+    what it takes."""
     code = (
         "import sys, torch, attngen, attngen.api as api\n"
         f"torch.set_default_device('{device}')\n"
@@ -613,7 +679,9 @@ def test_a_second_process_takes_the_module_from_the_cache(device: str) -> None:
     attempt = functools.partial(subprocess.run, [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "compiled" in attempt().stderr
     bias = torch.zeros(2, device=device)
-    attngen.flex_attention(*[torch.zeros(1, 2, 9, 16, device=device)] * 3, lambda s, b, h, q, k: s + bias[h] * 3, lambda b, h, q, k: q >= k)
+    attngen.flex_attention(
+        *[torch.zeros(1, 2, 9, 16, device=device)] * 3, lambda s, b, h, q, k: s + bias[h] * 3, lambda b, h, q, k: q >= k
+    )
     again = attempt(env=None if device == "cuda" else {**os.environ, "TRITON_INTERPRET": "1"})
     assert (again.returncode, again.stdout) == (0, "set()\n"), again.stderr
 
@@ -642,7 +710,8 @@ def test_results_of_the_call(device: str) -> None:
 
 
 def test_largest_scores(device: str) -> None:
-    """Of scores that are scaled and modified, as FlexAttention's eager implementation gives them; -inf for queries that see nothing."""
+    """Of scores that are scaled and modified, as FlexAttention's eager implementation gives them; -inf for queries
+    that see nothing."""
     from torch._higher_order_ops.flex_attention import math_attention
 
     results = torch.tensor([0.5, -2.0], device=device)  # a name that modules with outputs have themselves
@@ -657,11 +726,17 @@ def test_largest_scores(device: str) -> None:
     blocks = create_block_mask(mask, None, None, 40, 50, device=device)
     _, right_lse, right = math_attention(q, k, v, score, blocks.as_tuple(), 0.3, {})
     for lse in (False, True):
-        out, aux = attngen.flex_attention(q, k, v, score, mask, scale=0.3, return_aux=AuxRequest(lse=lse, max_scores=True))
+        out, aux = attngen.flex_attention(
+            q, k, v, score, mask, scale=0.3, return_aux=AuxRequest(lse=lse, max_scores=True)
+        )
         found, expected = aux.max_scores, right.detach() * math.log(2)
         assert found.dtype == torch.float32 and found.shape == (2, 2, 40) and not found.requires_grad
         seen = expected > -math.inf
-        assert bool((found == -math.inf).equal(~seen)) and bool((~seen).any()) and relative_error(found[seen], expected[seen]) < 1e-6
+        assert (
+            bool((found == -math.inf).equal(~seen))
+            and bool((~seen).any())
+            and relative_error(found[seen], expected[seen]) < 1e-6
+        )
         assert (aux.lse is not None) == lse and out.requires_grad
         if lse:
             assert relative_error(aux.lse[seen], right_lse[seen] * math.log(2)) < 1e-6
@@ -672,7 +747,9 @@ def test_largest_scores(device: str) -> None:
 
 def compiled(function: Any, fullgraph: bool = True) -> Any:
     torch._dynamo.reset()
-    return torch.compile(function, backend="inductor" if torch.cuda.is_available() else "aot_eager", fullgraph=fullgraph)
+    return torch.compile(
+        function, backend="inductor" if torch.cuda.is_available() else "aot_eager", fullgraph=fullgraph
+    )
 
 
 def alike(function: Any, graph: Any, *leaves: Tensor) -> None:
@@ -716,7 +793,9 @@ def test_lengths_are_symbols_of_a_graph_where_functions_hold_no_tensors(device: 
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    graph = torch.compile(lambda q, k, v: attngen.flex_attention(q * 2, k, v, None, _lower), backend=counter, fullgraph=True)
+    graph = torch.compile(
+        lambda q, k, v: attngen.flex_attention(q * 2, k, v, None, _lower), backend=counter, fullgraph=True
+    )
     for n in (20, 33, 70, 47):
         q, k, v = inputs(Sizes(1, 2, 2, n, n), device)
         assert graph(q, k, v).equal(attngen.flex_attention(q * 2, k, v, None, _lower))
@@ -743,7 +822,8 @@ def test_functions_of_one_code_are_told_apart_in_a_graph(device: str) -> None:
 
 
 def test_methods_and_block_masks_in_a_graph(device: str) -> None:
-    """A method's module has its parameters and numbers; a mask has its lists, where they say more than the function, and its plan."""
+    """A method's module has its parameters and numbers; a mask has its lists, where they say more than the function,
+    and its plan."""
 
     class Attention(torch.nn.Module):
         def __init__(self) -> None:
@@ -801,7 +881,10 @@ def test_what_cannot_be_part_of_a_graph_says_so_and_is_called_outside_of_it(devi
     q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
     for function, sentence in (
         (inside, "flex_attention: a function is defined inside of what is compiled; expected one from outside of it"),
-        (unseen, "flex_attention: `table` is not among what the functions hold, so torch.compile would not see it change"),
+        (
+            unseen,
+            "flex_attention: `table` is not among what the functions hold, so torch.compile would not see it change",
+        ),
         (refused, "`aten::cumsum` has no expression"),
         (masked, f"flex_attention: {WHY_NO_BLOCK_MASK}"),
     ):
@@ -834,7 +917,10 @@ def test_a_method_is_traced_once(device: str, monkeypatch: pytest.MonkeyPatch) -
         out = attngen.flex_attention(q, k, v, block_mask=window.mask)
         assert len(traced) == expected and relative_error(out, naive(q, k, v, mask=distance <= window.size)[0]) < 1e-6
     near.size = 3
-    assert relative_error(attngen.flex_attention(q, k, v, block_mask=near.mask), naive(q, k, v, mask=distance <= 3)[0]) < 1e-6
+    assert (
+        relative_error(attngen.flex_attention(q, k, v, block_mask=near.mask), naive(q, k, v, mask=distance <= 3)[0])
+        < 1e-6
+    )
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -1020,7 +1106,11 @@ def test_refused_calls() -> None:
             "flex_attention: 4 query heads and 2 key heads without enable_gqa; expected as many, or enable_gqa=True",
         ),
         ((q[0], q, q), {}, "flex_attention: query has 3 dimensions; expected a tensor [B, H, N, D]"),
-        ((q, q.half(), q.double()), {}, "flex_attention: value is torch.float64; expected torch.bfloat16, torch.float16 or torch.float32"),
+        (
+            (q, q.half(), q.double()),
+            {},
+            "flex_attention: value is torch.float64; expected torch.bfloat16, torch.float16 or torch.float32",
+        ),
         ((q, q, None), {}, "flex_attention: value is a NoneType; expected a tensor [B, H, N, D]"),
         ((q, q, q, 3), {}, "flex_attention: score_mod is a int; expected a function or None"),
         (
@@ -1068,7 +1158,8 @@ READS: dict[str, Any] = {  # of score, batch, head, query and key, in calls of 2
 
 @pytest.mark.parametrize("name", READS)
 def test_reads_outside_of_a_tensor_are_refused_where_pytorch_refuses_them(name: str) -> None:
-    """And others give what PyTorch gives. The tensors are shorter than the call, in one dimension or another, or not."""
+    """And others give what PyTorch gives. The tensors are shorter than the call, in one dimension or another, or
+    not."""
     q, k, v = (torch.randn(2, 4, 150, D) for _ in range(3))
     found: list[Any] = []
     for call in (flex_attention, attngen.flex_attention):
@@ -1119,13 +1210,19 @@ def test_lists_of_a_block_mask_are_as_many_as_it_and_the_call_have() -> None:
     one, two = [[[1, 1]]], [[[[0, 1], [1, 0]]]]
     for heads in (1, 4):
         assert call(one, two, heads).shape == q.shape
-    with pytest.raises(ValueError, match="has lists of blocks for 2 sequences, and the call has 3; expected as many, or one for all"):
+    with pytest.raises(
+        ValueError, match="has lists of blocks for 2 sequences, and the call has 3; expected as many, or one for all"
+    ):
         call(one * 2, two * 2)
-    with pytest.raises(ValueError, match="has lists of blocks for 2 heads, and the call has 4; expected as many, or one for all"):
+    with pytest.raises(
+        ValueError, match="has lists of blocks for 2 heads, and the call has 4; expected as many, or one for all"
+    ):
         call(one, two, 2)
     with pytest.raises(ValueError, match="block_mask lists 1 rows of blocks; expected 2, by its lengths"):
         call([[[1]]], [[[[0, 1]]]])
-    with pytest.raises(ValueError, match="block_mask lists blocks beyond the last; expected numbers from 0 to 1, by its lengths"):
+    with pytest.raises(
+        ValueError, match="block_mask lists blocks beyond the last; expected numbers from 0 to 1, by its lengths"
+    ):
         call(one, [[[[0, 1], [2, 0]]]])
 
 

@@ -29,7 +29,9 @@ from attngen.verify.inputs import verify_interface
 from tests.conftest import CUDA
 from tests.helpers import module_of
 
-SENTENCE = r"attention: this module has no backward \(its spec says `backward: false`\); call it under torch.no_grad\(\)"
+SENTENCE = (
+    r"attention: this module has no backward \(its spec says `backward: false`\); call it under torch.no_grad\(\)"
+)
 BASE = {"name": "forward_only", "head_dim": 16, "dtype": "fp16", "backward": False}
 SPECS: dict[str, dict[str, Any]] = {
     "causal": {"heads": {"sharing": "gqa"}, "mask": "causal"},
@@ -38,9 +40,16 @@ SPECS: dict[str, dict[str, Any]] = {
     "wide": {"head_dim": {"qk": 200, "v": 72}},
     "dropout": {"dropout": True},
     "blocks": {"mask": {"block_sparse": {"block": 64}}},
-    "data": {"mask": {"expr": "allowed[b, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "Nq", "Nk"], "dtype": "bool"}}}},
+    "data": {
+        "mask": {
+            "expr": "allowed[b, q_idx, kv_idx]",
+            "params": {"allowed": {"tensor": ["B", "Nq", "Nk"], "dtype": "bool"}},
+        }
+    },
     "documents": {"mask": {"all_of": ["causal", "document"]}},
-    "steps": {"score": {"expr": "round(s) + t[h]", "params": {"t": {"tensor": ["H"], "grad": True}}}},  # which has no derivative
+    "steps": {
+        "score": {"expr": "round(s) + t[h]", "params": {"t": {"tensor": ["H"], "grad": True}}}
+    },  # which has no derivative
 }
 
 
@@ -76,7 +85,10 @@ def test_results_are_those_of_naive_attention(name: str, folder: Path, device: s
 @pytest.mark.parametrize("name", ["causal", "learned", "kv_outer", "data"])
 def test_it_is_the_forward_of_a_module_that_has_one(name: str) -> None:
     """The kernels are the same, the gradients' are not there, and the text is that of a whole module."""
-    made, whole = lowered(name), list(stages(make_spec({k: v for k, v in (BASE | SPECS[name]).items() if k != "backward"})))[-1][1]
+    made, whole = (
+        lowered(name),
+        list(stages(make_spec({k: v for k, v in (BASE | SPECS[name]).items() if k != "backward"})))[-1][1],
+    )
     assert made.directions == ("forward",) and whole.directions == ("forward", "backward") and not made.learned
     assert made.spec_hash != whole.spec_hash
     mine, theirs = (dict(_by_kernel(print_module(m))) for m in (made, whole))
@@ -95,7 +107,9 @@ def _by_kernel(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["learned", "data"])
-def test_a_gradient_that_is_wanted_gets_one_sentence(name: str, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_wanted_gets_one_sentence(
+    name: str, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before anything is launched. Not where none is recorded."""
     module = built(name, folder)
     q, k, v, inputs = make_inputs(spec(name), Case(1, 2, 2, 20, 30), torch.float16, device)
@@ -135,7 +149,9 @@ def test_torch_traces_it(folder: Path, device: str) -> None:
     out, lse = module.attention(q, k, v, return_lse=True)
     torch.library.opcheck(module.FORWARD, (q, k, v, 0.25))
     torch._dynamo.reset()
-    compiled = torch.compile(module.attention, backend="inductor" if CUDA else "aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        module.attention, backend="inductor" if CUDA else "aot_eager", fullgraph=True, dynamic=True
+    )
     assert all(x.equal(y) for x, y in zip(compiled(q, k, v, return_lse=True), (out, lse)))
 
     class Model(torch.nn.Module):
@@ -186,5 +202,7 @@ def test_text_without_a_backward_has_no_kernel_or_learned_input_of_one() -> None
     without = parse_module(text[:start] + text[end:], "edited")
     with pytest.raises(Exception, match="no host program launches @dq"):
         verify(without)
-    with pytest.raises(Exception, match=r"`learn .*`, and there is no host program backward; expected it, or no `learn`"):
+    with pytest.raises(
+        Exception, match=r"`learn .*`, and there is no host program backward; expected it, or no `learn`"
+    ):
         verify_interface(without)

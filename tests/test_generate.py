@@ -1,4 +1,5 @@
-"""The examples that serve: a run of the one with pages, its drafted trees, and what the other one gives transformers."""
+"""The examples that serve: a run of the one with pages, its drafted trees, and what the other one gives
+transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ import torch
 from tests.helpers import CUDA, ROOT
 
 DEVICE = "cuda" if CUDA else "cpu"
-SIZES = {"layers": 1, "d-model": 64, "heads": 4, "steps": 1, "seq": 32, "batch": 2, "slots": 2, "room": 128, "requests": 3}
+SIZES = {
+    "layers": 1,
+    "d-model": 64,
+    "heads": 4,
+    "steps": 1,
+    "seq": 32,
+    "batch": 2,
+    "slots": 2,
+    "room": 128,
+    "requests": 3,
+}
 SIZES |= {"prompt": 70, "new": 3, "chunk": 48}
 SMALL = ["--device", DEVICE, *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
 

@@ -1,6 +1,7 @@
 """Rows that are in no visible pair may hold anything, NaN and infinity too: no other row's result has a part of them.
 
-Each call is compared with the same one where these rows hold zeros. Which rows they are is taken from the oracles of masks.
+Each call is compared with the same one where these rows hold zeros. Which rows they are is taken from the oracles of
+masks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.conformance.harness import DROPOUT_P, SEED, Case, asked, heads_for, make_all_gradients, make_inputs, result_names, torch_dtype
+from attngen.conformance.harness import (
+    DROPOUT_P,
+    SEED,
+    Case,
+    asked,
+    heads_for,
+    make_all_gradients,
+    make_inputs,
+    result_names,
+    torch_dtype,
+)
 from attngen.conformance.oracle import reference_mask
 from attngen.conformance.over_cache import CacheCase, make_call
 from attngen.spec import Spec, make_spec
@@ -29,7 +40,8 @@ BY_POSITIONS: Any = {"expr": "(kv_idx + q_idx) % 3 != 0"}
 
 
 def ends(spec: Spec, n_q: int, n_kv: int) -> dict[str, torch.Tensor]:
-    """Inputs of masks with hidden rows at the ends of two sequences, or behind packed ones, of which one has no query."""
+    """Inputs of masks with hidden rows at the ends of two sequences, or behind packed ones, of which one has no
+    query."""
     at = torch.arange(n_kv)
     made = {
         "key_padding": torch.stack([(at >= 5) & (at < n_kv - 13), at < 20]),
@@ -40,7 +52,9 @@ def ends(spec: Spec, n_q: int, n_kv: int) -> dict[str, torch.Tensor]:
     return {i.name: made[i.name].to(DEVICE) for i in spec.mask.inputs() if i.name in made}
 
 
-def hidden(mask: Any, case: Case, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def hidden(
+    mask: Any, case: Case, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of queries [B, Hq, Nq] and keys [B, Hkv, Nk] those that are in no visible pair, from the oracle of the mask."""
     sees = reference_mask(mask, q, k, inputs).expand(*q.shape[:3], k.shape[2])
     return ~sees.any(-1), ~sees.any(-2).unflatten(1, (case.kv_heads, -1)).any(2)
@@ -54,7 +68,9 @@ def results(
     more: dict[str, Any] = {"dropout_p": DROPOUT_P, "seed": SEED} if spec.dropout else {}
 
     def call(*x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = module.attention(*x[:3], **{**inputs, **dict(zip(learned, x[3:]))}, **more, **asked(spec))
+        found: tuple[torch.Tensor, ...] = module.attention(
+            *x[:3], **{**inputs, **dict(zip(learned, x[3:]))}, **more, **asked(spec)
+        )
         return found
 
     given = [x.detach().requires_grad_() for x in (*leaves, *(inputs[name] for name in learned))]
@@ -67,7 +83,8 @@ def results(
 
 
 def check_ends(module: ModuleType, spec: Spec, hiding: Any, sizes: tuple[int, int] = SIZES, seed: int = 0) -> None:
-    """What keys hold that the mask `hiding` hides, and behind packed sequences queries and their gradients, reaches no other row."""
+    """What keys hold that the mask `hiding` hides, and behind packed sequences queries and their gradients, reaches
+    no other row."""
     case = Case(2, *heads_for(spec, 4 if spec.heads.sharing == "gqa" else 2), *sizes)
     dtype = torch_dtype(next((d for d in spec.dtype if CUDA or d != "bf16"), spec.dtype[0]))
     q, k, v, inputs = make_inputs(spec, case, dtype, DEVICE, seed)
@@ -83,7 +100,10 @@ def check_ends(module: ModuleType, spec: Spec, hiding: Any, sizes: tuple[int, in
         def fill(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             return x.masked_fill(rows.reshape(*rows.shape, *[1] * (x.dim() - rows.dim())), value)
 
-        leaves, along = ([fill(x[0], no_query) if by_query else x[0], *(fill(y, no_key) for y in x[1:])] for x in ((q, k, v), tangents))
+        leaves, along = (
+            [fill(x[0], no_query) if by_query else x[0], *(fill(y, no_key) for y in x[1:])]
+            for x in ((q, k, v), tangents)
+        )
         back = [fill(g, no_query) if by_query else g for g in grads]
         return results(module, spec, leaves, inputs, back, along)
 
@@ -126,13 +146,22 @@ def drawn(seed: int) -> dict[str, Any]:
     extra = choose([{}, {"dropout": True}, {"outputs": ["entropy"]}, {"outputs": ["max_score", "key_mass"]}])
     if CUDA:  # where kernels for 16 bits read such narrow heads by descriptors
         extra |= {"dtype": "fp32"}
-    return {"name": f"drawn{seed}", "head_dim": 16, "heads": {"sharing": sharing}, "mask": {"all_of": parts}, "score": score, **extra}
+    return {
+        "name": f"drawn{seed}",
+        "head_dim": 16,
+        "heads": {"sharing": sharing},
+        "mask": {"all_of": parts},
+        "score": score,
+        **extra,
+    }
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=NIGHTLY) for n in range(5, 60))])
 def test_what_lies_behind_sequences_of_random_masks_reaches_no_other_row(seed: int, tmp_path: Path) -> None:
     spec = make_spec(drawn(seed))
-    parts = [part for part in drawn(seed)["mask"]["all_of"] if part is not BY_POSITIONS]  # which may hide rows between visible ones
+    parts = [
+        part for part in drawn(seed)["mask"]["all_of"] if part is not BY_POSITIONS
+    ]  # which may hide rows between visible ones
     hiding = make_spec({"name": "hiding", "head_dim": 16, "mask": {"all_of": parts}}).mask
     sizes = SIZES if CUDA else random.Random(seed).choice([(50, 50), (70, 70)])
     check_ends(module_of(spec, tmp_path / spec.name), spec, hiding, sizes, seed)
@@ -148,16 +177,27 @@ EIGHT_BITS = {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}
 
 
 def over_cache(mask: Any, cache: Any) -> Spec:
-    return make_spec({"name": "cached", "head_dim": 32, "heads": {"sharing": "gqa"}, "mask": mask, "cache": cache, "backward": False})
+    return make_spec(
+        {"name": "cached", "head_dim": 32, "heads": {"sharing": "gqa"}, "mask": mask, "cache": cache, "backward": False}
+    )
 
 
 def cache_cases() -> list[Any]:
     """Masks, kinds of caches and numbers of queries; on each push all masks, all kinds, and both kernels."""
     kinds = {"rows": "contiguous", "pages": {"paged": {"page_size": 16}}, "8 bits": EIGHT_BITS}
-    often = {("window", "pages", 1), ("window", "8 bits", 1), ("window", "rows", 33), ("documents", "rows", 1), ("padding", "rows", 1)}
+    often = {
+        ("window", "pages", 1),
+        ("window", "8 bits", 1),
+        ("window", "rows", 33),
+        ("documents", "rows", 1),
+        ("padding", "rows", 1),
+    }
     often |= {("lengths", "pages", 33)}
     every = [(what, kind, n_q) for what in CACHED for kind in kinds for n_q in (1, 33)]
-    return [pytest.param(x[0], kinds[x[1]], x[2], id="-".join(map(str, x)), marks=() if x in often else NIGHTLY) for x in every]
+    return [
+        pytest.param(x[0], kinds[x[1]], x[2], id="-".join(map(str, x)), marks=() if x in often else NIGHTLY)
+        for x in every
+    ]
 
 
 @pytest.mark.parametrize(("what", "cache", "n_q"), cache_cases())
@@ -182,7 +222,8 @@ def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, cache: Any,
             mine = {name: x[b : b + 1] for name, x in given.items() if name in of_call}
             mine = {name: x[:, : k.shape[2]] if x.dim() > 1 else x for name, x in mine.items()}
             others = {
-                name: x[b : b + 1] if isinstance(x, torch.Tensor) and len(x) == len(call.sequences) else x for name, x in of_call.items()
+                name: x[b : b + 1] if isinstance(x, torch.Tensor) and len(x) == len(call.sequences) else x
+                for name, x in of_call.items()
             }
             inputs = others | mine
             sees = reference_mask(spec.mask, call.q[b : b + 1], k, inputs).expand(1, 4, n_q, -1)

@@ -1,4 +1,5 @@
-"""Imports go downwards only: no file, and no package, of attngen needs itself, be it through an import inside a function."""
+"""Imports go downwards only: no file, and no package, of attngen needs itself, be it through an import inside a
+function."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def package(module: str) -> str:
-    """The package that a module is in: its folder. A package is in itself, a file at the top of attngen is a package of its own."""
+    """The package that a module is in: its folder. A package is in itself, a file at the top of attngen is a package
+    of its own."""
     is_package = (ROOT / module.replace(".", "/")).is_dir()
     return module if is_package or module.count(".") == 1 else module.rpartition(".")[0]
 

@@ -1,4 +1,5 @@
-"""Triton's interpreter: what it is given, by which threads, and that what attngen/conformance/interpreter.py takes out of it changes no result."""
+"""Triton's interpreter: what it is given, by which threads, and that what attngen/conformance/interpreter.py takes
+out of it changes no result."""
 
 from __future__ import annotations
 
@@ -34,14 +35,23 @@ CACHES: list[Any] = [
 
 def _only(module: Module, *devices: str) -> Module:
     """The module with schedules of some device classes alone."""
-    return replace(module, schedules=tuple((name, tuple(r for r in rows if r.device in devices)) for name, rows in module.schedules))
+    return replace(
+        module,
+        schedules=tuple((name, tuple(r for r in rows if r.device in devices)) for name, rows in module.schedules),
+    )
 
 
 def _given(kernels: Any) -> list[dict[str, Any]]:
     """The rows that the interpreter takes of a module's tables."""
     tables = [table for table in kernels["SCHEDULES"].values() if any(len(key) == 2 for key in table)]
     assert tables and all(any(key[0] == kernels["INTERPRETED_AS"] for key in table) for table in tables)
-    return [config for table in tables for key, rows in table.items() if key[0] == kernels["INTERPRETED_AS"] for _, config in rows]
+    return [
+        config
+        for table in tables
+        for key, rows in table.items()
+        if key[0] == kernels["INTERPRETED_AS"]
+        for _, config in rows
+    ]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -56,16 +66,23 @@ def test_of_a_class_that_has_more_it_gets_the_tiles(name: str) -> None:
     kernels: dict[str, Any] = {}
     text = render(module)["kernels.py"]
     exec(text[text.index("\nSCHEDULES = ") : text.index("\nINTERPRETED_BYTES")], kernels)
-    assert kernels["INTERPRETED_AS"] == "interpreter" and not any(value is True for config in _given(kernels) for value in config.values())
+    assert kernels["INTERPRETED_AS"] == "interpreter" and not any(
+        value is True for config in _given(kernels) for value in config.values()
+    )
     for table in kernels["SCHEDULES"].values():
         if ("interpreter", 2) in table:
-            tiles = [[{k: v for k, v in c.items() if "BLOCK" in k} for _, c in table[name, 2]] for name in ("interpreter", "sm90")]
+            tiles = [
+                [{k: v for k, v in c.items() if "BLOCK" in k} for _, c in table[name, 2]]
+                for name in ("interpreter", "sm90")
+            ]
             assert tiles[0] == tiles[1]
 
 
 @pytest.mark.parametrize("backward", [{}, {"backward": {"deterministic": False}}, {"backward": False}], ids=str)
 @pytest.mark.parametrize("cache", CACHES, ids=str)
-def test_calls_over_a_cache_run_whatever_the_backward(cache: Any, backward: dict[str, Any], tmp_path: Path, device: str) -> None:
+def test_calls_over_a_cache_run_whatever_the_backward(
+    cache: Any, backward: dict[str, Any], tmp_path: Path, device: str
+) -> None:
     made = make_spec({**CACHED, "cache": cache, **backward})
     module = module_of(made, tmp_path)
     case = CacheCase(2, 2, 1, (0, 3, 17), 1, 48, 16 if "paged" in cache else 0)
@@ -86,15 +103,21 @@ def test_it_runs_the_tiles_of_a_class_that_has_more(cache: Any, others: str, tmp
     write_module(render(mixed), tmp_path / "served")
     module = load_module(tmp_path / "served")
     assert module.kernels.INTERPRETED_AS == "interpreter"
-    result = run_cache_case(module, made, CacheCase(2, 2, 1, (0, 3, 17), 1, 48, 16 if "paged" in cache else 0), "fp16", device)
+    result = run_cache_case(
+        module, made, CacheCase(2, 2, 1, (0, 3, 17), 1, 48, 16 if "paged" in cache else 0), "fp16", device
+    )
     assert result.ok, str(result)
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
 def test_threads_call_modules_at_once() -> None:
-    """Each of eight threads gets what it gets alone. Both modules have a copy of the runtime, and one has a mask of dropout to draw."""
+    """Each of eight threads gets what it gets alone. Both modules have a copy of the runtime, and one has a mask of
+    dropout to draw."""
     names = ["causal_gqa", "causal_dropout_mqa"]
-    problems = [make_inputs(spec(names[i % 2]), small(names[i % 2], 9 + i, 9, batch=1), torch.float16, "cpu", seed=i) for i in range(8)]
+    problems = [
+        make_inputs(spec(names[i % 2]), small(names[i % 2], 9 + i, 9, batch=1), torch.float16, "cpu", seed=i)
+        for i in range(8)
+    ]
     start = Barrier(8)
 
     def call(i: int, wait: bool) -> list[torch.Tensor]:
@@ -132,7 +155,9 @@ def test_results_are_the_same_to_the_bit(name: str, device: str, monkeypatch: py
     options: dict[str, Any] = {"dropout_p": 0.2, "seed": 7} if "dropout" in name else {}
     light = run(name, leaves, inputs, grads, **options)
     builder = interpreter.interpreter_builder
-    assert not builder.options.sanitize_overflow and not builder.options.debug, "debug alone asserts what sanitize_overflow computes"
+    assert not builder.options.sanitize_overflow and not builder.options.debug, (
+        "debug alone asserts what sanitize_overflow computes"
+    )
     monkeypatch.setattr(builder, "options", interpreter.InterpreterOptions())
     monkeypatch.setattr(interpreter, "_get_np_dtype", interpreter._get_np_dtype.__wrapped__)
     monkeypatch.setattr(interpreter, "_patch_builtin", interpreter._patch_builtin.__wrapped__)
@@ -153,9 +178,13 @@ def test_a_type_is_made_once_and_says_the_same() -> None:
     for shape in ([16], [16, 32], [core.constexpr(64), 16]):
         one, other = (core.block_type(core.float32, shape) for _ in range(2))
         assert (
-            one is other and one.shape == tuple(getattr(n, "value", n) for n in shape) and one is not core.block_type(core.float16, shape)
+            one is other
+            and one.shape == tuple(getattr(n, "value", n) for n in shape)
+            and one is not core.block_type(core.float16, shape)
         )
         a, b = core.tensor("a", one), core.tensor("b", one)
-        assert (a.handle, b.handle) == ("a", "b") and a.shape is b.shape and [n.value for n in a.shape] == list(one.shape)
+        assert (
+            (a.handle, b.handle) == ("a", "b") and a.shape is b.shape and [n.value for n in a.shape] == list(one.shape)
+        )
     pointer = core.pointer_type(core.float32)
     assert core.block_type(pointer, [16]) is not core.block_type(pointer, [16])

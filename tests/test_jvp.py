@@ -1,6 +1,7 @@
 """Forward mode: tangents of every module against torch.func.jvp of naive attention, and PyTorch's ways to ask for them.
 
-What random modules compute is held against naive attention, in fp64 and after every pass, by tests/passes/test_equality.py.
+What random modules compute is held against naive attention, in fp64 and after every pass, by
+tests/transforms/test_equality.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from tests.helpers import spec as spec_of
 from tests.test_numerics import PADDED, dtypes, padding, small
 
 NAME = "causal_mqa"
-SHAPES = [(1, 1, "bhnd"), (17, 17, "bhnd"), (127, 127, "bhnd"), (129, 129, "bhnd"), (65, 65, "packed"), (100, 130, "island")]
+SHAPES = [
+    (1, 1, "bhnd"),
+    (17, 17, "bhnd"),
+    (127, 127, "bhnd"),
+    (129, 129, "bhnd"),
+    (65, 65, "packed"),
+    (100, 130, "island"),
+]
 SHAPES += [(130, 100, "bnhd"), (40, 129, "expanded")]
 TRAINED = sorted({*WRAPPERS, *SMALLER})
 
@@ -74,7 +82,15 @@ def test_tangents_of_16_bits_do_not_overflow_beside_fp32(device: str) -> None:
 @pytest.mark.parametrize("name", PADDED)
 def test_rows_that_see_no_key_have_tangents_of_zero(name: str, device: str) -> None:
     case = small(name, 70, 129)
-    result = run_case(built(name), spec_of(name), case, dtypes(name)[0], device, inputs=padding(name, [0, 77], 129, device), tangents=True)
+    result = run_case(
+        built(name),
+        spec_of(name),
+        case,
+        dtypes(name)[0],
+        device,
+        inputs=padding(name, [0, 77], 129, device),
+        tangents=True,
+    )
     assert result.ok, str(result)
     q, k, v, _ = make_inputs(spec_of(name), case, torch_dtype(dtypes(name)[0]), device)
     given = padding(name, [0, 77], 129, device)
@@ -118,7 +134,9 @@ def test_variants(name: str, device: str, tmp_path: Any) -> None:
 # ------------------------------------------------------------------------------------------------- PyTorch's ways to ask
 
 
-def problem(name: str, device: str, n_q: int = 33, n_kv: int = 50) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
+def problem(
+    name: str, device: str, n_q: int = 33, n_kv: int = 50
+) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
     """(q, k, v), their tangents, and what mask, modifiers and dropout read."""
     case, dtype = small(name, n_q, n_kv), torch_dtype(dtypes(name)[0])
     *points, inputs = make_inputs(spec_of(name), case, dtype, device)
@@ -147,7 +165,9 @@ def test_dual_tensors_and_jvp_agree(name: str, device: str) -> None:
 
 def test_operators_take_dual_tensors(device: str) -> None:
     (q, k, v), along, _ = problem(NAME, device)
-    _, expected = torch.func.jvp(lambda *x: built(NAME).attention(*x, scale=0.1, return_lse=True), (q, k, v), tuple(along))
+    _, expected = torch.func.jvp(
+        lambda *x: built(NAME).attention(*x, scale=0.1, return_lse=True), (q, k, v), tuple(along)
+    )
     with torch.no_grad(), forward_ad.dual_level():
         results = built(NAME).FORWARD(*(forward_ad.make_dual(x, t) for x, t in zip((q, k, v), along)), 0.1)
         assert all(forward_ad.unpack_dual(x).tangent.equal(t) for x, t in zip(results, expected))
@@ -199,7 +219,9 @@ class Block(torch.nn.Module):
     def __init__(self, attention: Any, columns: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.attention = attention
-        self.inner, self.outer = (torch.nn.Linear(*size, device=device) for size in ((columns, 3 * columns), (columns, columns)))
+        self.inner, self.outer = (
+            torch.nn.Linear(*size, device=device) for size in ((columns, 3 * columns), (columns, columns))
+        )
         self.time, self.dtype, self.columns = torch.nn.Parameter(torch.randn(columns, device=device)), dtype, columns
 
     def forward(self, z: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -209,7 +231,8 @@ class Block(torch.nn.Module):
 
 
 def mean_flow(network: Block, z: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """MeanFlow (Geng et al. 2025), algorithm 1: the gradients of its loss, whose target has the tangent of u, detached."""
+    """MeanFlow (Geng et al. 2025), algorithm 1: the gradients of its loss, whose target has the tangent of u,
+    detached."""
     t, r = torch.full((), 0.8, device=z.device), 0.3
     u, dudt = torch.func.jvp(network, (z, t), (v, torch.ones_like(t)))
     loss = (u - (v - (t - r) * dudt).detach()).square().mean()
@@ -268,7 +291,9 @@ def test_opcheck_of_the_operator(device: str) -> None:
         points, along, inputs = problem(name, device, 20, 30)
         module, given = built(name), [inputs[i.name] for i in spec_of(name).inputs()]
         results = module.FORWARD(*points, *given, 0.125)
-        torch.library.opcheck(module.OPERATORS.jvp, (*points, *results, *along, *given, 0.125, *map(torch.randn_like, given)))
+        torch.library.opcheck(
+            module.OPERATORS.jvp, (*points, *results, *along, *given, 0.125, *map(torch.randn_like, given))
+        )
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
@@ -279,7 +304,9 @@ def test_the_tangent_has_no_gradient(device: str) -> None:
     leaves = [x.requires_grad_() for x in points]
     sentence = "attention: the tangents that forward mode gives cannot be differentiated again; expected that of the output detached"
     out, tangent = torch.func.jvp(lambda q: built(NAME).attention(q, *leaves[1:]), (leaves[0].detach(),), (along[0],))
-    assert tangent.requires_grad and all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves[1:], retain_graph=True))
+    assert tangent.requires_grad and all(
+        x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves[1:], retain_graph=True)
+    )
     with pytest.raises(RuntimeError, match=sentence):
         torch.autograd.grad(tangent.sum(), leaves[1])
     with forward_ad.dual_level():
@@ -306,7 +333,10 @@ def test_gradients_have_no_tangent(device: str) -> None:
 @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian, torch.func.jacrev])
 def test_transforms_that_map_are_refused(transform: Any, device: str) -> None:
     points, _, _ = problem(NAME, device)
-    with pytest.raises(NotImplementedError, match="attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B"):
+    with pytest.raises(
+        NotImplementedError,
+        match="attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B",
+    ):
         transform(lambda q: built(NAME).attention(q, *points[1:]))(points[0])
 
 
@@ -314,7 +344,10 @@ def test_an_input_without_gradient_has_no_tangent(device: str, tmp_path: Any) ->
     score = {"expr": "s * w[h]", "params": {"w": {"tensor": ["H"]}}}
     module = module_of(make_spec({"name": "fixed", "head_dim": 32, "score": [score]}), tmp_path / "fixed")
     q, w = torch.randn(1, 2, 20, 32, device=device, dtype=torch.float16), torch.ones(2, device=device)
-    with pytest.raises(NotImplementedError, match="attention: w has a tangent; expected one only of q, k, v and inputs with `grad: true`"):
+    with pytest.raises(
+        NotImplementedError,
+        match="attention: w has a tangent; expected one only of q, k, v and inputs with `grad: true`",
+    ):
         torch.func.jvp(lambda w: module.attention(q, q, q, w=w), (w,), (w,))
     _, tangent = torch.func.jvp(lambda q: module.attention(q, q, q, w=w), (q,), (q,))
     assert tangent.isfinite().all() and tangent.any()
@@ -336,7 +369,9 @@ def test_calls_over_a_cache_have_no_forward_mode(device: str) -> None:
     q = torch.randn(1, 4, 1, 128, device=device, dtype=torch.float16)
     with (
         forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match="attention.with_kvcache has no forward mode; expected tensors without tangents"),
+        pytest.raises(
+            NotImplementedError, match="attention.with_kvcache has no forward mode; expected tensors without tangents"
+        ),
     ):
         built("decode_gqa").attention.with_kvcache(forward_ad.make_dual(q, q), q, q, cache_seqlens=None)
 
@@ -353,7 +388,11 @@ def test_there_are_five_products_and_no_running_maximum() -> None:
 CHANGED = {
     "mask": ("logical", "Nk - Nq + q_idx >= kv_idx", "Nk - Nq + q_idx > kv_idx"),
     "scores": ("target", "exp2(-lse2 + masked*qk_scale)", "exp2(-lse2 + 2*masked*qk_scale)"),
-    "covers": ("target", "%keys_full = loop kv ranges(0 .. kv_full_end)", "%keys_full = loop kv ranges(1 .. kv_full_end)"),
+    "covers": (
+        "target",
+        "%keys_full = loop kv ranges(0 .. kv_full_end)",
+        "%keys_full = loop kv ranges(1 .. kv_full_end)",
+    ),
     "host-structure": ("target", "yield values(tO=%tO, tLSE=%tLSE)", "yield values(tO=%tO)"),
 }
 
@@ -375,7 +414,8 @@ def test_names_of_derivatives_are_taken(other: str, what: str) -> None:
     params = {"foo": {"tensor": ["H"], "grad": True}, other: {"tensor": ["H"]}}
     score = [{"expr": f"s * {other}[h] + foo[h]", "params": params}]
     with pytest.raises(
-        SpecError, match=f"declares `{other}`, the name that the {what} of `foo` has in generated code; expected another one"
+        SpecError,
+        match=f"declares `{other}`, the name that the {what} of `foo` has in generated code; expected another one",
     ):
         make_spec({"name": "wrong", "head_dim": 32, "score": score})
     assert make_spec({"name": "right", "head_dim": 32, "backward": False, "score": score})

@@ -1,4 +1,5 @@
-"""FlashAttention-1's order of loops, for specs that specs/ does not have: grouped heads, unions, modifiers, widths of their own."""
+"""FlashAttention-1's order of loops, for specs that specs/ does not have: grouped heads, unions, modifiers, widths
+of their own."""
 
 from __future__ import annotations
 
@@ -27,6 +28,10 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_against_naive(name: str, device: str, tmp_path: Path) -> None:
     """Tiles of keys and of queries that pass the end, rows that see nothing."""
-    spec = make_spec({"name": "walks", "head_dim": 32, "dtype": ["fp16"], "schedule": {"order": "kv_outer"}, **VARIANTS[name]})
-    result = run_case(module_of(spec, tmp_path / "walks"), spec, Case(1, *heads_for(spec, 2), 130, 70, "bnhd"), "fp16", device)
+    spec = make_spec(
+        {"name": "walks", "head_dim": 32, "dtype": ["fp16"], "schedule": {"order": "kv_outer"}, **VARIANTS[name]}
+    )
+    result = run_case(
+        module_of(spec, tmp_path / "walks"), spec, Case(1, *heads_for(spec, 2), 130, 70, "bnhd"), "fp16", device
+    )
     assert result.ok, str(result)

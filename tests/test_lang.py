@@ -56,7 +56,9 @@ def compare(sample: Sample, expression: Expression, places: list[tuple[int, int,
     lists = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
     for place in places:
         at = {**dict(zip(("b", "h", "q_idx", "kv_idx"), place)), "s": s[place].item(), **lists}
-        assert result[place].item() == pytest.approx(number(expression.expr, environment(expression, at)), rel=1e-9, abs=1e-9), place
+        assert result[place].item() == pytest.approx(
+            number(expression.expr, environment(expression, at)), rel=1e-9, abs=1e-9
+        ), place
 
 
 PLACES = st.lists(st.tuples(*(st.integers(0, n - 1) for n in SHAPE)), min_size=4, max_size=4)
@@ -88,7 +90,9 @@ def test_printed_expressions_parse_back(sample: Sample) -> None:
 
 def test_shapes_and_gradients() -> None:
     """The evaluator keeps sizes of 1 where nothing varies, and is differentiable in s and in tensors."""
-    expression = parse_score("s - slope[h] * abs(q_idx - kv_idx) + table[q_idx - kv_idx]", {"slope": Param(tensor=("H",)), "table": TABLE})
+    expression = parse_score(
+        "s - slope[h] * abs(q_idx - kv_idx) + table[q_idx - kv_idx]", {"slope": Param(tensor=("H",)), "table": TABLE}
+    )
     s = torch.zeros(SHAPE, dtype=torch.float64, requires_grad=True)
     slope, table = (torch.ones(n, requires_grad=True) for n in (SIZES["q_heads"], 5))
     result = evaluate(expression, **SIZES, s=s, values={"slope": slope, "table": table})
@@ -102,20 +106,30 @@ def test_shapes_and_gradients() -> None:
     assert evaluate(parse_mask("kv_idx <= q_idx", {}), **SIZES, values={}).shape == (8, 10)
     assert evaluate(parse_mask("true", {}), **SIZES, values={}).dtype == torch.bool
     assert evaluate(parse_score("0.1", {}), **SIZES, values={}).item() == 0.1
-    assert evaluate(parse_score("s * 2", {}), **SIZES, s=s.float(), values={}, dtype=torch.float32).dtype == torch.float32
+    assert (
+        evaluate(parse_score("s * 2", {}), **SIZES, s=s.float(), values={}, dtype=torch.float32).dtype == torch.float32
+    )
 
 
 def test_maximum_of_equals_halves_the_gradient() -> None:
     """Ties as PyTorch has them."""
     s = torch.zeros(SHAPE, dtype=torch.float64, requires_grad=True)
-    for text, expected in (("max(s, 0)", 0.5), ("clamp(s, 0, 1)", 1.0), ("abs(s)", 0.0), ("where(s > 0, s, 0)", 0.0), ("relu(s)", 0.0)):
+    for text, expected in (
+        ("max(s, 0)", 0.5),
+        ("clamp(s, 0, 1)", 1.0),
+        ("abs(s)", 0.0),
+        ("where(s > 0, s, 0)", 0.0),
+        ("relu(s)", 0.0),
+    ):
         (grad,) = torch.autograd.grad(evaluate(parse_score(text, {}), **SIZES, s=s, values={}).sum(), s)
         assert grad.unique().tolist() == [expected], text
 
 
 def test_empty_tensors_read_zero() -> None:
     expression = parse_mask("seen[kv_idx + q_idx]", {"seen": SEEN})
-    result = evaluate(expression, batch=1, q_heads=1, kv_heads=1, n_q=3, n_kv=0, values={"seen": torch.zeros(0, dtype=torch.bool)})
+    result = evaluate(
+        expression, batch=1, q_heads=1, kv_heads=1, n_q=3, n_kv=0, values={"seen": torch.zeros(0, dtype=torch.bool)}
+    )
     assert result.shape == (3, 0)
 
 
@@ -140,16 +154,41 @@ def test_names_of_reads() -> None:
     two, long = Param(tensor=("B", "Nq"), dtype="int32"), Param(tensor=(9,), dtype="int32")
     assert names("doc[b, q_idx] == 0 or doc[b, q_idx] == 1", doc=two) == [("doc", "doc", "b, q_idx")]
     assert names("doc[b, 1 + q_idx] == doc[b, q_idx + 1]", doc=two) == [("doc", "doc", "b, q_idx + 1")]
-    assert names("doc[b, q_idx] == doc[b, kv_idx]", doc=two) == [("doc_q", "doc", "b, q_idx"), ("doc_kv", "doc", "b, kv_idx")]
-    assert names("doc[b, q_idx] == doc[h, q_idx]", doc=two) == [("doc_q", "doc", "b, q_idx"), ("doc_1", "doc", "h, q_idx")]
-    assert names("doc[b, q_idx] == doc[kv_idx, q_idx]", doc=two) == [("doc_q", "doc", "b, q_idx"), ("doc_kv_q", "doc", "kv_idx, q_idx")]
-    assert names("t[q_idx + 1] < t[h] < t[q_idx]", t=long) == [("t_1", "t", "q_idx + 1"), ("t_2", "t", "h"), ("t_q", "t", "q_idx")]
+    assert names("doc[b, q_idx] == doc[b, kv_idx]", doc=two) == [
+        ("doc_q", "doc", "b, q_idx"),
+        ("doc_kv", "doc", "b, kv_idx"),
+    ]
+    assert names("doc[b, q_idx] == doc[h, q_idx]", doc=two) == [
+        ("doc_q", "doc", "b, q_idx"),
+        ("doc_1", "doc", "h, q_idx"),
+    ]
+    assert names("doc[b, q_idx] == doc[kv_idx, q_idx]", doc=two) == [
+        ("doc_q", "doc", "b, q_idx"),
+        ("doc_kv_q", "doc", "kv_idx, q_idx"),
+    ]
+    assert names("t[q_idx + 1] < t[h] < t[q_idx]", t=long) == [
+        ("t_1", "t", "q_idx + 1"),
+        ("t_2", "t", "h"),
+        ("t_q", "t", "q_idx"),
+    ]
     taken = {"t_1": INT, "t_q": INT}
-    assert names("t[h] < t[b] + t_1 < t[q_idx] + t_q", t=long, **taken) == [("t_2", "t", "h"), ("t_3", "t", "b"), ("t_4", "t", "q_idx")]
-    nested = [("doc_q", "doc", "b, q_idx"), ("t_1", "t", "doc_q"), ("doc_kv", "doc", "b, kv_idx"), ("t_2", "t", "doc_kv + t_1")]
+    assert names("t[h] < t[b] + t_1 < t[q_idx] + t_q", t=long, **taken) == [
+        ("t_2", "t", "h"),
+        ("t_3", "t", "b"),
+        ("t_4", "t", "q_idx"),
+    ]
+    nested = [
+        ("doc_q", "doc", "b, q_idx"),
+        ("t_1", "t", "doc_q"),
+        ("doc_kv", "doc", "b, kv_idx"),
+        ("t_2", "t", "doc_kv + t_1"),
+    ]
     assert names("t[doc[b, q_idx]] < t[doc[b, kv_idx] + t[doc[b, q_idx]]]", t=long, doc=two) == nested
     edge = Param(tensor=("Nq",), dtype="int32")
-    assert names("tile[q_idx] == tile[kv_idx]", tile=edge) == [("tile_q", "tile", "q_idx"), ("tile_kv", "tile", "kv_idx")]
+    assert names("tile[q_idx] == tile[kv_idx]", tile=edge) == [
+        ("tile_q", "tile", "q_idx"),
+        ("tile_kv", "tile", "kv_idx"),
+    ]
     for name, _, _ in names("doc[b, q_idx] == doc[b, kv_idx]", doc=two):
         assert symbol(name).is_integer is None and name not in TAKEN
 
@@ -205,7 +244,11 @@ FORMS = "{tensor: [dimensions]}, {scalar: int}, {scalar: float} or {value: numbe
         ({"valu": 1}, (), "has the key `valu`, which is not known; did you mean `value`?"),
         ({"value": 1, "dtype": "fp32"}, (), "has `dtype` beside `value`; expected it only beside `tensor`"),
         ({"tensor": ["H"], "min": 1}, (), "has `min` beside `tensor`; expected it only beside `scalar`"),
-        ({"scalar": "float", "min": 1}, (), "has `min` beside the scalar `float`; expected it only beside `scalar: int`"),
+        (
+            {"scalar": "float", "min": 1},
+            (),
+            "has `min` beside the scalar `float`; expected it only beside `scalar: int`",
+        ),
         (
             {"tensor": ["H"], "dtype": "int32", "grad": True},
             (),
@@ -213,7 +256,11 @@ FORMS = "{tensor: [dimensions]}, {scalar: int}, {scalar: float} or {value: numbe
         ),
         ({"tensor": []}, ("tensor",), "is `[]`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
         ({"tensor": "H"}, ("tensor",), "is `H`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
-        ({"tensor": ["H"] * 5}, ("tensor",), "is `['H', 'H', 'H', 'H', 'H']`; expected a list of 1 to 4 dimensions, as in [B, Nk]"),
+        (
+            {"tensor": ["H"] * 5},
+            ("tensor",),
+            "is `['H', 'H', 'H', 'H', 'H']`; expected a list of 1 to 4 dimensions, as in [B, Nk]",
+        ),
         (
             {"tensor": ["Hq"]},
             ("tensor",),
@@ -231,7 +278,11 @@ FORMS = "{tensor: [dimensions]}, {scalar: int}, {scalar: float} or {value: numbe
         ),
         ({"tensor": [0]}, ("tensor",), "has the dimension 0; expected a whole number from 1 to 16777216"),
         ({"scalar": "int", "min": 1.0}, ("min",), "is `1.0`; expected a whole number from -1073741823 to 1073741823"),
-        ({"value": 2**30}, ("value",), "is 1073741824; expected a whole number from -1073741823 to 1073741823: kernels add it in 32 bits"),
+        (
+            {"value": 2**30},
+            ("value",),
+            "is 1073741824; expected a whole number from -1073741823 to 1073741823: kernels add it in 32 bits",
+        ),
         ({"value": float("nan")}, ("value",), "is nan; expected a finite number that fp32 has"),
         ({"value": 1e39}, ("value",), "is 1e+39; expected a finite number that fp32 has"),
         ({"value": "3"}, ("value",), "is `3`; expected a number, `true` or `false`"),
@@ -252,7 +303,9 @@ def test_names_of_parameters() -> None:
     for name in ("window", "w", "slope_2", "a" * 32):
         assert name_problem(name) is None
     for name in ("Q", "_x", "2x", "x-y", "", "a" * 33, "é", "ｗ", 3, None, "x\n"):
-        assert name_problem(name) == "is not a name; expected small letters, digits and _, 32 at most, the first a letter"
+        assert (
+            name_problem(name) == "is not a name; expected small letters, digits and _, 32 at most, the first a letter"
+        )
     for name in ("q_idx", "hkv", "q_len", "s", "min", "where", "true"):
         assert name_problem(name) == "is a word of the language; expected another name"
     assert name_problem("lambda") == "is a word of Python; expected another name"
@@ -285,15 +338,20 @@ PARAMS = {
 }
 NOT = "which expressions do not have"
 CALLS = (
-    "known: abs, all, any, clamp, cos, erf, exp, float, floor, gelu, int, log, max, min, relu, round, sigmoid, sin, sqrt, sum, tanh, where"
+    "known: abs, all, any, clamp, cos, erf, exp, float, floor, gelu, int, log, max, "
+    "min, relu, round, sigmoid, sin, sqrt, sum, tanh, where"
 )
 NAMES = "b, false, h, hkv, kv_idx, kv_len, q_idx, q_len, q_pos, true"
 NO_NAME = "which is no name of the language and not declared in `params`"
 NO_VALUE = "has no real value: it divides by zero, or leaves what a function is defined for"
-LARGE = "has a number that is too large; expected whole numbers from -1073741823 to 1073741823, and others that fp32 has"
+LARGE = (
+    "has a number that is too large; expected whole numbers from -1073741823 to 1073741823, and others that fp32 has"
+)
 POWER = "expected a whole constant from -8 to 8, 0.5, or a positive constant before it"
 POSITIVE = "which may be zero or negative; expected a whole constant, or an int scalar declared with `min: 1`"
-ALIKE = "a comparison takes numbers, but `q_idx < 1` is a condition; write `a`, `not a`, or (a and b) or (not a and not b)"
+ALIKE = (
+    "a comparison takes numbers, but `q_idx < 1` is a condition; write `a`, `not a`, or (a and b) or (not a and not b)"
+)
 BETWEEN = "between two comparisons, where it binds stronger"
 HERE = "is not an expression from here on; expected one as in `kv_idx <= q_idx`"
 DEEP = "is nested more than 64 deep; expected less"
@@ -397,8 +455,16 @@ REFUSED: list[tuple[str, int | None, str]] = [
     ("not q_idx", 5, "`not` takes conditions, but `q_idx` is an integer; compare it with something"),
     ("q_idx and b < 1", 1, "`and` takes conditions, but `q_idx` is an integer; compare it with something"),
     ("q_idx < 1 or 1.5", 14, "`or` takes conditions, but `1.5` is a real number; compare it with something"),
-    ("where(q_idx, 1, 2) < 1", 7, "the first argument of `where` takes conditions, but `q_idx` is an integer; compare it with something"),
-    ("where(b < 1, b < 1, 2) < 1", 1, "`where` takes two numbers or two conditions after the first argument; here is one of each"),
+    (
+        "where(q_idx, 1, 2) < 1",
+        7,
+        "the first argument of `where` takes conditions, but `q_idx` is an integer; compare it with something",
+    ),
+    (
+        "where(b < 1, b < 1, 2) < 1",
+        1,
+        "`where` takes two numbers or two conditions after the first argument; here is one of each",
+    ),
     ("min(q_idx) < 1", 1, "`min` takes 2 to 32 numbers; here are 1"),
     ("abs(q_idx, 1) < 1", 1, "`abs` takes 1 number; here are 2"),
     ("clamp(q_idx, 1) < 1", 1, "`clamp` takes 3 numbers: x, the least, the most; here are 2"),
@@ -407,7 +473,11 @@ REFUSED: list[tuple[str, int | None, str]] = [
     ("q_idx % zero < 1", 9, "`q_idx % zero` divides by zero"),
     ("q_idx / 0.0 < 1", 9, "`q_idx / 0.0` divides by zero"),
     ("q_idx / (h - h) < 1", 10, "`q_idx / (h - h)` divides by zero"),
-    ("q_idx // w < 1", 10, "`//` by `w`, which may be zero or negative; expected a whole constant, or its declaration with `min: 1`"),
+    (
+        "q_idx // w < 1",
+        10,
+        "`//` by `w`, which may be zero or negative; expected a whole constant, or its declaration with `min: 1`",
+    ),
     ("q_idx // kv_idx < 1", 10, f"`//` by `kv_idx`, {POSITIVE}"),
     ("q_idx % (step + 1) < 1", 10, f"`%` by `step + 1`, {POSITIVE}"),
     ("q_idx // 2.0 < 1", 10, "`//` takes integers, but `2.0` is a real number; `/` divides reals"),
@@ -438,7 +508,11 @@ REFUSED: list[tuple[str, int | None, str]] = [
     # turns
     ("any(i, 3, i)", 11, "`any` takes conditions, but `i` is an integer; compare it with something"),
     ("sum(i, 3, i < h) < 1", 11, "`sum` takes numbers, but `i < h` is a condition; write where(condition, 1, 0)"),
-    ("any(3, i < h)", 1, "`any` takes 3 arguments: a name, how many turns, and a condition in which the name is 0, 1, ...; here are 2"),
+    (
+        "any(3, i < h)",
+        1,
+        "`any` takes 3 arguments: a name, how many turns, and a condition in which the name is 0, 1, ...; here are 2",
+    ),
     ("any(1, 3, h < 1)", 5, "`any` names its turns `1`; expected a name, as in any(i, 4, ...)"),
     ("any(w, 3, w < 1)", 5, "`any` names its turns `w`, which is a name already; expected another one"),
     ("any(i, 3, all(i, 3, i < h))", 15, "`all` names its turns `i`, which is a name already; expected another one"),
@@ -449,7 +523,11 @@ REFUSED: list[tuple[str, int | None, str]] = [
     ("any(i, 12, all(j, 11, i < h + j))", 19, "`all` writes its last argument out 132 times; expected 128 at most"),
     ("any(i, 3, i < h) and i < 3", 22, f"uses `i`, {NO_NAME}; known: {NAMES}"),
     # sizes
-    ("q_idx * 1e-39 < 1", 1, "`q_idx * 1e-39` has a number that is too small; expected 0, or at least 1.2e-38 as fp32 has"),
+    (
+        "q_idx * 1e-39 < 1",
+        1,
+        "`q_idx * 1e-39` has a number that is too small; expected 0, or at least 1.2e-38 as fp32 has",
+    ),
     ("q_idx < 1073741824", 9, f"`1073741824` {LARGE}"),
     ("q_idx < 2 ** 31", 9, f"`2 ** 31` {LARGE}"),
     ("q_idx < 10 ** 1000", 9, f"`10 ** 1000` {LARGE}"),
@@ -471,12 +549,24 @@ REFUSED: list[tuple[str, int | None, str]] = [
 ]
 REFUSED_PARTS: list[tuple[str, dict[str, str], int | None, str, str]] = [
     ("u < 1", {"u": "q_idx +"}, 7, "ends in `+`; expected a name or a number after it", "u"),
-    ("y < 1", {"u": "q_idx", "y": "u < 2 and b"}, 11, "`and` takes conditions, but `b` is an integer; compare it with something", "y"),
+    (
+        "y < 1",
+        {"u": "q_idx", "y": "u < 2 and b"},
+        11,
+        "`and` takes conditions, but `b` is an integer; compare it with something",
+        "y",
+    ),
     ("y < 1", {"y": "u + 1", "u": "q_idx"}, 1, f"uses `u`, {NO_NAME}; known: {NAMES}", "y"),
     ("u + foo < 1", {"u": "q_idx"}, 5, f"uses `foo`, {NO_NAME}; known: {NAMES}, u", ""),
     ("u(1) < 1", {"u": "q_idx"}, 1, f"calls `u`, {NOT}; {CALLS}", ""),
     ("q_idx < 1", {"u": "q_idx"}, None, "does not use the part `u`; expected each named one to be used", ""),
-    ("any(u, 2, u < h)", {"u": "q_idx"}, 5, "`any` names its turns `u`, which is a name already; expected another one", ""),
+    (
+        "any(u, 2, u < h)",
+        {"u": "q_idx"},
+        5,
+        "`any` names its turns `u`, which is a name already; expected another one",
+        "",
+    ),
     ("w < 1", {"w": "q_idx"}, None, "the part `w` is a parameter too; expected another name", ""),
     ("h < 1", {"h": "q_idx"}, None, "the part `h` is a word of the language; expected another name", ""),
 ]
@@ -516,9 +606,52 @@ def test_refused_as_a_score(text: str, column: int, reason: str) -> None:
 
 # ---------------------------------------------------------------------------------------------- any text
 
-WORDS = [*"()[]{},.:;+-*/%<>=!&|^~@ '\"\\#\n\x00é0123456789", "//", "**", "<=", "==", "!=", ":=", " and ", " or ", " not "]
-WORDS += ["q_idx", "kv_idx", "h", "s", "x", "step", "doc[", "slope[h]", "seen[kv_idx]", "min(", "max(", "abs(", "clamp(", "where(", "exp("]
-WORDS += ["lambda ", "await ", "yield ", "in ", "is ", "for ", "import ", "print(", "__class__", "1e999", "0x", "1j", "...", "f'{", "None"]
+WORDS = [
+    *"()[]{},.:;+-*/%<>=!&|^~@ '\"\\#\n\x00é0123456789",
+    "//",
+    "**",
+    "<=",
+    "==",
+    "!=",
+    ":=",
+    " and ",
+    " or ",
+    " not ",
+]
+WORDS += [
+    "q_idx",
+    "kv_idx",
+    "h",
+    "s",
+    "x",
+    "step",
+    "doc[",
+    "slope[h]",
+    "seen[kv_idx]",
+    "min(",
+    "max(",
+    "abs(",
+    "clamp(",
+    "where(",
+    "exp(",
+]
+WORDS += [
+    "lambda ",
+    "await ",
+    "yield ",
+    "in ",
+    "is ",
+    "for ",
+    "import ",
+    "print(",
+    "__class__",
+    "1e999",
+    "0x",
+    "1j",
+    "...",
+    "f'{",
+    "None",
+]
 WORDS += [" if ", " else "]
 
 
@@ -566,7 +699,9 @@ def test_any_text(text: Any) -> None:
 @given(st.data())
 def test_damaged_expressions(data: st.DataObject) -> None:
     """A good expression with a piece cut out, repeated, or put in."""
-    text = data.draw(st.sampled_from([row.text for row in ROWS]) | masks(2).map(lambda m: m.text) | scores(2).map(lambda m: m.text))
+    text = data.draw(
+        st.sampled_from([row.text for row in ROWS]) | masks(2).map(lambda m: m.text) | scores(2).map(lambda m: m.text)
+    )
     for _ in range(data.draw(st.integers(1, 3))):
         start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
         piece = data.draw(st.sampled_from(["", text[start:end] * 2, *WORDS]))

@@ -1,6 +1,8 @@
-"""What the language of expressions gained, in modules built here: results and all gradients against attention written by hand.
+"""What the language of expressions gained, in modules built here: results and all gradients against attention written
+by hand.
 
-The oracles are plain PyTorch in fp64 on positions and tensors; they share nothing with the language, its evaluator or its masks.
+The oracles are plain PyTorch in fp64 on positions and tensors; they share nothing with the language, its evaluator or
+its masks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from attngen.spec import Spec, make_spec
 from tests.helpers import ROOT, module_of
 
 FREE = {"backward": {"deterministic": False}}
-Oracle = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # scores, positions (h, q, kv, q_pos), inputs -> new scores, what is visible
+Oracle = Callable[
+    ..., tuple[torch.Tensor, torch.Tensor]
+]  # scores, positions (h, q, kv, q_pos), inputs -> new scores, what is visible
 
 
 class Variant(NamedTuple):
@@ -56,7 +60,8 @@ BUCKET = (
 
 
 def t5_bucket(distance: int) -> int:
-    """T5's bucket of a distance, key less query: 32 of them up to 128, half for keys that come later (Raffel et al. 2020)."""
+    """T5's bucket of a distance, key less query: 32 of them up to 128, half for keys that come later (Raffel et al.
+    2020)."""
     later, far = (16 if distance > 0 else 0), abs(distance)
     return later + (far if far < 8 else min(15, 8 + int(math.log(far / 8) / math.log(16) * 8)))
 
@@ -68,10 +73,14 @@ def t5(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, bias: torch.Tensor)
 
 def scalar_score(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, t: float) -> tuple[torch.Tensor, torch.Tensor]:
     slope = torch.log(1 - 2.0 ** (-5.0 - h))
-    return s * torch.exp(-0.1 * h) + slope * (q_pos - kv) / (1 + math.exp(-t)) + torch.tanh(h - 1.0) * kv / 64, everywhere(s)
+    return s * torch.exp(-0.1 * h) + slope * (q_pos - kv) / (1 + math.exp(-t)) + torch.tanh(
+        h - 1.0
+    ) * kv / 64, everywhere(s)
 
 
-def scalar_mask(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, t: float, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scalar_mask(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, t: float, n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     edge = kv <= q_pos + 2.0**h
     return s, (edge & (kv > t - torch.log(h + 2.0))) | (kv < math.sqrt(n)) & (torch.exp(0.5 * h) < 2)
 
@@ -81,20 +90,30 @@ def rounded_mask(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, x: float)
     return s, wanted & (torch.trunc(x * kv - 9) % 3 != 1) & (torch.round((kv - q_pos) / 4) != 2)
 
 
-def rounded_score(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    more = torch.round(0.375 * (kv - q_pos)) / 8 + (kv > q).double() / 4 + torch.floor(t.double())[:, None, None, :] / 10
+def rounded_score(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, t: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    more = (
+        torch.round(0.375 * (kv - q_pos)) / 8 + (kv > q).double() / 4 + torch.floor(t.double())[:, None, None, :] / 10
+    )
     return s * (h + 1.0) + more + torch.trunc((q_pos - kv) / 3.0) / 16, everywhere(s)
 
 
-def block_mask(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_mask(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return s, kept.repeat_interleave(32, 1).repeat_interleave(16, 2)[:, : s.shape[2], : s.shape[3]].expand_as(s)
 
 
-def block_score(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, near: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_score(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, near: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return s + near.repeat_interleave(8, 1).repeat_interleave(16, 2)[:, : s.shape[2], : s.shape[3]], everywhere(s)
 
 
-def blocks_or_window(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, block_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def blocks_or_window(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, block_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = block_mask.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, : s.shape[2], : s.shape[3]]
     return s, blocks | ((kv <= q_pos) & (kv >= q_pos - 5))
 
@@ -105,14 +124,25 @@ def butterfly_or_first(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any) -> 
 
 
 def pair_classes(
-    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, pair: torch.Tensor, w: torch.Tensor, t: torch.Tensor, u: torch.Tensor
+    s: torch.Tensor,
+    h: Any,
+    q: Any,
+    kv: Any,
+    q_pos: Any,
+    pair: torch.Tensor,
+    w: torch.Tensor,
+    t: torch.Tensor,
+    u: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What pairs of a class have in common; a class that a table does not have counts as zero, a negative one from the end."""
+    """What pairs of a class have in common; a class that a table does not have counts as zero, a negative one from
+    the end."""
 
     def read(table: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
         """Of a table [..., n]: [..., queries, keys]."""
         n = table.shape[-1]
-        return sum((table[..., c, None, None] * ((classes == c) | (classes == c - n)) for c in range(n)), torch.zeros(()))
+        return sum(
+            (table[..., c, None, None] * ((classes == c) | (classes == c - n)) for c in range(n)), torch.zeros(())
+        )
 
     rows = torch.stack([read(t[:, i], pair[i : i + 1] - 3)[0] for i in range(len(pair))])
     return s * (1 + read(w, pair) / 4) + rows + read(u, abs(pair)).repeat_interleave(len(w) // len(u), 0), everywhere(s)
@@ -166,14 +196,22 @@ VARIANTS: dict[str, Variant] = {
         rounded_score,
     ),
     "a mask by blocks": Variant(
-        {"mask": {"expr": "kept[h, q_idx // 32, kv_idx // 16]", "params": {"kept": tensor("H", "Nq/32", "Nk/16", dtype="bool")}}},
+        {
+            "mask": {
+                "expr": "kept[h, q_idx // 32, kv_idx // 16]",
+                "params": {"kept": tensor("H", "Nq/32", "Nk/16", dtype="bool")},
+            }
+        },
         lambda h, q, kv: {"kept": bits(h, -(-q // 32), -(-kv // 16))},
         block_mask,
     ),
     "a bias by blocks": Variant(
         {
             **FREE,
-            "score": {"expr": "s + near[h, q_idx // 8, kv_idx // 16]", "params": {"near": tensor("H", "Nq/8", "Nk/16", grad=True)}},
+            "score": {
+                "expr": "s + near[h, q_idx // 8, kv_idx // 16]",
+                "params": {"near": tensor("H", "Nq/8", "Nk/16", grad=True)},
+            },
         },
         lambda h, q, kv: {"near": numbers(h, -(-q // 8), -(-kv // 16))},
         block_score,
@@ -217,7 +255,15 @@ VARIANTS: dict[str, Variant] = {
     "a pattern of blocks or the first keys, and causal": Variant(
         {
             "mask": {
-                "all_of": ["causal", {"any_of": [{"block_sparse": {"block": 16, "pattern": "butterfly"}}, {"sink_tokens": {"count": 3}}]}]
+                "all_of": [
+                    "causal",
+                    {
+                        "any_of": [
+                            {"block_sparse": {"block": 16, "pattern": "butterfly"}},
+                            {"sink_tokens": {"count": 3}},
+                        ]
+                    },
+                ]
             }
         },
         lambda h, q, kv: {},
@@ -249,16 +295,21 @@ def attended(q: Any, k: Any, v: Any, oracle: Oracle, given: dict[str, Any]) -> t
 
 
 def compare(module: Any, oracle: Oracle, given: dict[str, Any], device: str, sizes: tuple[int, int, int, int]) -> None:
-    """The result and the gradients of q, k, v and of what is learned, by the module in fp32 and by the oracle in fp64 on the CPU."""
+    """The result and the gradients of q, k, v and of what is learned, by the module in fp32 and by the oracle in
+    fp64 on the CPU."""
     heads, n_q, n_kv, width = sizes
     generator = torch.Generator().manual_seed(1)
     shapes = (1, heads, n_q, width), (1, max(1, heads // 2), n_kv, width), (1, max(1, heads // 2), n_kv, width)
     tensors = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
     if "mha" in module.__doc__:
-        tensors[1:] = [torch.randn(1, heads, n_kv, width, generator=generator).to(device).requires_grad_() for _ in "kv"]
+        tensors[1:] = [
+            torch.randn(1, heads, n_kv, width, generator=generator).to(device).requires_grad_() for _ in "kv"
+        ]
     given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
     learned = {
-        n: x.clone().requires_grad_() for n, x in given.items() if isinstance(x, torch.Tensor) and f"{n}: torch.float32" in doc(module)
+        n: x.clone().requires_grad_()
+        for n, x in given.items()
+        if isinstance(x, torch.Tensor) and f"{n}: torch.float32" in doc(module)
     }
     learned = {n: x for n, x in learned.items() if re.search(rf"{n}: .*differentiable", doc(module))}
     given = {**given, **learned}
@@ -284,14 +335,21 @@ def test_what_the_language_gained(name: str, device: str, tmp_path: Path) -> Non
     compare(module, variant.oracle, variant.inputs(4, 40, 57), device, (4, 40, 57, 16))
 
 
-def window_and_sinks(s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, sinks: int, slope: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def window_and_sinks(
+    s: torch.Tensor, h: Any, q: Any, kv: Any, q_pos: Any, sinks: int, slope: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     biased = 30 * torch.tanh(s / 30) - slope[:, None, None] * (q_pos - kv).abs()
     return biased, (kv <= q_pos) & ((kv >= q_pos - 255) | (kv < sinks))
 
 
 def test_the_readmes_example_decodes(device: str, tmp_path: Path) -> None:
-    """One query over a cache of 400 keys is at position 399: it sees the window's 256 keys and the first 4, and distances to itself."""
-    example = next(found for found in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S) if "mine" in found)
+    """One query over a cache of 400 keys is at position 399: it sees the window's 256 keys and the first 4, and
+    distances to itself."""
+    example = next(
+        found
+        for found in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+        if "mine" in found
+    )
     spec = make_spec({**yaml.safe_load(example), "dtype": "fp32", "schedule": {"block_q": 16, "block_kv": 64}})
     assert spec.notes() == ()
     module = module_of(spec, tmp_path / "mine")

@@ -1,7 +1,7 @@
 """Large scores: gradients, tangents and outputs in fp32 are as near to the truth as those of naive attention.
 
-An LSE of a thousand has an error of 3e-5 in fp32, which is a factor of each weight that is made anew from it. So fp32 modules keep more of
-each query than its LSE.
+An LSE of a thousand has an error of 3e-5 in fp32, which is a factor of each weight that is made anew from it. So fp32
+modules keep more of each query than its LSE.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "keys in the outer loop": {"mask": "causal", "schedule": {"order": "kv_outer"}},
     "padding": {"mask": "key_padding"},
     "blocks": {"mask": {"block_sparse": {"block": 64, "pattern": "butterfly"}}},
-    "a mask of data": {"mask": {"expr": "far[q_idx] or (kv_idx <= q_idx)", "params": {"far": {"tensor": ["Nq"], "dtype": "bool"}}}},
+    "a mask of data": {
+        "mask": {"expr": "far[q_idx] or (kv_idx <= q_idx)", "params": {"far": {"tensor": ["Nq"], "dtype": "bool"}}}
+    },
     "a sink": {"mask": WINDOW, "score": "sink", "heads": {"sharing": "gqa"}},
     "a learned temperature": {"mask": "causal", "score": {"temperature": {"learnable": True}}},
     "a learned bias": {"score": {"relative_bias": {"max_distance": 16}}},
@@ -33,7 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "slopes": {"mask": "causal", "score": "alibi"},
     "dropout": {"mask": "causal", "dropout": True},
     "outputs": {"mask": "causal", "outputs": ["entropy", "max_score", "key_mass"]},
-    "outputs and a sink": {"mask": WINDOW, "score": "sink", "outputs": ["entropy", "key_mass"], "heads": {"sharing": "gqa"}},
+    "outputs and a sink": {
+        "mask": WINDOW,
+        "score": "sink",
+        "outputs": ["entropy", "key_mass"],
+        "heads": {"sharing": "gqa"},
+    },
     "entropies, dropout and a sink": {"mask": "causal", "dropout": True, "score": "sink", "outputs": ["entropy"]},
     "several element types": {"mask": "causal", "dtype": ["fp16", "fp32"], "heads": {"sharing": "gqa"}},
 }
@@ -50,19 +57,32 @@ def spec_of(kind: str) -> Any:
 def test_against_naive(kind: str, scale: float, device: str) -> None:
     """Scores of hundreds, and of hundreds of thousands: every result, gradient and tangent."""
     spec = spec_of(kind)
-    result = run_case(attngen.build(spec), spec, Case(1, *heads_for(spec), 70, 90), "fp32", device, scale=scale, tangents=True, of_lse=0.0)
+    result = run_case(
+        attngen.build(spec),
+        spec,
+        Case(1, *heads_for(spec), 70, 90),
+        "fp32",
+        device,
+        scale=scale,
+        tangents=True,
+        of_lse=0.0,
+    )
     assert result.ok, str(result)
 
 
 @pytest.mark.parametrize(("keys", "score"), [(40, 8e2), (40, 8e4), (3, 8e6)])
 @pytest.mark.parametrize("kind", ["causal", "a window, groups of heads", "keys in the outer loop", "a sink"])
 def test_equal_keys(kind: str, keys: int, score: float, device: str) -> None:
-    """Queries that see one key many times: all weights are 1 / n, however large the score, and gradients of v at most twice as far off."""
+    """Queries that see one key many times: all weights are 1 / n, however large the score, and gradients of v at
+    most twice as far off."""
     spec = spec_of(kind)
     heads, kv_heads = heads_for(spec)
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(1, kv_heads, 1, 32, generator=generator)
-    k, v = row.expand(1, kv_heads, keys, 32).contiguous().to(device), torch.randn(1, kv_heads, keys, 32, generator=generator).to(device)
+    k, v = (
+        row.expand(1, kv_heads, keys, 32).contiguous().to(device),
+        torch.randn(1, kv_heads, keys, 32, generator=generator).to(device),
+    )
     toward = (row / row.norm(dim=-1, keepdim=True) ** 2).repeat_interleave(heads // kv_heads, 1)
     q = (toward * score * 32**0.5 * torch.linspace(0.5, 1.0, keys)[:, None]).to(device)
     grad = torch.randn(q.shape, generator=generator).to(device)
@@ -94,13 +114,22 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("score", [8e2, 8e4, 8e6])
 @pytest.mark.parametrize("kind", CACHES)
 def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:
-    """Programs have parts of 1,500 keys, of more than one length: their weights need more digits than an LSE in fp32 has."""
-    spec = make_spec({"name": "large", "head_dim": 32, "dtype": "fp32", "mask": "causal", "backward": False, **CACHES[kind]})
-    heads, kv_heads = (4 if spec.heads.sharing == "gqa" else 1), 1  # of one key head even the interpreter deals the keys in parts
+    """Programs have parts of 1,500 keys, of more than one length: their weights need more digits than an LSE in fp32
+    has."""
+    spec = make_spec(
+        {"name": "large", "head_dim": 32, "dtype": "fp32", "mask": "causal", "backward": False, **CACHES[kind]}
+    )
+    heads, kv_heads = (
+        (4 if spec.heads.sharing == "gqa" else 1),
+        1,
+    )  # of one key head even the interpreter deals the keys in parts
     keys, room = 1500, 1504
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(1, kv_heads, 1, 32, generator=generator)
-    k, v = row.expand(1, kv_heads, room, 32).to(device), torch.randn(1, kv_heads, room, 32, generator=generator).to(device)
+    k, v = (
+        row.expand(1, kv_heads, room, 32).to(device),
+        torch.randn(1, kv_heads, room, 32, generator=generator).to(device),
+    )
     q = (row / row.norm(dim=-1, keepdim=True) ** 2 * score * 32**0.5).repeat_interleave(heads // kv_heads, 1).to(device)
     sink = torch.zeros(heads, device=device) if kind == "a sink" else None
     stored = [x.transpose(1, 2).contiguous() for x in (k, v)]

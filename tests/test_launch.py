@@ -1,4 +1,5 @@
-"""How wrappers launch kernels: what Triton looks at, what is remembered, and which calls go through torch's dispatcher."""
+"""How wrappers launch kernels: what Triton looks at, what is remembered, and which calls go through torch's
+dispatcher."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Compiled:
 
 
 class Launcher:
-    """A launcher as this Triton makes it for a kernel that takes two descriptors; what it would give the driver is noted."""
+    """A launcher as this Triton makes it for a kernel that takes two descriptors; what it would give the driver is
+    noted."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid, launch_pdl = False, True
@@ -44,7 +46,9 @@ class Launcher:
         self.filled: list[int] = []  # addresses of descriptors that were encoded
         utils = SimpleNamespace(fill_tma_descriptor=self.fill, fill_tma_descriptor_tiled=self.fill)
         active = SimpleNamespace(utils=utils)
-        monkeypatch.setattr(nvidia, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active))))
+        monkeypatch.setattr(
+            nvidia, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)))
+        )
         tile = "tensordesc<fp16[1, 1, 64, 64]>"
         signature = dict(enumerate((tile, "*fp16", tile, "fp32", *["i32"] * 9, "constexpr", "constexpr")))
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
@@ -90,8 +94,13 @@ class Stage:
         self.runtime = built(NAME).runtime
         active = SimpleNamespace(get_current_stream={1: 7}.__getitem__)
         self.knobs = runtime_knobs()
-        fakes = {"runtime": SimpleNamespace(driver=SimpleNamespace(active=active)), "knobs": SimpleNamespace(runtime=self.knobs)}
-        monkeypatch.setattr(self.runtime, "triton", SimpleNamespace(**fakes, next_power_of_2=triton.next_power_of_2, JITFunction=Kernel))
+        fakes = {
+            "runtime": SimpleNamespace(driver=SimpleNamespace(active=active)),
+            "knobs": SimpleNamespace(runtime=self.knobs),
+        }
+        monkeypatch.setattr(
+            self.runtime, "triton", SimpleNamespace(**fakes, next_power_of_2=triton.next_power_of_2, JITFunction=Kernel)
+        )
         monkeypatch.setattr(self.runtime, "LAUNCHES", {})
         monkeypatch.setattr(self.runtime, "LAST", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -101,7 +110,9 @@ class Stage:
         vars(kernels).update(small=self.kernel, SCHEDULES=table, INTERPRETED_AS="any", INTERPRETED_BYTES=2)
         self.launch = self.runtime.Kernel(kernels, "small", "BLOCK_Q", **options)
 
-    def __call__(self, rows: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...] = (), strides: tuple[int, ...] = (64, 16)) -> None:
+    def __call__(
+        self, rows: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...] = (), strides: tuple[int, ...] = (64, 16)
+    ) -> None:
         self.launch(tensors[0], rows, 2, tensors, numbers, strides)
 
 
@@ -114,7 +125,8 @@ def test_triton_looks_at_the_first_launch_alone(monkeypatch: pytest.MonkeyPatch)
     assert stage.kernel.calls == [((8, 1, 1), (tensors[0], tensors[0], 3, 64, 16), CONFIG)]
     parts = (7, "function", "metadata", None, None, None)
     assert compiled.started == [
-        (2 * (4 + at), 1, 1, *parts, tensors[at].data_ptr(), tensors[0].data_ptr(), 3 + at, 64 + 16 * at, 16, 64, False) for at in (1, 2)
+        (2 * (4 + at), 1, 1, *parts, tensors[at].data_ptr(), tensors[0].data_ptr(), 3 + at, 64 + 16 * at, 16, 64, False)
+        for at in (1, 2)
     ]
 
 
@@ -154,7 +166,11 @@ def test_a_call_like_the_last_one_is_held_against_its_alignment_and_flags(monkey
     stage = Stage(monkeypatch, compiled, specialised=(1,), flags=("TMA",))
     for tensor, flag in ((x, False), (x[1:], False), (x, False), (x, True), (x[1:], False), (x, False)):
         stage.launch(tensor, 200, 2, (tensor,), (0.5, 16), (64, 16), (flag,))
-    assert [(args[0].data_ptr() % 16, config["TMA"]) for _, args, config in stage.kernel.calls] == [(0, False), (2, False), (0, True)]
+    assert [(args[0].data_ptr() % 16, config["TMA"]) for _, args, config in stage.kernel.calls] == [
+        (0, False),
+        (2, False),
+        (0, True),
+    ]
     assert [(args[9] % 16, args[-1]) for args in compiled.started] == [(0, False), (2, False), (0, False)]
 
 
@@ -242,7 +258,10 @@ def test_descriptors_are_encoded_once_for_each_place_and_form(monkeypatch: pytes
 def test_what_is_copied_for_a_descriptor_is_copied_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that start at no multiple of 16 bytes; and a tensor without rows, for which another stands in."""
     calls = DescribedCalls(monkeypatch)
-    q, narrow = torch.zeros(2, 3, 200, 64, dtype=torch.float16), torch.ones(2, 3, 200, 68, dtype=torch.float16)[..., :64]
+    q, narrow = (
+        torch.zeros(2, 3, 200, 64, dtype=torch.float16),
+        torch.ones(2, 3, 200, 68, dtype=torch.float16)[..., :64],
+    )
     calls.start(q, q, narrow)
     for _ in range(2):
         (_, address), *form = calls(q, q, narrow)[9:]
@@ -337,7 +356,18 @@ def test_a_guard_knows_the_kind_of_the_last_calls_tensors_and_no_other(device: s
     knows, _ = rules.last
     assert knows(v, q, k) and knows(*(x[:, :1, :7].transpose(1, 2) for x in (q, k, v)))
     leaf, mine = k.clone().requires_grad_(), k.as_subclass(type("Mine", (torch.Tensor,), {}))
-    others = (k.float(), mine, k.to_sparse(), k.to("meta"), torch._neg_view(k), k[0], torch.nn.Parameter(k), leaf, [k], None)
+    others = (
+        k.float(),
+        mine,
+        k.to_sparse(),
+        k.to("meta"),
+        torch._neg_view(k),
+        k[0],
+        torch.nn.Parameter(k),
+        leaf,
+        [k],
+        None,
+    )
     assert not any(knows(q, other, v) for other in others)
     with Watch():
         assert not knows(q, k, v)
@@ -349,13 +379,17 @@ def test_a_guard_knows_the_kind_of_the_last_calls_tensors_and_no_other(device: s
     assert len(rules.guards) == 2
     with pytest.raises(TypeError, match="k is torch.float32 and q torch.float16"):
         rules.admit(q, k.float(), v)
-    for name, odd in (("q", None), ("k", torch.nested.nested_tensor([k[0]]))):  # torch ends the process if a guard is asked about these
+    for name, odd in (
+        ("q", None),
+        ("k", torch.nested.nested_tensor([k[0]])),
+    ):  # torch ends the process if a guard is asked about these
         with pytest.raises(TypeError, match=f"{name} is a .*; expected a dense tensor"):
             rules.admit(**{"q": q, "k": k, "v": v, name: odd})
 
 
 def test_no_call_spoils_the_guards_of_others(device: str) -> None:
-    """A guard of a Parameter gives way to one of tensors, and one that is in use to none, where a call has one tensor twice."""
+    """A guard of a Parameter gives way to one of tensors, and one that is in use to none, where a call has one
+    tensor twice."""
     module, (q, k, v) = built(NAME), inputs(device)
     rules = module.runtime.Rules("mha", 64, 64, (torch.float16,), module.INTERPRETED)
     with pytest.raises(ValueError, match="q has shape"):
@@ -384,11 +418,24 @@ def test_inputs_cannot_have_the_wrappers_own_names(name: str) -> None:
     given = {i.name for i in made.inputs()} | {n for d in made.derived() for n in d.names}
     names = ("attention", "make_plan", "_forward", "_backward", "_count")
     functions = [inspect.unwrap(getattr(module, name)) for name in names if hasattr(module, name)]
-    values = {ref for host in target(name).hosts for op in host.ops() for ref in (op.name, *(f"{op.name}.{f}" for f in op.results()))}
-    values |= {f"{op.name}.{f}" for host in target(name).hosts for op in host.ops() if isinstance(op, If) for f in host.fields(op)}
+    values = {
+        ref
+        for host in target(name).hosts
+        for op in host.ops()
+        for ref in (op.name, *(f"{op.name}.{f}" for f in op.results()))
+    }
+    values |= {
+        f"{op.name}.{f}"
+        for host in target(name).hosts
+        for op in host.ops()
+        if isinstance(op, If)
+        for f in host.fields(op)
+    }
     found = {n for f in functions for n in f.__code__.co_varnames if n.islower() and not n.endswith("_strides")} - given
     found -= OF_OUTPUTS if len(made.outputs) > 1 else set()  # which only such specs refuse
-    assert found <= WRAPPER | {variable(ref) for ref in values}  # an input of such a value's name breaks the rule `host-arguments`
+    assert found <= WRAPPER | {
+        variable(ref) for ref in values
+    }  # an input of such a value's name breaks the rule `host-arguments`
 
 
 def test_a_tracer_sees_the_operator(device: str) -> None:
@@ -415,7 +462,8 @@ def test_gradients_are_the_same_whether_or_not_the_lse_is_asked_for(device: str)
 
 
 class Backward:
-    """The backward of a module that has been called with no tensors yet, and how often its host program has been run."""
+    """The backward of a module that has been called with no tensors yet, and how often its host program has been
+    run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str = NAME) -> None:
         self.module, self.runs = built(name), 0
@@ -445,19 +493,33 @@ def test_a_backward_of_a_known_form_is_done_again_from_memory(device: str, monke
     turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves]
     expected = backward(*leaves)
     again = backward(*moved)
-    assert alike(again, expected) and backward.runs == 1 and not {x.data_ptr() for x in again} & {x.data_ptr() for x in expected}
-    assert all(a.equal(b) and a.stride() == x.stride() for a, b, x in zip(backward(*turned), expected, turned)) and backward.runs == 2
+    assert (
+        alike(again, expected)
+        and backward.runs == 1
+        and not {x.data_ptr() for x in again} & {x.data_ptr() for x in expected}
+    )
+    assert (
+        all(a.equal(b) and a.stride() == x.stride() for a, b, x in zip(backward(*turned), expected, turned))
+        and backward.runs == 2
+    )
     short = backward(*(x[:, :, :10] for x in leaves))
     assert backward.runs == 3 and alike(backward(*(x[:, :, :10] for x in moved)), short) and backward.runs == 3
     scaled = backward(*leaves, scale=0.5)
-    assert backward.runs == 4 and not any(a.equal(b) for a, b in zip(scaled[:2], expected)) and alike(backward(*moved), expected)
+    assert (
+        backward.runs == 4
+        and not any(a.equal(b) for a, b in zip(scaled[:2], expected))
+        and alike(backward(*moved), expected)
+    )
     backward.runtime.forget_launches()
     assert alike(backward(*leaves), expected) and backward.runs == 5
     assert backward.runtime.NOTES.launches == backward.runtime.NOTES.zeros == []  # no tensor is held after a call
 
 
-def test_a_backward_is_not_remembered_of_a_tensor_twice_or_of_an_odd_address(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In either order: with q, k and v that are one, or start at no multiple of 16 bytes, and then others of that form."""
+def test_a_backward_is_not_remembered_of_a_tensor_twice_or_of_an_odd_address(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In either order: with q, k and v that are one, or start at no multiple of 16 bytes, and then others of that
+    form."""
     x, leaves = inputs(device)[0].requires_grad_(), [x.requires_grad_() for x in inputs(device)]
     odd = [torch.cat([y.new_zeros(1), y.detach().flatten()])[1:].view_as(y).requires_grad_() for y in leaves]
     forward, backward = Backward(monkeypatch), Backward(monkeypatch)
@@ -469,11 +531,18 @@ def test_a_backward_is_not_remembered_of_a_tensor_twice_or_of_an_odd_address(dev
         assert alike(backward(*call), found)
 
 
-def test_what_is_remembered_of_dropout_is_without_a_seed_or_for_any(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_of_dropout_is_without_a_seed_or_for_any(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backward = Backward(monkeypatch, "causal_dropout_mqa")
     q, k, v = (x.requires_grad_() for x in inputs(device))
     leaves = q, k[:, :1], v[:, :1]
-    options: list[dict[str, Any]] = [{}, {"dropout_p": 0.5, "seed": 1}, {"dropout_p": 0.5, "seed": 2}, {"dropout_p": 0.25, "seed": 2}]
+    options: list[dict[str, Any]] = [
+        {},
+        {"dropout_p": 0.5, "seed": 1},
+        {"dropout_p": 0.5, "seed": 2},
+        {"dropout_p": 0.25, "seed": 2},
+    ]
     first = [backward(*leaves, **given) for given in options]
     assert backward.runs == 3 and alike([*map(torch.Tensor.sum, first[0])], [x.sum() for x in backward(*leaves)])
     assert all(alike(backward(*leaves, **given), found) for given, found in zip(options, first)) and backward.runs == 3
@@ -490,14 +559,18 @@ def test_ten_thousand_forms_take_no_more_memory_than_a_thousand(device: str, mon
     assert 0 < len(runtime.STEPS) <= 1024
 
 
-@pytest.mark.parametrize("change", [lambda x: x.mT.contiguous().mT, lambda x: torch._neg_view(-x)], ids=["strides", "sign"])
+@pytest.mark.parametrize(
+    "change", [lambda x: x.mT.contiguous().mT, lambda x: torch._neg_view(-x)], ids=["strides", "sign"]
+)
 def test_what_was_saved_may_come_back_in_another_form(change: Any, device: str) -> None:
     """Hooks of saved tensors give back the same values, in a form that kernels cannot read."""
     module, leaves = built(NAME), [x.requires_grad_() for x in inputs(device)]
     expected = torch.autograd.grad(module.attention(*leaves).sum(), leaves)
     places = [x.data_ptr() for x in leaves]
     every = change(torch.ones(1, 1)).is_neg()  # out and lse come back so, too
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: change(x) if every or x.data_ptr() in places else x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: change(x) if every or x.data_ptr() in places else x
+    ):
         found = torch.autograd.grad(module.attention(*leaves).sum(), leaves)
     assert all(a.equal(b) for a, b in zip(found, expected))
 
@@ -516,4 +589,6 @@ def test_an_operator_is_recorded_only_where_gradients_are_wanted(device: str, mo
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(leaves[0].detach(), torch.ones_like(leaves[0]))
             results = module.FORWARD(dual, *leaves[1:], 0.1)
-            assert len(recorded) == 2 and all(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in results)
+            assert len(recorded) == 2 and all(
+                torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in results
+            )

@@ -23,7 +23,10 @@ from tests.hopper.test_numerics import hold
 
 IDS = {"tensor": ["Nq"], "dtype": "int32"}
 PARTS: dict[str, Any] = {
-    "mask": {"expr": "kv_idx >= starts[ids[q_idx]]", "params": {"starts": {"tensor": ["any"], "dtype": "int32"}, "ids": IDS}},
+    "mask": {
+        "expr": "kv_idx >= starts[ids[q_idx]]",
+        "params": {"starts": {"tensor": ["any"], "dtype": "int32"}, "ids": IDS},
+    },
     "score": {"expr": "s + table[ids[q_idx] - 3, h % 2]", "params": {"table": {"tensor": ["any", 2]}, "ids": IDS}},
 }
 SPEC = make_spec({"name": "lengths", "head_dim": 16, "dtype": "fp32", **PARTS})
@@ -71,7 +74,10 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 def test_a_call_gives_no_length_and_a_wrong_shape_is_refused(module: Any, device: str) -> None:
     q = torch.zeros(1, 2, N_Q, 16, device=device)
     given = inputs(3, 4, device)
-    with pytest.raises(TypeError, match="starts_len is no argument; expected q, k, v, starts, ids, table, plan, scale, return_lse, check"):
+    with pytest.raises(
+        TypeError,
+        match="starts_len is no argument; expected q, k, v, starts, ids, table, plan, scale, return_lse, check",
+    ):
         module.attention(q, q, q, **given, starts_len=3)
     with pytest.raises(ValueError, match=r"table has shape \[4, 3\]; expected \[any, 2\]: a parameter of the spec$"):
         module.attention(q, q, q, **{**given, "table": torch.zeros(4, 3, device=device)})
@@ -83,7 +89,9 @@ def test_lengths_are_symbols_of_compiled_graphs(module: Any, device: str) -> Non
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    graph = torch.compile(lambda q, **given: module.attention(q, q, q, **given), backend=counter, fullgraph=True, dynamic=True)
+    graph = torch.compile(
+        lambda q, **given: module.attention(q, q, q, **given), backend=counter, fullgraph=True, dynamic=True
+    )
     q = torch.randn(1, 2, N_Q, 16, generator=torch.Generator().manual_seed(0)).to(device)
     for documents, rows in ((3, 4), (5, 9), (12, 7), (8, 20)):
         given = inputs(documents, rows, device)
@@ -145,12 +153,13 @@ def test_the_spec_and_the_ir_say_it_and_read_it_again() -> None:
     assert make_spec(SPEC.canonical()) == SPEC and isinstance(SPEC, Spec)
     text = print_module(lower(SPEC))
     assert (
-        "input starts : i32[starts_len] a parameter of the spec" in text and "input starts_len : i32[] size | a length of `starts`" in text
+        "input starts : i32[starts_len] a parameter of the spec" in text
+        and "input starts_len : i32[] size | a length of `starts`" in text
     )
     assert print_module(parse_module(text)) == text
 
 
-def test_a_divided_kernel_takes_lengths() -> None:
+def test_a_warp_specialized_kernel_takes_lengths() -> None:
     """Run on NumPy, its roles in random orders."""
     spec = make_spec({"name": "lengths", "head_dim": 128, "dtype": "bf16", "schedule": {"backend": "hopper"}, **PARTS})
     module = lower(spec)
@@ -161,9 +170,21 @@ def test_a_divided_kernel_takes_lengths() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("input starts_len : i32[] size |", "input starts_len : i32[] |", "`input starts : i32[starts_len]`; expected b1"),
-        ("input starts_len : i32[] size |", "input starts_len : i32[Nq] size |", "`input starts : i32[starts_len]`; expected b1"),
-        ("input table : f32[table_len, 2] ", "input table : f32[table_len, 2] grad | ", "a dimension of an input without a gradient"),
+        (
+            "input starts_len : i32[] size |",
+            "input starts_len : i32[] |",
+            "`input starts : i32[starts_len]`; expected b1",
+        ),
+        (
+            "input starts_len : i32[] size |",
+            "input starts_len : i32[Nq] size |",
+            "`input starts : i32[starts_len]`; expected b1",
+        ),
+        (
+            "input table : f32[table_len, 2] ",
+            "input table : f32[table_len, 2] grad | ",
+            "a dimension of an input without a gradient",
+        ),
         (
             "input starts : i32[starts_len]",
             "input starts : i32[starts_length]",

@@ -37,9 +37,13 @@ WRITTEN_ROWS = {
     "params": {"first": {"tensor": ["B", "Nq"], "dtype": "int32"}, "hidden": {"tensor": ["Nk"], "dtype": "bool"}},
 }
 
-# name: what a spec has besides its name, sizes to run. The schedules of two in three cut tiles of queries and keys unevenly.
+# name: what a spec has besides its name, sizes to run. The schedules of two in three cut tiles of queries and keys
+# unevenly.
 SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
-    "chunked": ({**GQA, "mask": {"chunked": {"size": 40}}, "schedule": {"block_q": 16, "block_kv": 16}}, [(1, 1), (65, 65), (97, 40)]),
+    "chunked": (
+        {**GQA, "mask": {"chunked": {"size": 40}}, "schedule": {"block_q": 16, "block_kv": 16}},
+        [(1, 1), (65, 65), (97, 40)],
+    ),
     "chunked_top_left": ({"mask": {"chunked": {"size": 24, "align": "top_left"}}}, [(97, 40)]),
     "dilated": ({"mask": {"dilated": {"step": 3, "reach": 50}}}, UNEQUAL),
     "prefix": ({**GQA, "mask": {"prefix_lm": {"length": 30}}}, [(40, 97)]),
@@ -47,7 +51,12 @@ SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "prefix_argument": ({"mask": "prefix_lm"}, [(40, 33)]),
     "prefix_per_batch": ({"mask": {"prefix_lm": {"per": "batch"}}}, [(33, 65)]),
     "streaming": (
-        {**GQA, "mask": {"all_of": ["causal", {"any_of": [{"sliding_window": {"left": 20}}, {"sink_tokens": {"count": 4}}]}]}},
+        {
+            **GQA,
+            "mask": {
+                "all_of": ["causal", {"any_of": [{"sliding_window": {"left": 20}}, {"sink_tokens": {"count": 4}}]}]
+            },
+        },
         [(40, 97)],
     ),
     "not_causal": ({"mask": {"not": "causal"}}, [(1, 1), (97, 40)]),
@@ -80,7 +89,12 @@ SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
         [(40, 65)],
     ),
     "written_number": (
-        {"score": {"expr": "where(kv_idx <= q_idx, s * sharp, s - far)", "params": {"sharp": {"scalar": "float"}, "far": {"value": 0.5}}}},
+        {
+            "score": {
+                "expr": "where(kv_idx <= q_idx, s * sharp, s - far)",
+                "params": {"sharp": {"scalar": "float"}, "far": {"value": 0.5}},
+            }
+        },
         [(33, 65)],
     ),
     "bucketed": (
@@ -88,7 +102,10 @@ SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
             **FREE,
             "score": {
                 "expr": "s + table[h, bucket[b, q_idx, kv_idx]]",
-                "params": {"table": {"tensor": ["H", 40], "grad": True}, "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"}},
+                "params": {
+                    "table": {"tensor": ["H", 40], "grad": True},
+                    "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"},
+                },
             },
         },
         [(40, 65)],
@@ -100,13 +117,22 @@ SPECS: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
             "dropout": True,
             "score": {
                 "expr": "s * (1 + table[h, bucket[b, q_idx, kv_idx] % 7])",
-                "params": {"table": {"tensor": ["H", 6], "grad": True}, "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"}},
+                "params": {
+                    "table": {"tensor": ["H", 6], "grad": True},
+                    "bucket": {"tensor": ["B", "Nq", "Nk"], "dtype": "int32"},
+                },
             },
         },
         [(40, 65)],
     ),
     "key_bias": (
-        {**FREE, **GQA, "mask": "causal", "dropout": True, "score": {"expr": "s * (1 + w[h, kv_idx] / 4)", "params": {"w": KEYS}}},
+        {
+            **FREE,
+            **GQA,
+            "mask": "causal",
+            "dropout": True,
+            "score": {"expr": "s * (1 + w[h, kv_idx] / 4)", "params": {"w": KEYS}},
+        },
         [(40, 65)],
     ),
     "pieces": (
@@ -163,7 +189,9 @@ Built = Callable[[str], ModuleType]
 @pytest.mark.parametrize(("name", "size"), CASES, ids=[f"{name}-{n}x{m}" for name, (n, m) in CASES])
 def test_against_the_oracle(name: str, size: tuple[int, int], built: Built, device: str) -> None:
     """out, lse, dq, dk, dv, and the gradient of everything that is learned."""
-    result = run_case(built(name), spec(name), case(name, *size, batch=1 if SPECS[name][0].get("heads") else 2), "fp16", device)
+    result = run_case(
+        built(name), spec(name), case(name, *size, batch=1 if SPECS[name][0].get("heads") else 2), "fp16", device
+    )
     assert result.ok, str(result)
     assert {f"d{i.name}" for i in spec(name).inputs() if i.grad} <= result.ours.keys()
 
@@ -179,21 +207,44 @@ ODD: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
         (40, 50),
         {"document_ids": torch.arange(50, dtype=torch.int32).mul(7).remainder(5)[None].repeat(2, 1)},
     ),
-    "every key its own": ("documents", (20, 20), {"document_ids": torch.arange(20, dtype=torch.int32).flip(0)[None].repeat(2, 1)}),
+    "every key its own": (
+        "documents",
+        (20, 20),
+        {"document_ids": torch.arange(20, dtype=torch.int32).flip(0)[None].repeat(2, 1)},
+    ),
     "large ids": ("documents", (20, 20), {"document_ids": ints([2**31 - 1] * 12 + [-(2**31)] * 8, [0] * 20)}),
     "more queries than keys": ("documents", (50, 20), {"document_ids": ints([3] * 20, [1] * 9 + [2] * 11)}),
     "one document": ("packed_causal", (33, 50), {"cu_seqlens_q": ints(0, 33), "cu_seqlens_kv": ints(0, 50)}),
-    "documents without rows": ("packed_causal", (33, 50), {"cu_seqlens_q": ints(0, 0, 17, 17, 33), "cu_seqlens_kv": ints(0, 9, 9, 30, 50)}),
-    "rows after the last document": ("packed", (33, 50), {"cu_seqlens_q": ints(0, 7, 20), "cu_seqlens_kv": ints(0, 20, 33)}),
-    "more queries than keys in one": ("packed_causal", (33, 50), {"cu_seqlens_q": ints(0, 24, 33), "cu_seqlens_kv": ints(0, 4, 50)}),
+    "documents without rows": (
+        "packed_causal",
+        (33, 50),
+        {"cu_seqlens_q": ints(0, 0, 17, 17, 33), "cu_seqlens_kv": ints(0, 9, 9, 30, 50)},
+    ),
+    "rows after the last document": (
+        "packed",
+        (33, 50),
+        {"cu_seqlens_q": ints(0, 7, 20), "cu_seqlens_kv": ints(0, 20, 33)},
+    ),
+    "more queries than keys in one": (
+        "packed_causal",
+        (33, 50),
+        {"cu_seqlens_q": ints(0, 24, 33), "cu_seqlens_kv": ints(0, 4, 50)},
+    ),
     "no prefix, and one beyond the end": ("prefix_per_batch", (20, 33), {"prefix_length": ints(0, 1000)}),
     "a prefix beyond the end": ("prefix_argument", (20, 33), {"prefix_length": 2**30 - 1}),
     "no reach": ("written_mask", (20, 33), {"reach": ints(-1, 0, 1000, 7), "step": 2**20}),
-    "a first key beyond the end": ("written_rows", (40, 50), {"first": torch.arange(80, dtype=torch.int32).view(2, 40) - 3}),
+    "a first key beyond the end": (
+        "written_rows",
+        (40, 50),
+        {"first": torch.arange(80, dtype=torch.int32).view(2, 40) - 3},
+    ),
     "bounds that are the least and greatest integers": (
         "written_bounds",
         (40, 50),
-        {name: ints(-(2**31), 2**31 - 1, far, 30, 0).repeat(16).view(2, 40) for name, far in (("limit", 100), ("first", -100))},
+        {
+            name: ints(-(2**31), 2**31 - 1, far, 30, 0).repeat(16).view(2, 40)
+            for name, far in (("limit", 100), ("first", -100))
+        },
     ),
     "one bias for all": ("dense", (20, 33), {"bias": torch.linspace(-2, 2, 660).half().view(1, 1, 20, 33)}),
     "a bias for each sequence": ("dense", (20, 33), {"bias": torch.linspace(-2, 2, 1320).half().view(2, 1, 20, 33)}),
@@ -225,15 +276,21 @@ TRICKY: dict[str, dict[str, Any]] = {
     "a division by what is past the keys": scored("s / (kv_len - kv_idx)"),
     "a derivative that is infinite": scored("abs(s) ** 0.5"),
     "products of parameters": masked("kv_idx * n >= 5 and (q_idx - kv_idx + n) % 4 != 0", n=INT),
-    "places with parameters": scored("s + t[h, clamp(q_idx - kv_idx + off[b], 0, 80)]", t=tensor("H", 81), off=tensor("B", **WHOLE)),
+    "places with parameters": scored(
+        "s + t[h, clamp(q_idx - kv_idx + off[b], 0, 80)]", t=tensor("H", 81), off=tensor("B", **WHOLE)
+    ),
     "roots of integers": scored("s * sqrt(q_len - q_idx) + log(kv_idx + 2)"),
     "equalities of data": masked(
-        "ids[b, kv_idx] == 1 or ids[b, kv_idx] != far[b, q_idx]", ids=tensor("B", "Nk", **WHOLE), far=tensor("B", "Nq", **WHOLE)
+        "ids[b, kv_idx] == 1 or ids[b, kv_idx] != far[b, q_idx]",
+        ids=tensor("B", "Nk", **WHOLE),
+        far=tensor("B", "Nq", **WHOLE),
     ),
     "a real number in a mask": masked("kv_idx < q_idx + far", far={"scalar": "float"}),
     "a function in a mask": masked("tanh(w[b, kv_idx]) > 0.0 or kv_idx <= sqrt(q_len)", w=tensor("B", "Nk")),
     "integers beside reals": scored("s - 0.1 * abs(q_idx - kv_idx + n - q_len)", n=INT),
-    "rows before sequences": scored("s * w[q_idx, b] + u[kv_idx, b]", w=tensor("Nq", "B", grad=True), u=tensor("Nk", "B")),
+    "rows before sequences": scored(
+        "s * w[q_idx, b] + u[kv_idx, b]", w=tensor("Nq", "B", grad=True), u=tensor("Nk", "B")
+    ),
     "places from the end alone": masked("t[-1 - kv_idx] > 0 or t[kv_idx - kv_len] > 5", t=tensor("Nk", **WHOLE)),
     "names of the wrapper's loops": masked(
         "x[kv_idx] > 0 and name <= width[b] and seen[h, q_idx] <= shape[kv_idx] + rows",
@@ -246,13 +303,19 @@ TRICKY: dict[str, dict[str, Any]] = {
     ),
     "another sequence": {**GQA, **scored("s * t[h // 2] + u[b + 1] * kv_idx / 32", t=tensor("Hkv"), u=tensor("B"))},
     "a table from its end": scored("s * w[-1] + t[clamp(kv_idx - q_idx, -4, 4)]", w=tensor(4, grad=True), t=tensor(5)),
-    "a table of key heads by distance": {**FREE, **GQA, **scored("s + t[hkv, kv_idx - q_idx + 40]", t=tensor("Hkv", 81, grad=True))},
+    "a table of key heads by distance": {
+        **FREE,
+        **GQA,
+        **scored("s + t[hkv, kv_idx - q_idx + 40]", t=tensor("Hkv", 81, grad=True)),
+    },
 }
 
 
 @pytest.mark.parametrize("what", TRICKY)
 def test_what_is_easily_wrong(what: str, device: str, tmp_path: Path) -> None:
-    made = make_spec({"name": "tricky", "head_dim": 16, "dtype": "fp16", "schedule": {"block_q": 16, "block_kv": 16}, **TRICKY[what]})
+    made = make_spec(
+        {"name": "tricky", "head_dim": 16, "dtype": "fp16", "schedule": {"block_q": 16, "block_kv": 16}, **TRICKY[what]}
+    )
     result = run_case(module_of(made, tmp_path / "tricky"), made, Case(2, *heads_for(made, 4), 20, 33), "fp16", device)
     assert result.ok, str(result)
 
@@ -270,9 +333,13 @@ def test_what_is_easily_wrong(what: str, device: str, tmp_path: Path) -> None:
             scored("s + t[where(s > 0, 1, 0)]", t=tensor(2)),
             "the index `where(s > 0, 1, 0)` of `t` depends on the score; expected positions",
         ),
-        (scored("s + t[hkv, kv_idx - q_idx]", t=tensor("Hkv", 9, grad=True)), "sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_"),
         (
-            masked("doc[b, q_idx] == doc[b, kv_idx]", doc=tensor("B", "Nk", **WHOLE)) | scored("s * doc_q", doc_q={"scalar": "float"}),
+            scored("s + t[hkv, kv_idx - q_idx]", t=tensor("Hkv", 9, grad=True)),
+            "sums in a fixed order need b, h, hkv, q_idx, q_idx and kv_",
+        ),
+        (
+            masked("doc[b, q_idx] == doc[b, kv_idx]", doc=tensor("B", "Nk", **WHOLE))
+            | scored("s * doc_q", doc_q={"scalar": "float"}),
             "`mask` reads a tensor as `doc_q`, a parameter's name too; expected another name for the parameter",
         ),
         (
@@ -299,7 +366,11 @@ def test_a_bias_may_hide_keys(built: Built, device: str) -> None:
     bias[..., :32], bias[:, :, 19] = -torch.inf, -torch.inf
     out, lse = built("dense").attention(*(x.requires_grad_() for x in (q, k, v)), bias=bias, return_lse=True)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
-    assert all(x.isfinite().all() for x in (out, *grads)) and (lse[:, :, 19] == -torch.inf).all() and (out[:, :, 19] == 0).all()
+    assert (
+        all(x.isfinite().all() for x in (out, *grads))
+        and (lse[:, :, 19] == -torch.inf).all()
+        and (out[:, :, 19] == 0).all()
+    )
 
 
 @pytest.mark.parametrize("what", ODD)
@@ -311,7 +382,8 @@ def test_odd_arguments(what: str, built: Built, device: str) -> None:
 
 
 def test_queries_before_the_first_key_see_nothing(built: Built, device: str) -> None:
-    """With more queries than keys: of documents, of chunks, of dilated masks; exact zeros, LSE -inf, and zero gradients."""
+    """With more queries than keys: of documents, of chunks, of dilated masks; exact zeros, LSE -inf, and zero
+    gradients."""
     for name in ("documents", "chunked", "dilated"):
         q, k, v, inputs = make_inputs(spec(name), case(name, 40, 20), torch.float16, device)
         q.requires_grad_()
@@ -337,7 +409,8 @@ def test_modifiers_are_applied_in_the_specs_order(built: Built, device: str) -> 
 
 @pytest.mark.parametrize("name", ["alibi", "dense", "relative", "sinks", "temperature"])
 def test_only_what_is_learned_gets_a_gradient(name: str, built: Built, device: str) -> None:
-    """The gradients of q, k and v are the same whether the input gets one or not, and the input's without them; memory is not fresh."""
+    """The gradients of q, k and v are the same whether the input gets one or not, and the input's without them;
+    memory is not fresh."""
     (learned,) = (i.name for i in spec(name).inputs() if i.grad)
     q, k, v, inputs = make_inputs(spec(name), case(name, 20, 17, 1), torch.float16, device)
     leaves, x = [t.requires_grad_() for t in (q, k, v)], inputs[learned].requires_grad_()
@@ -347,7 +420,9 @@ def test_only_what_is_learned_gets_a_gradient(name: str, built: Built, device: s
     filled = torch.empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            torch, "empty_like", lambda t, **kw: filled(t.shape, dtype=kw.get("dtype", t.dtype), device=t.device).fill_(torch.nan)
+            torch,
+            "empty_like",
+            lambda t, **kw: filled(t.shape, dtype=kw.get("dtype", t.dtype), device=t.device).fill_(torch.nan),
         )
         alone = torch.autograd.grad(attention(q.detach(), k.detach(), v.detach(), **inputs).sum(), x)[0]
         frozen = torch.autograd.grad(attention(*leaves, **{**inputs, learned: x.detach()}).sum(), leaves)
@@ -357,13 +432,16 @@ def test_only_what_is_learned_gets_a_gradient(name: str, built: Built, device: s
 
 
 def test_what_is_added_atomically_says_so(built: Built, device: str) -> None:
-    """Where torch is told to be deterministic; but for a module that has no use for atomics, or a call that needs no such gradient."""
+    """Where torch is told to be deterministic; but for a module that has no use for atomics, or a call that needs no
+    such gradient."""
     attention = built("bucketed").attention
     q, k, v, inputs = make_inputs(spec("bucketed"), case("bucketed", 20, 17, 1), torch.float16, device)
     q.requires_grad_(), inputs["table"].requires_grad_()
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="^attention: the gradient of table is added atomically, in no fixed order; expected "):
+        with pytest.raises(
+            RuntimeError, match="^attention: the gradient of table is added atomically, in no fixed order; expected "
+        ):
             attention(q, k, v, **inputs).sum().backward()
         attention(q, k, v, **{**inputs, "table": inputs["table"].detach()}).sum().backward()
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -397,28 +475,78 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         ValueError,
         "document_ids has shape [50]; expected [2, 50]: the document",
     ),
-    ("documents", lambda a: {"document_ids": a["document_ids"].to("meta")}, ValueError, "document_ids is on meta and q on "),
-    ("documents", lambda a: {"document_ids": [0] * 50}, TypeError, "document_ids is a list; expected a dense torch.int32 tensor [2, 50]"),
+    (
+        "documents",
+        lambda a: {"document_ids": a["document_ids"].to("meta")},
+        ValueError,
+        "document_ids is on meta and q on ",
+    ),
+    (
+        "documents",
+        lambda a: {"document_ids": [0] * 50},
+        TypeError,
+        "document_ids is a list; expected a dense torch.int32 tensor [2, 50]",
+    ),
     (
         "packed",
         lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].short()},
         TypeError,
         "cu_seqlens_q is torch.int16; expected torch.int32 or torch.int64 [any]: ",
     ),
-    ("packed", lambda a: {"cu_seqlens_kv": a["cu_seqlens_kv"][None]}, ValueError, "cu_seqlens_kv has shape [1, 5]; expected ["),
+    (
+        "packed",
+        lambda a: {"cu_seqlens_kv": a["cu_seqlens_kv"][None]},
+        ValueError,
+        "cu_seqlens_kv has shape [1, 5]; expected [",
+    ),
     (
         "packed",
         lambda a: {"cu_seqlens_kv": [0, 50]},
         TypeError,
         "cu_seqlens_kv is a list; expected a dense torch.int32 tensor [any]: where",
     ),
-    ("prefix_per_batch", lambda a: {"prefix_length": 7}, TypeError, "prefix_length is a int; expected a dense torch.int32 tensor [2]: "),
-    ("prefix_per_batch", lambda a: {"prefix_length": ints(7)}, ValueError, "prefix_length has shape [1]; expected [2]: number of keys"),
-    ("prefix_argument", lambda a: {"prefix_length": -1}, ValueError, "prefix_length is -1; expected it to be at least 0: number of keys"),
-    ("prefix_argument", lambda a: {"prefix_length": True}, TypeError, "prefix_length is a bool; expected an int: number of keys, from"),
-    ("prefix_argument", lambda a: {"prefix_length": 7.0}, TypeError, "prefix_length is a float; expected an int: number of keys, from"),
-    ("prefix_argument", lambda a: {"prefix_length": None}, TypeError, "prefix_length is a NoneType; expected an int: number of keys"),
-    ("prefix_argument", lambda a: {"prefix_length": ints(7)}, TypeError, "prefix_length is a torch.strided tensor; expected an int: "),
+    (
+        "prefix_per_batch",
+        lambda a: {"prefix_length": 7},
+        TypeError,
+        "prefix_length is a int; expected a dense torch.int32 tensor [2]: ",
+    ),
+    (
+        "prefix_per_batch",
+        lambda a: {"prefix_length": ints(7)},
+        ValueError,
+        "prefix_length has shape [1]; expected [2]: number of keys",
+    ),
+    (
+        "prefix_argument",
+        lambda a: {"prefix_length": -1},
+        ValueError,
+        "prefix_length is -1; expected it to be at least 0: number of keys",
+    ),
+    (
+        "prefix_argument",
+        lambda a: {"prefix_length": True},
+        TypeError,
+        "prefix_length is a bool; expected an int: number of keys, from",
+    ),
+    (
+        "prefix_argument",
+        lambda a: {"prefix_length": 7.0},
+        TypeError,
+        "prefix_length is a float; expected an int: number of keys, from",
+    ),
+    (
+        "prefix_argument",
+        lambda a: {"prefix_length": None},
+        TypeError,
+        "prefix_length is a NoneType; expected an int: number of keys",
+    ),
+    (
+        "prefix_argument",
+        lambda a: {"prefix_length": ints(7)},
+        TypeError,
+        "prefix_length is a torch.strided tensor; expected an int: ",
+    ),
     (
         "prefix_argument",
         lambda a: {"prefix_length": 2**30},
@@ -432,16 +560,36 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         "sink is torch.int32; expected torch.float32 or torch.float16 or torch.bfloat16 [4]: a logit of each head",
     ),
     ("sinks", lambda a: {"sink": a["sink"][:2]}, ValueError, "sink has shape [2]; expected [4]: a logit of each head"),
-    ("alibi", lambda a: {"alibi_slopes": 0.5}, TypeError, "alibi_slopes is a float; expected a dense torch.float32 tensor [4]: by"),
+    (
+        "alibi",
+        lambda a: {"alibi_slopes": 0.5},
+        TypeError,
+        "alibi_slopes is a float; expected a dense torch.float32 tensor [4]: by",
+    ),
     (
         "alibi",
         lambda a: {"alibi_slopes": a["alibi_slopes"].double()},
         TypeError,
         "alibi_slopes is torch.float64; expected torch.float32 or torch.float16 or torch.bfloat16 [4]: ",
     ),
-    ("alibi", lambda a: {"alibi_slopes": a["alibi_slopes"].to("meta")}, ValueError, "alibi_slopes is on meta and q on "),
-    ("temperature", lambda a: {"temperature": a["temperature"][:, None]}, ValueError, "temperature has shape [2, 1]; expected [2]: what "),
-    ("relative", lambda a: {"relative_bias": a["relative_bias"][:, 1:]}, ValueError, "relative_bias has shape [2, 20]; expected [2, 21]: "),
+    (
+        "alibi",
+        lambda a: {"alibi_slopes": a["alibi_slopes"].to("meta")},
+        ValueError,
+        "alibi_slopes is on meta and q on ",
+    ),
+    (
+        "temperature",
+        lambda a: {"temperature": a["temperature"][:, None]},
+        ValueError,
+        "temperature has shape [2, 1]; expected [2]: what ",
+    ),
+    (
+        "relative",
+        lambda a: {"relative_bias": a["relative_bias"][:, 1:]},
+        ValueError,
+        "relative_bias has shape [2, 20]; expected [2, 21]: ",
+    ),
     (
         "relative",
         lambda a: {"relative_bias": None},
@@ -473,7 +621,12 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         "bias has shape [1, 4, 1, 50]; expected [1 or 2, 1 or 4, 40, 50]: what is",
     ),
     ("dense", lambda a: {"bias": a["bias"][0]}, ValueError, "bias has shape [4, 40, 50]; expected ["),
-    ("written_mask", lambda a: {"step": 0}, ValueError, "step is 0; expected it to be at least 1: a parameter of the spec"),
+    (
+        "written_mask",
+        lambda a: {"step": 0},
+        ValueError,
+        "step is 0; expected it to be at least 1: a parameter of the spec",
+    ),
     ("written_mask", lambda a: {"step": False}, TypeError, "step is a bool; expected an int: a parameter of the spec"),
     (
         "written_mask",
@@ -481,12 +634,42 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         TypeError,
         "reach is torch.float32; expected torch.int32 or torch.int64 [4]: a parameter",
     ),
-    ("written_rows", lambda a: {"first": a["first"][:, 1:]}, ValueError, "first has shape [2, 39]; expected [2, 40]: a parameter"),
-    ("written_rows", lambda a: {"hidden": a["hidden"].int()}, TypeError, "hidden is torch.int32; expected torch.bool [50]: a parameter"),
-    ("written_number", lambda a: {"sharp": True}, TypeError, "sharp is a bool; expected a number: a parameter of the spec"),
-    ("written_number", lambda a: {"sharp": "2"}, TypeError, "sharp is a str; expected a number: a parameter of the spec"),
-    ("written_number", lambda a: {"sharp": float("nan")}, ValueError, "sharp is nan; expected it to be between -2**30 and 2**30"),
-    ("written_number", lambda a: {"sharp": float("inf")}, ValueError, "sharp is inf; expected it to be between -2**30 and 2**30"),
+    (
+        "written_rows",
+        lambda a: {"first": a["first"][:, 1:]},
+        ValueError,
+        "first has shape [2, 39]; expected [2, 40]: a parameter",
+    ),
+    (
+        "written_rows",
+        lambda a: {"hidden": a["hidden"].int()},
+        TypeError,
+        "hidden is torch.int32; expected torch.bool [50]: a parameter",
+    ),
+    (
+        "written_number",
+        lambda a: {"sharp": True},
+        TypeError,
+        "sharp is a bool; expected a number: a parameter of the spec",
+    ),
+    (
+        "written_number",
+        lambda a: {"sharp": "2"},
+        TypeError,
+        "sharp is a str; expected a number: a parameter of the spec",
+    ),
+    (
+        "written_number",
+        lambda a: {"sharp": float("nan")},
+        ValueError,
+        "sharp is nan; expected it to be between -2**30 and 2**30",
+    ),
+    (
+        "written_number",
+        lambda a: {"sharp": float("inf")},
+        ValueError,
+        "sharp is inf; expected it to be between -2**30 and 2**30",
+    ),
 ]
 
 
@@ -514,7 +697,10 @@ def test_every_argument_is_needed(name: str, missing: str, built: Built, device:
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("documents", {"document_ids": torch.int64}), ("packed", {"cu_seqlens_q": torch.int64, "cu_seqlens_kv": torch.int64})],
+    [
+        ("documents", {"document_ids": torch.int64}),
+        ("packed", {"cu_seqlens_q": torch.int64, "cu_seqlens_kv": torch.int64}),
+    ],
 )
 def test_integers_may_have_64_bits(name: str, other: dict[str, torch.dtype], built: Built, device: str) -> None:
     q, k, v, inputs = make_inputs(spec(name), case(name, 40, 50), torch.float16, device)
@@ -522,8 +708,12 @@ def test_integers_may_have_64_bits(name: str, other: dict[str, torch.dtype], bui
     assert built(name).attention(q, k, v, **{**inputs, **wide}).equal(built(name).attention(q, k, v, **inputs))
 
 
-@pytest.mark.parametrize(("name", "learned", "dtype"), [("sinks", "sink", torch.float16), ("dense", "bias", torch.float32)])
-def test_learned_inputs_may_have_another_dtype(name: str, learned: str, dtype: torch.dtype, built: Built, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "learned", "dtype"), [("sinks", "sink", torch.float16), ("dense", "bias", torch.float32)]
+)
+def test_learned_inputs_may_have_another_dtype(
+    name: str, learned: str, dtype: torch.dtype, built: Built, device: str
+) -> None:
     """Those of the model, say: they are converted once, and have gradients in their own."""
     q, k, v, inputs = make_inputs(spec(name), case(name, 40, 50), torch.float16, device)
     given = inputs[learned].detach().to(dtype).requires_grad_()

@@ -1,7 +1,7 @@
 """Every committed module against naive attention: forward, all gradients, layouts, empty rows, edge sizes.
 
-The same tests run on CUDA and, with smaller shapes, in Triton's interpreter; `attngen test --report` adds the largest. The bar is
-`Result.ok`: no error above twice naive attention's in the same dtype, both against fp64.
+The same tests run on CUDA and, with smaller shapes, in Triton's interpreter; `attngen test --report` adds the largest.
+The bar is `Result.ok`: no error above twice naive attention's in the same dtype, both against fp64.
 """
 
 from __future__ import annotations
@@ -39,13 +39,23 @@ from tests.helpers import spec as spec_of
 SQUARE = [(1, 1), (17, 17), (127, 127), (129, 129)]
 SHAPES = [*((n, m, "bhnd") for n, m in [*SQUARE, (100, 300), (300, 100)])]
 SHAPES += [(129, 129, "bnhd"), (65, 65, "packed"), (40, 129, "expanded"), (100, 130, "island"), (130, 100, "island")]
-LONG = {"causal_mqa": [(1000, 1000)], "padding_mha": [(700, 700)], "window_gqa": [(140, 1200), (33, 1500)]}  # in the interpreter
+LONG = {
+    "causal_mqa": [(1000, 1000)],
+    "padding_mha": [(700, 700)],
+    "window_gqa": [(140, 1200), (33, 1500)],
+}  # in the interpreter
 SEQUENCES = 2 if CUDA else 1  # where a second one says nothing more
-EMPTY_SIZES = {"no batch": (0, 4, 65, 65), "no heads": (2, 0, 65, 65), "no queries": (2, 4, 0, 65), "no keys": (2, 4, 65, 0)}
+EMPTY_SIZES = {
+    "no batch": (0, 4, 65, 65),
+    "no heads": (2, 0, 65, 65),
+    "no queries": (2, 4, 0, 65),
+    "no keys": (2, 4, 65, 0),
+}
 
 
 def dtypes(name: str) -> list[str]:
-    """Element types to test a spec in: the interpreter cannot multiply bf16, so there one test covers what stands in for it."""
+    """Element types to test a spec in: the interpreter cannot multiply bf16, so there one test covers what stands in
+    for it."""
     return [d for d in spec_of(name).dtype if CUDA or d != "bf16"] or list(spec_of(name).dtype)
 
 
@@ -63,14 +73,18 @@ def small(name: str, n_q: int = 65, n_kv: int = 65, layout: str = "bhnd", batch:
     return Case(batch, *heads_for(spec_of(name), q_heads), n_q, n_kv, layout)
 
 
-def problem(name: str, case: Case, device: str, **changed: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
+def problem(
+    name: str, case: Case, device: str, **changed: torch.Tensor
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Any]:
     """(leaves q, k, v; mask inputs; gradients of out and LSE) of a case, in the first dtype tested."""
     q, k, v, inputs = make_inputs(spec_of(name), case, first_dtype(name), device)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     return leaves, {**inputs, **changed}, make_gradients(spec_of(name), case, first_dtype(name), device)
 
 
-def run(name: str, leaves: list[torch.Tensor], inputs: dict[str, torch.Tensor], grads: Any, **options: Any) -> dict[str, torch.Tensor]:
+def run(
+    name: str, leaves: list[torch.Tensor], inputs: dict[str, torch.Tensor], grads: Any, **options: Any
+) -> dict[str, torch.Tensor]:
     """Results and gradients of the built module, under KEYS."""
     out, lse = built(name).attention(*leaves, **inputs, **options, return_lse=True)
     return dict(zip(KEYS, (out, lse, *torch.autograd.grad((out, lse), leaves, grads))))
@@ -115,8 +129,11 @@ def test_a_product_of_one_row_is_that_of_matrices(rows: int) -> None:
 
 
 def test_products_of_naive_attention_are_those_of_kernels() -> None:
-    """Sums as in tiles of 16 rows in the interpreter, and of 2 on a GPU; in TF32 where the spec asks, but in the interpreter."""
-    whole, quick = (make_spec({"name": "one", "head_dim": 64, "dtype": "fp32", "fp32_precision": p}) for p in ("ieee", "tf32"))
+    """Sums as in tiles of 16 rows in the interpreter, and of 2 on a GPU; in TF32 where the spec asks, but in the
+    interpreter."""
+    whole, quick = (
+        make_spec({"name": "one", "head_dim": 64, "dtype": "fp32", "fp32_precision": p}) for p in ("ieee", "tf32")
+    )
     a, b = torch.randn(1, 128), torch.randn(128, 200)
     for spec, queries in ((whole, 1), (whole, 15), (quick, 1)):
         product, operand = fp32_products(spec, "fp32", "cpu", queries)
@@ -127,7 +144,9 @@ def test_products_of_naive_attention_are_those_of_kernels() -> None:
 
 def test_modules_in_tf32_are_as_exact_as_its_products(tmp_path: Path, device: str) -> None:
     """Where queries see few keys too: delta is no product, and dP is."""
-    spec = make_spec({"name": "quick", "head_dim": 64, "mask": {"dilated": {"step": 7}}, "dtype": "fp32", "fp32_precision": "tf32"})
+    spec = make_spec(
+        {"name": "quick", "head_dim": 64, "mask": {"dilated": {"step": 7}}, "dtype": "fp32", "fp32_precision": "tf32"}
+    )
     module = module_of(spec, tmp_path / "quick")
     for shape in ((1, 33), (17, 129), (129, 70), *([(1000, 1000)] if CUDA else [])):
         result = run_case(module, spec, Case(4, 2, 2, *shape), "fp32", device)
@@ -139,7 +158,8 @@ def test_modules_in_tf32_are_as_exact_as_its_products(tmp_path: Path, device: st
 
 
 def cases() -> list[Any]:
-    """Every spec, element type and shape; in the interpreter one shape for those of SMALLER, and five where heads alone differ."""
+    """Every spec, element type and shape; in the interpreter one shape for those of SMALLER, and five where heads
+    alone differ."""
 
     def shapes(name: str) -> list[tuple[int, int, str]]:
         return SHAPES if CUDA or name in KINDS else SHAPES[-2:-1] if name in SMALLER else SHAPES[3:8]
@@ -159,7 +179,9 @@ def test_against_naive(name: str, dtype: str, shape: tuple[int, int, str], devic
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize(("name", "shape"), [(n, s) for n in SPECS for s in ([(1000, 1000), (33, 1500)] if CUDA else LONG.get(n, []))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [(n, s) for n in SPECS for s in ([(1000, 1000), (33, 1500)] if CUDA else LONG.get(n, []))]
+)
 def test_longer(name: str, shape: tuple[int, int], device: str) -> None:
     spec = spec_of(name)
     result = run_case(built(name), spec, Case(1, *heads_for(spec, 2), *shape), dtypes(name)[0], device)
@@ -216,13 +238,16 @@ def test_padding(name: str, pattern: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in SPECS if "key_padding" in mask_inputs(n)])
 def test_padding_on_any_side(name: str, device: str) -> None:
-    """Keys that count in the middle, at the end, in stripes, in a single place; seen through strides and an expanded batch."""
+    """Keys that count in the middle, at the end, in stripes, in a single place; seen through strides and an expanded
+    batch."""
     n = 300
     at = torch.arange(n, device=device)
     for visible in ((at >= 64) & (at < 256), at >= 170, at // 64 % 2 == 1, at == 200, at != 0, (at * 7919) % 3 == 0):
         wide = torch.stack([visible, ~visible]).to(device)
         for mask in (wide, visible.expand(2, n), torch.cat([wide, ~wide], 1)[:, :n])[: 3 if CUDA else 1]:
-            result = run_case(built(name), spec_of(name), small(name, 70, n), dtypes(name)[0], device, inputs={"key_padding": mask})
+            result = run_case(
+                built(name), spec_of(name), small(name, 70, n), dtypes(name)[0], device, inputs={"key_padding": mask}
+            )
             assert result.ok, str(result)
 
 
@@ -234,7 +259,9 @@ def test_padding_in_any_strides(name: str, device: str) -> None:
     transposed = torch.stack([x, x.roll(1)], -1)[..., 0]
     for view in (transposed, x.flatten()[0].expand(x.shape)):
         assert view.stride(-1) != 1
-        expected, found = (run(name, leaves, {key: y}, grads) for y in (view.clone(memory_format=torch.contiguous_format), view))
+        expected, found = (
+            run(name, leaves, {key: y}, grads) for y in (view.clone(memory_format=torch.contiguous_format), view)
+        )
         assert all(found[k].equal(expected[k]) for k in KEYS)
 
 
@@ -245,13 +272,21 @@ def alone(name: str, inputs: dict[str, Any], lse: torch.Tensor) -> torch.Tensor:
     """The LSE of a row that sees no key: -inf, or its sink."""
     sinks = [part.reference_sink(inputs) for part in spec_of(name).score]
     sink = next((s for s in sinks if s is not None), torch.full((1,), -torch.inf, device=lse.device))
-    two = torch.exp2(torch.log2(torch.ones_like(sink))) * (sink * 1.4426950408889634) * 0.6931471805599453  # as the kernel rounds it
+    two = (
+        torch.exp2(torch.log2(torch.ones_like(sink))) * (sink * 1.4426950408889634) * 0.6931471805599453
+    )  # as the kernel rounds it
     return two[None, :, None].expand(lse.shape) if len(sink) > 1 else torch.full_like(lse, -torch.inf)
 
 
 def empty_cases() -> list[tuple[str, int, int, str]]:
-    cases = [(n, 300, 100, "") for n in WRAPPERS if "causal" in spec_of(n).mask.describe() or "window" in spec_of(n).mask.describe()]
-    return cases + [(n, 100, 130, p) for n in PADDED for p in ("none", "none at all")] + [(n, 65, 0, "") for n in WRAPPERS]
+    cases = [
+        (n, 300, 100, "")
+        for n in WRAPPERS
+        if "causal" in spec_of(n).mask.describe() or "window" in spec_of(n).mask.describe()
+    ]
+    return (
+        cases + [(n, 100, 130, p) for n in PADDED for p in ("none", "none at all")] + [(n, 65, 0, "") for n in WRAPPERS]
+    )
 
 
 @pytest.mark.parametrize(("name", "n_q", "n_kv", "pattern"), empty_cases())
@@ -259,7 +294,11 @@ def test_rows_that_see_nothing(name: str, n_q: int, n_kv: int, pattern: str, dev
     """Zeros, LSE -inf and zero gradients, exactly; whatever gradient comes back into such a row's LSE."""
     case = small(name, n_q, n_kv)
     changed = (
-        padding(name, PATTERNS[pattern], n_kv, device) if pattern else padding(name, [n_kv] * 2, n_kv, device) if name in PADDED else {}
+        padding(name, PATTERNS[pattern], n_kv, device)
+        if pattern
+        else padding(name, [n_kv] * 2, n_kv, device)
+        if name in PADDED
+        else {}
     )
     leaves, inputs, (grad_out, grad_lse) = problem(name, case, device, **changed)
     sees = reference_mask(spec_of(name).mask, leaves[0], leaves[1], inputs).expand(*leaves[0].shape[:3], n_kv)
@@ -317,7 +356,9 @@ class Guarded:
     def new_empty(self, x: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
         return self.empty(*size, **{"device": x.device, "dtype": x.dtype, **options})
 
-    def empty_strided(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    def empty_strided(
+        self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: str
+    ) -> torch.Tensor:
         reach = 1 + sum((n - 1) * step for n, step in zip(size, stride)) if 0 not in size else 0
         x = self.empty(reach, device=device, dtype=dtype)
         return x.as_strided(size, stride, x.storage_offset())
@@ -348,7 +389,9 @@ def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
     return guarded
 
 
-@pytest.mark.parametrize("shape", [(129, 129, "bhnd"), (300, 100, "island"), (1, 130, "bhnd"), (17, 130, "bnhd")], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(129, 129, "bhnd"), (300, 100, "island"), (1, 130, "bhnd"), (17, 130, "bnhd")], ids=str
+)
 @pytest.mark.parametrize("name", list(dict.fromkeys([*FEW, "causal_gqa"])))  # and one whose heads share tiles
 def test_every_element_is_written_and_no_other(
     name: str, shape: tuple[int, int, str], device: str, monkeypatch: pytest.MonkeyPatch
@@ -388,7 +431,9 @@ def test_rows_too_far_apart(name: str, limit: int, layout: str, device: str, mon
     if layout == "expanded rows":  # in the order of their strides the rows of results are the outermost dimension
         leaves = [x.detach()[:1, :1].expand(x.shape).requires_grad_() for x in leaves]
         grads = grads[0][:1, :1].expand(grads[0].shape), grads[1]
-    expected = run(name, [x.detach().contiguous().requires_grad_() for x in leaves], inputs, (grads[0].contiguous(), grads[1]))
+    expected = run(
+        name, [x.detach().contiguous().requires_grad_() for x in leaves], inputs, (grads[0].contiguous(), grads[1])
+    )
     monkeypatch.setattr(built(name).runtime, "MAX_ROW_STRIDE", limit)
     found = run(name, leaves, inputs, grads)
     for key in KEYS:
@@ -414,7 +459,9 @@ def test_few_queries_of_heads_that_differ(sharing: str, n_q: int, device: str, t
     )
     module = module_of(made, tmp_path / "by_head")
     for layout in ("bhnd", "bnhd"):
-        result = run_case(module, made, Case(2, *((6, 2) if sharing == "gqa" else (3, 1)), n_q, 70, layout), "fp16", device)
+        result = run_case(
+            module, made, Case(2, *((6, 2) if sharing == "gqa" else (3, 1)), n_q, 70, layout), "fp16", device
+        )
         assert result.ok, str(result)
 
 
@@ -441,13 +488,18 @@ def test_what_reads_by_query_or_head_shares_no_tiles() -> None:
 
 
 @pytest.mark.parametrize(("heads", "keys", "splits"), [((6, 2), 1, 1), ((12, 2), 141, 3), ((7, 1), 100, 7)])
-def test_groups_split_among_programs(heads: tuple[int, int], keys: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that share a tile of keys, each for some query heads: the fewer keys there are, the more; their sums are the gradients."""
+def test_groups_split_among_programs(
+    heads: tuple[int, int], keys: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that share a tile of keys, each for some query heads: the fewer keys there are, the more; their sums
+    are the gradients."""
     name = "causal_gqa" if heads[1] > 1 else "causal_mqa"
     module = built(name)
     room, found = module.runtime.room_for_splits, set()
     monkeypatch.setattr(module.runtime, "STEPS", {})  # nothing is remembered of the processors that there are
-    monkeypatch.setattr(module.runtime, "processors", lambda device: Fraction(2 * keys, SPLIT_KEYS))  # as two, of `keys` keys each
+    monkeypatch.setattr(
+        module.runtime, "processors", lambda device: Fraction(2 * keys, SPLIT_KEYS)
+    )  # as two, of `keys` keys each
     monkeypatch.setattr(module.runtime, "room_for_splits", lambda x, n: (found.add(n), room(x, n))[1])
     result = run_case(module, spec_of(name), Case(1, *heads, 40, 70), dtypes(name)[0], device)
     assert result.ok, str(result)
@@ -523,7 +575,9 @@ def test_gradients_of_one_result_alone(name: str, device: str) -> None:
 def wrong_module(name: str, mistake: str) -> Any:
     """Attention in fp32, rounded once at the end, and wrong in one way."""
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, return_lse: bool, **inputs: Any) -> Any:
+    def attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: Any, return_lse: bool, **inputs: Any
+    ) -> Any:
         mask = reference_mask(spec_of(name).mask, q, k, inputs).clone()
         if mistake == "diagonal":
             mask = mask & ~torch.eye(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
@@ -545,9 +599,17 @@ def wrong_module(name: str, mistake: str) -> Any:
     return SimpleNamespace(attention=attention)
 
 
-@pytest.mark.parametrize("mistake", ["", "diagonal", "one key", "scale", "lse gradient", "lse base", "row", "nan", "rounding"])
+@pytest.mark.parametrize(
+    "mistake", ["", "diagonal", "one key", "scale", "lse gradient", "lse base", "row", "nan", "rounding"]
+)
 def test_the_bar_sees_a_mistake(mistake: str) -> None:
-    result = run_case(wrong_module("causal_mqa", mistake), spec_of("causal_mqa"), small("causal_mqa", 1000, 1000, batch=1), "fp16", "cpu")
+    result = run_case(
+        wrong_module("causal_mqa", mistake),
+        spec_of("causal_mqa"),
+        small("causal_mqa", 1000, 1000, batch=1),
+        "fp16",
+        "cpu",
+    )
     assert result.ok == (not mistake), str(result)
 
 
@@ -566,7 +628,9 @@ def test_the_bar_sees_a_wrong_kernel(old: str, new: str, device: str, tmp_path: 
             assert old in text
             text = text.replace(old, new)
         (tmp_path / path.name).write_text(text)
-    assert not run_case(load_module(tmp_path), spec_of("causal_mqa"), small("causal_mqa"), dtypes("causal_mqa")[0], device).ok
+    assert not run_case(
+        load_module(tmp_path), spec_of("causal_mqa"), small("causal_mqa"), dtypes("causal_mqa")[0], device
+    ).ok
 
 
 # ------------------------------------------------------------------------------------------------- large, on CUDA only
@@ -579,7 +643,8 @@ def test_the_bar_sees_a_wrong_kernel(old: str, new: str, device: str, tmp_path: 
         (name, dtype, shape)
         for name, dtype in with_dtypes(WRAPPERS)
         for shape in [(4096, 4096, 4), (8191, 8191, 2), (1, 32768, 2)]
-        # one query over many keys in fp32: cuBLAS splits naive's sum over the keys, ours is one sum (docs/perf-log.md, section 4)
+        # one query over many keys in fp32: cuBLAS splits naive's sum over the keys, ours is one sum (docs/perf-log.md,
+        # section 4)
         if dtype != "fp32" or shape[0] > 1
     ],
     ids=str,
@@ -617,7 +682,10 @@ def test_offsets_beyond_32_bits(name: str, strides: tuple[int, int, int], device
     for i, x in enumerate((*leaves, grad_out)):  # one at a time: each buffer is gigabytes
         moved = [*leaves, grad_out]
         moved[i] = spread(x.detach()).requires_grad_(i < 3)
-        assert moved[i].storage_offset() + sum((s - 1) * t for s, t in zip(x.shape, moved[i].stride())) >= 2**31 or x.shape[1] == 1
+        assert (
+            moved[i].storage_offset() + sum((s - 1) * t for s, t in zip(x.shape, moved[i].stride())) >= 2**31
+            or x.shape[1] == 1
+        )
         found = run(name, moved[:3], inputs, (moved[3], grad_lse))
         for key in KEYS:
             error = relative_error(found[key], expected[key])
@@ -647,7 +715,8 @@ def test_more_than_2_31_elements(device: str) -> None:
 
 @pytest.mark.gpu
 def test_expanded_arguments_and_more_than_2_31_elements(device: str) -> None:
-    """Expanded over batch and heads: in the order of such strides, rows of results would be too far apart. All heads are alike."""
+    """Expanded over batch and heads: in the order of such strides, rows of results would be too far apart. All heads
+    are alike."""
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free GPU memory")
     shape = (1024, 264, 132, 64)  # rows as the outermost dimension would be more than 2**24 elements apart

@@ -1,4 +1,5 @@
-"""What calls give beside the output: the entropy and the largest score of each query, and the weight that each key gets."""
+"""What calls give beside the output: the entropy and the largest score of each query, and the weight that each key
+gets."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from tests.helpers import spec as spec_of
 from tests.hopper.test_numerics import hold
 
 NAME = "causal_outputs_gqa"
-ALL: dict[str, Any] = {"name": "outputs", "head_dim": 32, "dtype": ["fp16"], "heads": {"sharing": "gqa"}, "outputs": list(OUTPUTS)}
+ALL: dict[str, Any] = {
+    "name": "outputs",
+    "head_dim": 32,
+    "dtype": ["fp16"],
+    "heads": {"sharing": "gqa"},
+    "outputs": list(OUTPUTS),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped, causal": {"mask": "causal"},
     "one key head, a window, capped": {
@@ -36,13 +43,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a sink, which all rows see": {"mask": {"sliding_window": {"left": 9, "right": 0}}, "score": ["sink"]},
     "padding, in fp32": {"heads": {"sharing": "mha"}, "dtype": ["fp32"], "mask": "key_padding"},
     "documents, data that lists blocks, dropout": {"mask": "document", "dropout": True},
-    "blocks, a learned temperature": {"heads": {"sharing": "mha"}, "mask": {"block_sparse": {"block": 64}}, "score": ["temperature"]},
+    "blocks, a learned temperature": {
+        "heads": {"sharing": "mha"},
+        "mask": {"block_sparse": {"block": 64}},
+        "score": ["temperature"],
+    },
     "learned biases, widths of their own": {
         "head_dim": {"qk": 40, "v": 24},
         "mask": "none",
         "score": [{"relative_bias": {"max_distance": 16}}, "dense_bias"],
     },
-    "slopes, dropout": {"mask": "causal", "score": [{"alibi": {"slopes": "given", "learnable": True}}], "dropout": True},
+    "slopes, dropout": {
+        "mask": "causal",
+        "score": [{"alibi": {"slopes": "given", "learnable": True}}],
+        "dropout": True,
+    },
 }
 SIZES = [(1, 1), (17, 40), (127, 129), (130, 70)] + ([(1000, 1000)] if CUDA else [])
 
@@ -96,14 +111,18 @@ def test_results_come_in_the_order_of_the_arguments(device: str) -> None:
         also, one = attention(q, k, v, **{f"return_{name}": True})
         assert also.equal(out) and one.equal(x)
     with torch.no_grad():
-        assert all(a.equal(b) for a, b in zip((out, *every), attention(q, k, v, **{f"return_{name}": True for name in names})))
+        assert all(
+            a.equal(b) for a, b in zip((out, *every), attention(q, k, v, **{f"return_{name}": True for name in names}))
+        )
 
 
 def test_a_column_of_weights_sums_to_the_queries_that_see_a_key(device: str) -> None:
     """The last key is seen by the last query alone, where queries are as many as keys."""
     q, k, v = problem(device, 50, 50)
     out, lse, key_mass = built(NAME).attention(q, k, v, return_lse=True, return_key_mass=True)
-    assert key_mass.shape == (*q.shape[:2], k.shape[2]) and key_mass.dtype == torch.float32 and not key_mass.requires_grad
+    assert (
+        key_mass.shape == (*q.shape[:2], k.shape[2]) and key_mass.dtype == torch.float32 and not key_mass.requires_grad
+    )
     torch.testing.assert_close(key_mass.sum(2), torch.full_like(key_mass[..., 0], 50.0))
     keys = k.repeat_interleave(2, 1)
     last = ((q[:, :, -1] * keys[:, :, -1]).float().sum(-1) * 0.125 - lse[:, :, -1]).exp()
@@ -111,7 +130,8 @@ def test_a_column_of_weights_sums_to_the_queries_that_see_a_key(device: str) -> 
 
 
 def test_operators_and_compiled_calls(device: str) -> None:
-    """Schemas, stand-ins under tracers and autograd of all operators; one graph without breaks, and the same bits and gradients."""
+    """Schemas, stand-ins under tracers and autograd of all operators; one graph without breaks, and the same bits
+    and gradients."""
     module, asked = built(NAME), {f"return_{name}": True for name in spec_of(NAME).outputs}
     q, k, v = problem(device, 20, 30)
     grads = make_all_gradients(spec_of(NAME), Case(2, *heads_for(spec_of(NAME)), 20, 30), torch.float16, device)
@@ -136,7 +156,9 @@ def test_operators_and_compiled_calls(device: str) -> None:
 
 def test_wrong_calls_are_refused(device: str) -> None:
     q, k, v = problem(device)
-    with pytest.raises(ValueError, match=r'return_max_score is "row"; expected True, for each query, or "head", for each head$'):
+    with pytest.raises(
+        ValueError, match=r'return_max_score is "row"; expected True, for each query, or "head", for each head$'
+    ):
         built(NAME).attention(q, k, v, return_max_score="row")
     with pytest.raises(TypeError, match=r'return_max_score is a int; expected True, False or "head"$'):
         built(NAME).attention(q, k, v, return_max_score=1)
@@ -151,8 +173,14 @@ def test_wrong_calls_are_refused(device: str) -> None:
             {"outputs": ["max_score"], "cache": "contiguous", "backward": False},
             "asks for `max_score`, which calls over a cache",
         ),
-        ({"outputs": ["key_mass"], "cache": {"paged": {}}, "backward": False}, "asks for `key_mass`, which calls over a cache do not give"),
-        ({"outputs": ["max_score"], "schedule": {"order": "kv_outer"}}, "asks for `max_score`, which `order: kv_outer` does not give"),
+        (
+            {"outputs": ["key_mass"], "cache": {"paged": {}}, "backward": False},
+            "asks for `key_mass`, which calls over a cache do not give",
+        ),
+        (
+            {"outputs": ["max_score"], "schedule": {"order": "kv_outer"}},
+            "asks for `max_score`, which `order: kv_outer` does not give",
+        ),
         (
             {"outputs": ["max_score"], "mask": {"expr": "kv_idx < results", "params": {"results": {"scalar": "int"}}}},
             "declares `results`, a name that modules with `outputs` have themselves; expected another one",
@@ -170,7 +198,11 @@ def variables(spec: Spec) -> set[str]:
     made = render(lower(spec))
     nodes = [node for file in ("kernels.py", "__init__.py") for node in ast.walk(ast.parse(made[file]))]
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return {name for name in names | {node.arg for node in nodes if isinstance(node, ast.arg)} if re.fullmatch(NAME_OF_INPUT, name)}
+    return {
+        name
+        for name in names | {node.arg for node in nodes if isinstance(node, ast.arg)}
+        if re.fullmatch(NAME_OF_INPUT, name)
+    }
 
 
 @pytest.mark.parametrize("name", ["grouped, causal", "a sink, which all rows see"])
@@ -182,17 +214,27 @@ def test_names_that_outputs_bring_are_reserved(name: str) -> None:
 
 
 def test_the_lse_is_always_among_outputs_and_their_order_says_nothing() -> None:
-    plain, said, one = (make_spec({"name": "x", "head_dim": 32, **more}) for more in ({}, {"outputs": "lse"}, {"outputs": "max_score"}))
+    plain, said, one = (
+        make_spec({"name": "x", "head_dim": 32, **more}) for more in ({}, {"outputs": "lse"}, {"outputs": "max_score"})
+    )
     assert plain.hash() == said.hash() and "outputs" not in plain.canonical()
-    assert one == make_spec({"name": "x", "head_dim": 32, "outputs": ["max_score", "lse"]}) == make_spec(one.canonical())
+    assert (
+        one == make_spec({"name": "x", "head_dim": 32, "outputs": ["max_score", "lse"]}) == make_spec(one.canonical())
+    )
 
 
 @pytest.mark.parametrize("score", [[], ["alibi"], [{"softcap": 5.0}], ["sink"]])
-def test_the_largest_score_comes_from_divided_kernels_too(score: list[Any]) -> None:
+def test_the_largest_score_comes_from_warp_specialized_kernels_too(score: list[Any]) -> None:
     """They keep the running maximum as portable ones do, wherever they compute the rows' part of scores."""
-    more = {"head_dim": 128, "mask": "causal", "score": score, "outputs": ["max_score"], "schedule": {"backend": "hopper"}}
+    more = {
+        "head_dim": 128,
+        "mask": "causal",
+        "score": score,
+        "outputs": ["max_score"],
+        "schedule": {"backend": "hopper"},
+    }
     spec = make_spec({**ALL, **more})
     module = lower(spec)
-    assert [kernel.name for kernel in module.divided if "MAX_SCORE" in kernel.writes] == ["fwd"]
+    assert [kernel.name for kernel in module.warp_specialized if "MAX_SCORE" in kernel.writes] == ["fwd"]
     for seed in range(4):
         hold(module, "outputs", seed, of=spec)

@@ -1,4 +1,5 @@
-"""The page of `explain --html`: one file that loads nothing, says what the analysis says, and is written whole or not at all."""
+"""The page of `explain --html`: one file that loads nothing, says what the analysis says, and is written whole or
+not at all."""
 
 from __future__ import annotations
 
@@ -95,11 +96,17 @@ def test_it_holds_the_spec_every_pass_and_the_code(name: str) -> None:
     changed = [modules[0][0]] + [
         step for (_, before), (step, after) in zip(modules, modules[1:]) if print_module(before) != print_module(after)
     ]
-    assert [label for label in listed if label.startswith("The IR after ")] == [f"The IR after {step}" for step in changed]
-    assert [label for label in listed if label.startswith("Changes by ")] == [f"Changes by {step}" for step in changed[1:]]
+    assert [label for label in listed if label.startswith("The IR after ")] == [
+        f"The IR after {step}" for step in changed
+    ]
+    assert [label for label in listed if label.startswith("Changes by ")] == [
+        f"Changes by {step}" for step in changed[1:]
+    ]
     assert len(changed) < len(modules)
     assert listed["The IR after legalize-triton"] == files["schedule.ir"]
-    assert "-     %masked = mask %score where(" in html("causal_mqa") and "+     %masked = mask %s where(" in html("causal_mqa")
+    assert "-     %masked = mask %score where(" in html("causal_mqa") and "+     %masked = mask %s where(" in html(
+        "causal_mqa"
+    )
 
 
 def test_texts_are_escaped() -> None:
@@ -133,14 +140,21 @@ def test_tiles_drawn_are_tiles_counted(name: str) -> None:
 
 
 def test_ranges_are_listed_and_the_last_tile_is_cut() -> None:
-    drawn = draw_tiles(Sample(spec("window_gqa")), target("window_gqa"), target("window_gqa").kernel("fwd"), Problem(n_q=300, n_kv=300))
-    assert list(drawn.programs())[3:] == [["3", "192 .. 256", "0 .. 3", "3 .. 4", "4"], ["4", "256 .. 300", "0 .. 4", "4 .. 5", "5"]]
+    drawn = draw_tiles(
+        Sample(spec("window_gqa")), target("window_gqa"), target("window_gqa").kernel("fwd"), Problem(n_q=300, n_kv=300)
+    )
+    assert list(drawn.programs())[3:] == [
+        ["3", "192 .. 256", "0 .. 3", "3 .. 4", "4"],
+        ["4", "256 .. 300", "0 .. 4", "4 .. 5", "5"],
+    ]
     last = drawn.drawing.shapes[-2]
     assert (last.hint, last.attributes["width"]) == ("program 4: partial 4 .. 5", "44")
 
 
 def test_a_pattern_of_blocks_is_drawn() -> None:
-    for kernel, drawn in tile_maps(Sample(spec("local_global_dropout_mha")), target("local_global_dropout_mha"), Problem()):
+    for kernel, drawn in tile_maps(
+        Sample(spec("local_global_dropout_mha")), target("local_global_dropout_mha"), Problem()
+    ):
         assert isinstance(drawn, TileMap), kernel
         side = drawn.n // 64
         listed = sum(abs(i - j) <= 2 or i < 1 or j < 1 for i in range(side) for j in range(side))
@@ -172,7 +186,8 @@ def by_hand(n: int) -> np.ndarray:
 
 
 def test_masks_of_data_are_drawn_with_sample_data() -> None:
-    """The tiles in static ranges are those of causal; those of blocks with nothing visible are pale, those that are all visible full."""
+    """The tiles in static ranges are those of causal; those of blocks with nothing visible are pale, those that are
+    all visible full."""
     maps = dict(tile_maps(Sample(DATA), data(), Problem()))
     assert list(maps) == ["fwd", "dq", "dkdv", "jvp", "blocks"]
     for kernel in ("fwd", "dq", "dkdv"):
@@ -200,7 +215,10 @@ def test_a_block_mask_of_a_call_is_drawn_from_a_sample() -> None:
     for _, drawn in tile_maps(sample, target("block_sparse_mha"), Problem()):
         assert isinstance(drawn, TileMap)
         listed = sum(map(sum, sample.listed(drawn.n, 128))) * 128 * 128 // (drawn.block_q * drawn.block_kv)
-        assert drawn.count("full") == listed and drawn.count("unlisted") == drawn.n**2 // (drawn.block_q * drawn.block_kv) - listed > 0
+        assert (
+            drawn.count("full") == listed
+            and drawn.count("unlisted") == drawn.n**2 // (drawn.block_q * drawn.block_kv) - listed > 0
+        )
 
 
 def test_what_only_a_call_bounds_is_said() -> None:
@@ -211,12 +229,17 @@ def test_what_only_a_call_bounds_is_said() -> None:
 
 @pytest.mark.parametrize(
     "end, why",
-    [("secret", "Its tiles depend on secret, which only a call knows."), ("2*Nk", "Its loop over full tiles runs 0 .. 2048 unless")],
+    [
+        ("secret", "Its tiles depend on secret, which only a call knows."),
+        ("2*Nk", "Its loop over full tiles runs 0 .. 2048 unless"),
+    ],
 )
 def test_a_bound_that_cannot_be_told_leaves_the_map_out(end: str, why: str) -> None:
     def longer(module: Module) -> Module:
         ranges = ((sympy.Integer(0), parse(end)),)
-        return module.map_kernels(lambda k: k.rewrite(lambda _, op: [replace(op, ranges=ranges) if isinstance(op, Loop) else op]))
+        return module.map_kernels(
+            lambda k: k.rewrite(lambda _, op: [replace(op, ranges=ranges) if isinstance(op, Loop) else op])
+        )
 
     for _, drawn in tile_maps(Sample(spec("causal_mqa")), longer(target("causal_mqa")), Problem()):
         assert not isinstance(drawn, TileMap) and drawn.startswith(why)
@@ -235,7 +258,11 @@ def test_elements_are_those_of_formulas_by_hand() -> None:
     assert "Sample: allowed[0][q, k] = (q * 8 // 24 + k * 8 // 24) % 4 != 3." in found.remarks
     assert Sample(spec("full_mha")).pictures == []
     (lengths,) = Sample(spec("causal_padding_gqa")).pictures
-    (shown,) = (int(remark.rpartition(" = ")[2][:-1]) for remark in lengths.remarks if remark.startswith("Sample: kv_lengths[0]"))
+    (shown,) = (
+        int(remark.rpartition(" = ")[2][:-1])
+        for remark in lengths.remarks
+        if remark.startswith("Sample: kv_lengths[0]")
+    )
     assert np.array_equal(lengths.seen, (k <= q) & (k < shown))
     assert "The first head of the first sequence; other sequences differ." in lengths.remarks
 
@@ -266,12 +293,16 @@ def test_samples_of_blocks_count_what_is_visible() -> None:
     assert Sample(DATA).mask(Sizes(2, 4, 2, 24, 24)).shape == (2, 4, 24, 24)
 
 
-@pytest.mark.parametrize("mask", ["{expr: kv_idx < n, params: {n: {scalar: int}}}", "{expr: 'q_idx - kv_idx < 3 * (h + 1)'}"])
+@pytest.mark.parametrize(
+    "mask", ["{expr: kv_idx < n, params: {n: {scalar: int}}}", "{expr: 'q_idx - kv_idx < 3 * (h + 1)'}"]
+)
 def test_masks_of_fewer_dimensions_are_drawn(mask: str) -> None:
     sample = Sample(parse_spec(f"name: x\nhead_dim: 64\nmask: {mask}\n"))
     (picture,) = sample.pictures
     q, k = np.mgrid[:SIDE, :SIDE]
-    n = next((int(remark[len("Sample: n = ") : -1]) for remark in picture.remarks if remark.startswith("Sample: n = ")), None)
+    n = next(
+        (int(remark[len("Sample: n = ") : -1]) for remark in picture.remarks if remark.startswith("Sample: n = ")), None
+    )
     assert np.array_equal(picture.seen, q - k < 3 if n is None else k < n)
     assert ("The first head of the first sequence; other heads differ." in picture.remarks) == (n is None)
 
@@ -291,17 +322,25 @@ def test_edges_too_far_away_are_said_not_to_be_drawn() -> None:
 def test_signatures_are_those_of_the_module(name: str) -> None:
     module = built(name)
     found = {s.name: s for s in signatures((ROOT / "generated" / name / "__init__.py").read_text())}
-    own = [f"attention.{key}" for key, value in vars(module.attention).items() if getattr(value, "__module__", "") == module.__name__]
+    own = [
+        f"attention.{key}"
+        for key, value in vars(module.attention).items()
+        if getattr(value, "__module__", "") == module.__name__
+    ]
     assert sorted(found) == sorted(["attention", *own])
     for shown, s in found.items():
-        real = inspect.signature(module.attention if shown == "attention" else getattr(module.attention, shown.partition(".")[2]))
+        real = inspect.signature(
+            module.attention if shown == "attention" else getattr(module.attention, shown.partition(".")[2])
+        )
         taken = [name for name, p in real.parameters.items() if p.kind is not p.VAR_KEYWORD]  # those are refused
-        assert [a.split(":")[0] for a in s.code.splitlines()[1:-1] if a.strip() != "*,"] == [f"    {name}" for name in taken]
+        assert [a.split(":")[0] for a in s.code.splitlines()[1:-1] if a.strip() != "*,"] == [
+            f"    {name}" for name in taken
+        ]
         assert all(meaning for *_, meaning in s.args) and [row[0] for row in s.args] in ([], taken)
         assert s.says and s.code.startswith(f"{shown}(\n") and f") -> {real.return_annotation}" in s.code
-    assert ["return_lse", "bool", "False"] in [row[:3] for row in found["attention"].args] and found["attention"].returns.startswith(
-        "[B, Hq, Nq, "
-    )
+    assert ["return_lse", "bool", "False"] in [row[:3] for row in found["attention"].args] and found[
+        "attention"
+    ].returns.startswith("[B, Hq, Nq, ")
 
 
 def test_the_page_has_the_arguments() -> None:
@@ -372,7 +411,9 @@ def test_the_command_writes_the_page_that_every_process_makes(tmp_path: Path) ->
     path = tmp_path / "out.html"
     sizes = ("--seq", "4096", "--batch", "2", "--heads", "8")
     command = [sys.executable, "-m", "attngen", "explain", "specs/causal_mqa.yaml", *sizes, "--html", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"}, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"}, check=True, capture_output=True, text=True
+    )
     assert done.stdout == f"{path}\n"
     expected = html("causal_mqa", Problem(2, 8, 1, 4096, 4096))
     assert path.read_text() == expected and "B = 2, Hq = 8, Hkv = 1, Nq = 4096, Nk = 4096" in expected
@@ -385,7 +426,10 @@ def test_the_command_writes_the_page_that_every_process_makes(tmp_path: Path) ->
         (["--html", "out.txt"], "--html out.txt: expected a name that ends in .html"),
         (["--html", "no/out.html"], "--html no/out.html: there is no folder no; make it, or give another name"),
         (["--html", "folder.html"], "--html folder.html: is a folder; expected the name of a file"),
-        (["--html", "out.html", "--theory"], "--html is a page of what `explain` shows without --theory; expected one of them"),
+        (
+            ["--html", "out.html", "--theory"],
+            "--html is a page of what `explain` shows without --theory; expected one of them",
+        ),
     ],
 )
 def test_a_wrong_path_is_one_sentence(
@@ -409,6 +453,9 @@ def test_fits_name_each_backend_and_no_kernel_that_fits_elsewhere() -> None:
 
 
 def test_the_table_of_build_has_the_tiles_that_long_calls_take() -> None:
-    tiles = {name: [_tiles(target(name), written) for written in ({"O"}, {"dK", "dV"}, {"dQ"})] for name in ("window_gqa", "causal_fp32")}
+    tiles = {
+        name: [_tiles(target(name), written) for written in ({"O"}, {"dK", "dV"}, {"dQ"})]
+        for name in ("window_gqa", "causal_fp32")
+    }
     assert tiles["window_gqa"] == ["64x64, hopper 128x128", "32x64, hopper 64x128", "64x64"]
     assert not any("hopper" in tile for tile in tiles["causal_fp32"])

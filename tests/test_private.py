@@ -30,7 +30,8 @@ PRIVATE = [
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> Any:
-    """The module as it is imported where one private interface is not there; torch has it back afterwards, which may need it."""
+    """The module as it is imported where one private interface is not there; torch has it back afterwards, which may
+    need it."""
     with monkeypatch.context() as patches:
         if hasattr(home, name):
             patches.delattr(home, name)
@@ -38,7 +39,9 @@ def alone(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("home", "name"), PRIVATE, ids=[name for _, name in PRIVATE])
-def test_without_one_the_results_are_the_same(home: Any, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_one_the_results_are_the_same(
+    home: Any, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leaves, inputs, grads = problem(NAME, small(NAME, 33, 40), device)
     results = [call(module, leaves, grads) for module in (built(NAME), alone(monkeypatch, home, name))]
     assert all(a.equal(b) for a, b in zip(*results))
@@ -55,7 +58,9 @@ def call(module: Any, leaves: list[torch.Tensor], grads: Any) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("name", ["_AutoDispatchBelowAutograd", "_len_torch_dispatch_stack"])
-def test_without_one_second_derivatives_are_refused_and_compilers_trace(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_one_second_derivatives_are_refused_and_compilers_trace(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = alone(monkeypatch, torch._C, name)
     leaves, _, grads = problem(NAME, small(NAME, 20, 20), device)
     (first, *_) = torch.autograd.grad(module.attention(*leaves), leaves, grads[0], create_graph=True)
@@ -69,7 +74,9 @@ def test_without_one_second_derivatives_are_refused_and_compilers_trace(name: st
 def test_nothing_else_in_the_runtime_names_a_private_interface() -> None:
     for path in sorted((ROOT / "attngen" / "runtime").glob("*.py")):
         text = path.read_text()
-        private = [word for word in ("torch._", "triton._", "forward_ad._", ".knobs", "packed_metadata") if word in text]
+        private = [
+            word for word in ("torch._", "triton._", "forward_ad._", ".knobs", "packed_metadata") if word in text
+        ]
         assert not private or path.name == "private.py", (path.name, private)
 
 

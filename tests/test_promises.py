@@ -1,4 +1,5 @@
-"""What the data of a call promises: each promise that the IR of some module declares is broken, and the call says so in one sentence."""
+"""What the data of a call promises: each promise that the IR of some module declares is broken, and the call says so
+in one sentence."""
 
 from __future__ import annotations
 
@@ -30,13 +31,16 @@ RISING = [name for name in SPECS if any(d.rising for d in target(name).derived)]
 
 
 def test_specs_make_every_kind_of_promise() -> None:
-    options = {option.partition("=")[0] for name in SPECS for i in target(name).inputs if i.shape for option in i.options}
+    options = {
+        option.partition("=")[0] for name in SPECS for i in target(name).inputs if i.shape for option in i.options
+    }
     assert {"least", "most", "first", "rising"} <= options
     assert len(PROMISING) >= 2 and len(CACHES) >= 8 and len(BLOCKS) >= 3 and len(RISING) >= 3
 
 
 def broken(name: str, x: torch.Tensor, most: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(an expression that the error matches, the input with a promise broken), for each promise of an input of a committed spec."""
+    """(an expression that the error matches, the input with a promise broken), for each promise of an input of a
+    committed spec."""
     promises = next(i for s in SPECS for i in target(s).inputs if i.name == name and i.promises).promises
 
     def changed(at: int, value: int) -> torch.Tensor:
@@ -79,7 +83,9 @@ def test_broken_promises_of_inputs_are_refused(name: str) -> None:
         for match, x in broken(i.name, given[i.name], N) if i.promises else ():
             with refused(f"^attention: {match}{re.escape(i.help)}$"):
                 attention(*tensors, **{**given, i.name: x}, check=True)
-            attention(*tensors, **{**given, i.name: x}, check=False)  # right for some reading of the data, and never a crash
+            attention(
+                *tensors, **{**given, i.name: x}, check=False
+            )  # right for some reading of the data, and never a crash
             tried += 1
     assert tried
 
@@ -106,7 +112,9 @@ def test_plans_whose_numbers_fall_are_refused(name: str) -> None:
         for field in d.rising:
             x = getattr(plan, field).clone()
             x[..., -1] = -1
-            with refused(rf"^attention: plan.{field}\[.*is -1, after \d+; expected numbers that never fall: what attention.plan makes$"):
+            with refused(
+                rf"^attention: plan.{field}\[.*is -1, after \d+; expected numbers that never fall: what attention.plan makes$"
+            ):
                 attention(*tensors, plan=plan._replace(**{field: x}), check=True)
 
 
@@ -121,19 +129,24 @@ def test_lists_of_blocks_that_differ_from_one_another_are_refused(name: str) -> 
     attention(*tensors, block_mask=plan, check=True)
     for field in plan._fields:
         for edit in (lambda x: x + 1, lambda x: x - 1, lambda x: x.flip(-1).contiguous()):
-            with refused(r"^attention: (kv|q)_(rank|list)\[.*of the plan is -?\d+; expected \d+, which follows from its other lists"):
+            with refused(
+                r"^attention: (kv|q)_(rank|list)\[.*of the plan is -?\d+; expected \d+, which follows from its other lists"
+            ):
                 attention(*tensors, block_mask=plan._replace(**{field: edit(getattr(plan, field))}), check=True)
 
 
 @pytest.mark.parametrize("page", [None, 16])
 def test_caches_are_checked(page: int | None, tmp_path: Path) -> None:
-    """All that a call over a cache promises, of a module with and without pages; with `check=False`, keys without room are left out."""
+    """All that a call over a cache promises, of a module with and without pages; with `check=False`, keys without
+    room are left out."""
     from attngen.spec import make_spec
     from tests.helpers import module_of
 
     cache_ = "contiguous" if page is None else {"paged": {"page_size": page}}
     mask: Any = {"all_of": ["causal", {"key_padding": {"lengths": True}}, {"document": {"sorted": True}}]}
-    made = make_spec({"name": "checked", "head_dim": 16, "mask": mask, "dtype": "fp16", "cache": cache_, "backward": False})
+    made = make_spec(
+        {"name": "checked", "head_dim": 16, "mask": mask, "dtype": "fp16", "cache": cache_, "backward": False}
+    )
     attention = module_of(made, tmp_path / "checked").attention
     device = "cuda" if CUDA else "cpu"
     shape = (2, 48, 2, 16) if page is None else (6, 16, 2, 16)
@@ -145,7 +158,11 @@ def test_caches_are_checked(page: int | None, tmp_path: Path) -> None:
 
     def call(**changed: Any) -> None:
         table = {} if page is None else {"page_table": numbers([0, 1, 2], [3, 4, 5])}
-        given = {"cache_seqlens": numbers(5, 20), "kv_lengths": numbers(7, 3), "document_ids": numbers([0] * 48, [0] * 16 + [1] * 32)}
+        given = {
+            "cache_seqlens": numbers(5, 20),
+            "kv_lengths": numbers(7, 3),
+            "document_ids": numbers([0] * 48, [0] * 16 + [1] * 32),
+        }
         attention.with_kvcache(q, *caches, **{"k": new, "v": new, "check": True, **table, **given, **changed})
 
     full = numbers(47, 5)
@@ -159,7 +176,10 @@ def test_caches_are_checked(page: int | None, tmp_path: Path) -> None:
         (r"cache_seqlens\[1\] is -1; expected a number from 0 to 46", {"cache_seqlens": numbers(0, -1)}),
         (r"kv_lengths\[1\] is 49; expected a number from 0 to 48: ", {"kv_lengths": numbers(7, 49)}),
         (r"document_ids\[0, 6\] is -1, after 0; expected numbers that never fall: ", {"document_ids": falls}),
-        (None, {"document_ids": falls, "cache_seqlens": numbers(4, 20), "kv_lengths": numbers(6, 3)}),  # past the last key
+        (
+            None,
+            {"document_ids": falls, "cache_seqlens": numbers(4, 20), "kv_lengths": numbers(6, 3)},
+        ),  # past the last key
     ]
     if page is not None:
         cases += [
@@ -169,9 +189,18 @@ def test_caches_are_checked(page: int | None, tmp_path: Path) -> None:
             ),
             (r"page_table\[1, 1\] is 6; expected a number from 0 to 5", {"page_table": numbers([0, 1, 2], [3, 6, 5])}),
             (None, {"page_table": numbers([0, 2_000_000_000, -7], [3, 4, 99])}),  # past the last keys
-            (r"page_table\[0, 0\] is 4, where another sequence has keys", {"page_table": numbers([4, 1, 2], [3, 4, 5])}),
-            (None, {"page_table": numbers([0, 1, 2], [-1, 4, 5])}),  # before the last query's document, as far as is known without a kernel
-            (None, {"page_table": numbers([0, 1, 2], [0, 4, 5]), "k": None, "v": None, "kv_lengths": numbers(5, 3)}),  # read alone
+            (
+                r"page_table\[0, 0\] is 4, where another sequence has keys",
+                {"page_table": numbers([4, 1, 2], [3, 4, 5])},
+            ),
+            (
+                None,
+                {"page_table": numbers([0, 1, 2], [-1, 4, 5])},
+            ),  # before the last query's document, as far as is known without a kernel
+            (
+                None,
+                {"page_table": numbers([0, 1, 2], [0, 4, 5]), "k": None, "v": None, "kv_lengths": numbers(5, 3)},
+            ),  # read alone
         ]
     for match, changed in cases:
         with nullcontext() if match is None else refused(f"^attention.with_kvcache: {match}"):
@@ -183,8 +212,13 @@ def test_factors_of_caches_are_checked() -> None:
     device = "cuda" if CUDA else "cpu"
     caches = [torch.zeros(2, 64, 2, 128, device=device).to(torch.float8_e4m3fn) for _ in "kv"]
     q = torch.randn(1, 2, 1, 128, device=device).half()
-    numbers = {"cache_seqlens": torch.tensor([3], dtype=torch.int32), "page_table": torch.tensor([[1]], dtype=torch.int32)}
-    given = {n: x.to(device) for n, x in numbers.items()} | {n: torch.ones(2, device=device) for n in ("k_scale", "v_scale")}
+    numbers = {
+        "cache_seqlens": torch.tensor([3], dtype=torch.int32),
+        "page_table": torch.tensor([[1]], dtype=torch.int32),
+    }
+    given = {n: x.to(device) for n, x in numbers.items()} | {
+        n: torch.ones(2, device=device) for n in ("k_scale", "v_scale")
+    }
     for scale in ("k_scale", "v_scale"):
         for wrong, text in ((0.0, "0.0"), (-1.0, "-1.0"), (float("inf"), "inf"), (float("nan"), "nan")):
             with refused(rf"^attention.with_kvcache: {scale}\[1\] is {text}; expected a positive, finite number$"):

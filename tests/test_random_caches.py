@@ -1,7 +1,9 @@
-"""A random cross product of specs with a cache of keys and values: calls over it are right, or the spec gets one sentence.
+"""A random cross product of specs with a cache of keys and values: calls over it are right, or the spec gets one
+sentence.
 
-A drawn spec is emitted from the text of its IR, as in tests/test_random_specs.py. One call over a cache is held against naive attention for
-each of: decoding, a few queries over keys that are there, and appending many keys; where there is a backward, a usual call with gradients.
+A drawn spec is emitted from the text of its IR, as in tests/test_random_specs.py. One call over a cache is held against
+naive attention for each of: decoding, a few queries over keys that are there, and appending many keys; where there is a
+backward, a usual call with gradients.
 
 `python -m tests.test_random_specs --caches --specs 300 --seed 7` draws more.
 """

@@ -1,11 +1,14 @@
-"""Random compositions of the language's whole table of functions, three deep, build or are refused by a sentence about the spec.
+"""Random compositions of the language's whole table of functions, three deep, build or are refused by a sentence about
+the spec.
 
-They are drawn as score modifiers, with learned tensors of every kind of reduction, at times below a soft cap, and as masks, with data,
-named parts and operations on bits; under every kind of mask, forward, backward and in forward mode. No rule of the verifier refuses one.
+They are drawn as score modifiers, with learned tensors of every kind of reduction, at times below a soft cap, and as
+masks, with data, named parts and operations on bits; under every kind of mask, forward, backward and in forward mode.
+No rule of the verifier refuses one.
 
-The passes run from logical IR up to those that choose tiles: all rules that compare expressions hold each kernel there, after each of these
-passes. One spec in 50 goes on, to target IR, with the tile that it names. No kernel is printed or run: numbers are the business of
-tests/test_random_scores.py and tests/test_random_specs.py. By hand there are more, and `--whole` takes each to target IR:
+The passes run from logical IR up to those that choose tiles: all rules that compare expressions hold each kernel there,
+after each of these passes. One spec in 50 goes on, to target IR, with the tile that it names. No kernel is printed or
+run: numbers are the business of tests/test_random_scores.py and tests/test_random_specs.py. By hand there are more, and
+`--whole` takes each to target IR:
 
     python -m tests.test_random_expressions --count 2000 --seed 7
 """
@@ -35,14 +38,22 @@ DEPTH = 3
 PUSHED, EACH = 6, 25  # tests on a push, and specs of each
 WHOLE = 50  # one spec in so many goes to target IR
 MOST_TIME = 120  # seconds of CPU time that a spec may take by hand
-LAST = "place-memory"  # the last pass before tiles are chosen
+LAST = "assign-memory-space"  # the last pass before tiles are chosen
 
 # Functions by what they give; those of numbers alone are drawn with as many as they take.
 CONDITIONS = ("any", "all")
 ROUNDED = ("int", "floor", "round")
 WHOLE_NUMBERS = ("min", "max", "abs", "clamp", "where", "relu", "sum", *ROUNDED)  # integers, of integers
 # Operators by what they are of.
-WHOLE_SIGNS = {"//": ast.FloorDiv, "%": ast.Mod, "&": ast.BitAnd, "|": ast.BitOr, "^": ast.BitXor, "<<": ast.LShift, ">>": ast.RShift}
+WHOLE_SIGNS = {
+    "//": ast.FloorDiv,
+    "%": ast.Mod,
+    "&": ast.BitAnd,
+    "|": ast.BitOr,
+    "^": ast.BitXor,
+    "<<": ast.LShift,
+    ">>": ast.RShift,
+}
 REAL_SIGNS = {"+": ast.Add, "-": ast.Sub, "*": ast.Mult, "/": ast.Div, "**": ast.Pow}
 COMPARED = {"<": ast.Lt, "<=": ast.LtE, ">": ast.Gt, ">=": ast.GtE, "==": ast.Eq, "!=": ast.NotEq}
 JOINED = {"and": ast.And, "or": ast.Or, "not": ast.Not}
@@ -82,7 +93,9 @@ FLAGS: dict[str, Data] = {
     "always": {"always": {"value": True}},
 }
 AT = {"table": {"tensor": [12], **GRAD}, "lookup": {"tensor": ["any"], "dtype": "int32"}}  # read at a drawn place
-PARAMS = {name: param for reads in (REAL_READS, WHOLE_READS, FLAGS) for read in reads.values() for name, param in read.items()} | AT
+PARAMS = {
+    name: param for reads in (REAL_READS, WHOLE_READS, FLAGS) for read in reads.values() for name, param in read.items()
+} | AT
 NAMED: list[Any] = [
     "none",
     "causal",
@@ -115,7 +128,11 @@ class Drawn:
 
     def real(self, depth: int) -> str:
         if not depth:
-            reads = [text for text, params in REAL_READS.items() if not (self.steps and any("grad" in param for param in params.values()))]
+            reads = [
+                text
+                for text, params in REAL_READS.items()
+                if not (self.steps and any("grad" in param for param in params.values()))
+            ]
             leaves = [*["s"] * 8, "-1.5"] if self.score else []
             return self.chance.choice([*leaves, *reads, "0.5", "2.0", "(q_idx - kv_idx) / 16"])
         if self.first in WHOLE_SIGNS or not self.first and self.chance.random() < 0.1:
@@ -123,13 +140,19 @@ class Drawn:
         if self.first in (*CONDITIONS, *COMPARED, *JOINED):
             return self.function("where", self.real, depth)
         if self.asks(CALLS, 0.6):
-            return self.named(self.function(self.pick([name for name in CALLS if name not in CONDITIONS]), self.real, depth))
+            return self.named(
+                self.function(self.pick([name for name in CALLS if name not in CONDITIONS]), self.real, depth)
+            )
         sign = self.pick([*REAL_SIGNS, *([] if self.steps else ["["])])
         a, b = self.real(depth - 1), self.real(self.chance.randrange(depth))
         if sign == "**":
             k = self.chance.choice(["2", "3", "-1", "-2", "0.5", "4"])
             return self.chance.choice([f"({a}) ** {k}", f"{abs(float(k))} ** ({a})"])
-        return f"table[{self.whole(depth - 1)}]" if sign == "[" else f"{self.chance.choice(['', '', '-'])}({a}) {sign} ({b})"
+        return (
+            f"table[{self.whole(depth - 1)}]"
+            if sign == "["
+            else f"{self.chance.choice(['', '', '-'])}({a}) {sign} ({b})"
+        )
 
     def whole(self, depth: int) -> str:
         if not depth:
@@ -157,7 +180,9 @@ class Drawn:
         joins = self.first in (*CONDITIONS, *JOINED)
         if not depth or not joins and (self.first or self.chance.random() < 0.4):
             signs = [self.pick([*COMPARED]), self.chance.choice([*COMPARED])]
-            number = self.whole if self.first in WHOLE_SIGNS or not self.first and self.chance.random() < 0.7 else self.real
+            number = (
+                self.whole if self.first in WHOLE_SIGNS or not self.first and self.chance.random() < 0.7 else self.real
+            )
             a, b, c = (f"({number(d)})" for d in (depth, *(self.chance.randrange(depth + 1) for _ in "bc")))
             return f"{a} {signs[0]} {b}" + (f" {signs[1]} {c}" if self.chance.random() < 0.15 else "")
         if self.asks(CONDITIONS, 0.4):
@@ -189,7 +214,9 @@ class Drawn:
         if name == "where":
             return f"where({self.condition(below)}, {part(below)}, {part(self.chance.randrange(depth))})"
         if name in ROUNDED:
-            whole = [f"({self.whole(below)}) / {self.chance.randint(2, 9)}", f"({self.condition(below)})"][: 2 if name == "int" else 1]
+            whole = [f"({self.whole(below)}) / {self.chance.randint(2, 9)}", f"({self.condition(below)})"][
+                : 2 if name == "int" else 1
+            ]
             self.steps += 1
             real = self.real(below)
             self.steps -= 1
@@ -227,7 +254,9 @@ def spec_of(number: int) -> Data:
     if number % 2 or not number % 3:
         mask = Drawn(chance, score=False, first=first)
         condition = mask.data(mask.condition(DEPTH))
-        data["mask"] = condition if chance.random() < 0.7 else {chance.choice(["all_of", "any_of"]): [condition, data["mask"]]}
+        data["mask"] = (
+            condition if chance.random() < 0.7 else {chance.choice(["all_of", "any_of"]): [condition, data["mask"]]}
+        )
     shared = {name for part in written(data["mask"]) for name in part.get("params", {})}
     for part in written(data.get("score")):  # no tensor is both the mask's and the modifier's
         for name in sorted(shared & {*part.get("params", {})}):
@@ -251,7 +280,8 @@ def last_pass(number: int) -> str | None:
 
 
 def outcome(data: Data, after: str | None = None) -> str:
-    """`built`, or the sentence that the spec gets. All else is raised: what breaks a rule, and sentences that name no key."""
+    """`built`, or the sentence that the spec gets. All else is raised: what breaks a rule, and sentences that name
+    no key."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -286,10 +316,16 @@ def test_the_whole_table_is_drawn() -> None:
     specs = [spec_of(number) for number in range(PUSHED * EACH)]
     for kind in ("score", "mask"):
         drawn = [expression for data in specs for expression in written(data.get(kind))]
-        trees = [ast.parse(text, mode="eval") for expression in drawn for text in (expression["expr"], *expression.get("let", {}).values())]
+        trees = [
+            ast.parse(text, mode="eval")
+            for expression in drawn
+            for text in (expression["expr"], *expression.get("let", {}).values())
+        ]
         nodes = [node for tree in trees for node in ast.walk(tree)]
         called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-        assert set(CALLS) - called == set() and {*SIGNS.values(), ast.USub, ast.Subscript} - set(map(type, nodes)) == set()
+        assert (
+            set(CALLS) - called == set() and {*SIGNS.values(), ast.USub, ast.Subscript} - set(map(type, nodes)) == set()
+        )
         assert any("let" in expression for expression in drawn)
     assert [name for name in PARAMS if not any(re.search(rf"\b{name}\b", repr(data)) for data in specs)] == []
 
@@ -312,7 +348,9 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Lowers random specs; prints those that neither build nor get a sentence about them")
+    parser = argparse.ArgumentParser(
+        description="Lowers random specs; prints those that neither build nor get a sentence about them"
+    )
     parser.add_argument("--count", type=int, default=2000, help="how many")
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--whole", action="store_true", help=f"take each to target IR, not one in {WHOLE}")

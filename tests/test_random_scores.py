@@ -1,7 +1,8 @@
-"""Derivatives of random scores against PyTorch's in float64, and the base-two forms that kernels compute instead.
+"""Derivatives of random scores against PyTorch's in float64, and the exp2-softmax forms that kernels compute instead.
 
-What is differentiated is what a spec's modifiers come to; what PyTorch differentiates is the evaluator of Python's trees and the
-modifiers' hand-written oracles. Random points are no kinks; the kinks have tests of their own, where PyTorch's conventions hold.
+What is differentiated is what a spec's modifiers come to; what PyTorch differentiates is the evaluator of Python's
+trees and the modifiers' hand-written oracles. Random points are no kinks; the kinks have tests of their own, where
+PyTorch's conventions hold.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ READS: dict[str, list[Any]] = {
     "dense[b, h, q_idx, kv_idx]": ["B", "H", "Nq", "Nk"],
     "group[hkv, clamp(q_idx - kv_idx, -2, 2) + 2]": ["Hkv", 5],
 }
-NAMED: list[Any] = [{"softcap": {"cap": 2.0}}, {"alibi": {"slopes": "given", "learnable": True}}, "temperature", "dense_bias"]
+NAMED: list[Any] = [
+    {"softcap": {"cap": 2.0}},
+    {"alibi": {"slopes": "given", "learnable": True}},
+    "temperature",
+    "dense_bias",
+]
 NAMED += [{"relative_bias": {"max_distance": 3}}]
 
 
@@ -84,7 +90,8 @@ _NUMPY: dict[Any, Callable[..., Any]] = {
 
 
 def value(e: Any, values: dict[str, Any], real: type = np.float64) -> Any:
-    """The value of an expression on arrays; integers stay so in float64. KeyError for a function that the IR does not have."""
+    """The value of an expression on arrays; integers stay so in float64. KeyError for a function that the IR does
+    not have."""
     if e.is_Symbol:
         return values[e.name]
     if e in (sympy.true, sympy.false):
@@ -108,7 +115,8 @@ def positions() -> dict[str, Any]:
 
 
 def at_reads(spec: Spec, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """What the reads of a spec give at every score, and where each read is of its tensor: indices, and whether these are inside."""
+    """What the reads of a spec give at every score, and where each read is of its tensor: indices, and whether these
+    are inside."""
     known = {**positions(), **values}
     places: dict[str, tuple[Any, Any]] = {}
     for read in spec.reads():
@@ -146,7 +154,10 @@ def random_specs(number: int) -> Iterator[Spec]:
     for strategy in (scores(), piecewise_scores()):
         unlike: dict[str, Sample] = {}
         for more in range(9):
-            unlike |= {sample.text: sample for sample in drawn(strategy.filter(lambda x: re.search(r"\bs\b", x.text)), 100, number + more)}
+            unlike |= {
+                sample.text: sample
+                for sample in drawn(strategy.filter(lambda x: re.search(r"\bs\b", x.text)), 100, number + more)
+            }
             if len(unlike) >= EXPRESSIONS:
                 break
         found += list(unlike.values())[-EXPRESSIONS:]
@@ -155,7 +166,12 @@ def random_specs(number: int) -> Iterator[Spec]:
         if i % 3 == 0:
             chain.insert(chance.randrange(2), chance.choice(NAMED))
         elif i % 7 == 0 and len(sample.text) < 60:
-            chain.append({"expr": "s + 0.5 * tanh(s) * weight[h, kv_idx]", "params": {"weight": {"tensor": ["H", "Nk"], "grad": True}}})
+            chain.append(
+                {
+                    "expr": "s + 0.5 * tanh(s) * weight[h, kv_idx]",
+                    "params": {"weight": {"tensor": ["H", "Nk"], "grad": True}},
+                }
+            )
         with contextlib.suppress(SpecError):  # of a drawn one that forgets the score, or a parameter, once simplified
             yield make_spec({"name": "drawn", "heads": {"sharing": "gqa"}, "head_dim": 64, "score": chain})
 
@@ -169,13 +185,19 @@ def call(spec: Spec, number: int) -> dict[str, Any]:
         if i.dtype == "i32":
             values[i.name] = int(chance.integers(max(i.least or -3, -3), 8))
         else:
-            values[i.name] = chance.uniform(0.5, 1.5, shape) if i.name == "temperature" else chance.uniform(-2, 2, shape)
+            values[i.name] = (
+                chance.uniform(0.5, 1.5, shape) if i.name == "temperature" else chance.uniform(-2, 2, shape)
+            )
     return values
 
 
 def by_torch(spec: Spec, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The score, and the gradients of its sum by `s` and by what is learned."""
-    leaves = {name: torch.tensor(x, dtype=torch.float64).requires_grad_() for name, x in values.items() if isinstance(x, np.ndarray)}
+    leaves = {
+        name: torch.tensor(x, dtype=torch.float64).requires_grad_()
+        for name, x in values.items()
+        if isinstance(x, np.ndarray)
+    }
     inputs = {**values, **leaves}
     score = leaves["s"]
     for part in spec.score:
@@ -186,11 +208,15 @@ def by_torch(spec: Spec, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return score.numpy(), {name: np.zeros_like(values[name]) for name in learned}
     found = torch.autograd.grad(score.sum(), [leaves[name] for name in learned], allow_unused=True)
     zeros = (np.zeros_like(values[name]) for name in learned)
-    return score.detach().numpy(), {name: zero if x is None else x.numpy() for name, zero, x in zip(learned, zeros, found)}
+    return score.detach().numpy(), {
+        name: zero if x is None else x.numpy() for name, zero, x in zip(learned, zeros, found)
+    }
 
 
 def close(x: Any, y: Any, rtol: float, size: Any = 0.0) -> None:
-    np.testing.assert_allclose(np.broadcast_to(x, np.shape(y)), y, rtol=rtol, atol=rtol * (1 + float(np.max(np.abs(size), initial=0.0))))
+    np.testing.assert_allclose(
+        np.broadcast_to(x, np.shape(y)), y, rtol=rtol, atol=rtol * (1 + float(np.max(np.abs(size), initial=0.0)))
+    )
 
 
 @cache
@@ -217,7 +243,9 @@ def test_derivatives_are_those_of_torch() -> None:
                 sums, size = np.zeros_like(values[tensor]), np.zeros_like(values[tensor])
                 for read in (r for r in spec.reads() if r.tensor == tensor):
                     at, inside = places[read.name]
-                    part = np.where(inside, np.broadcast_to(value(derivative(expression, symbol(read.name)), known), SHAPE), 0.0)
+                    part = np.where(
+                        inside, np.broadcast_to(value(derivative(expression, symbol(read.name)), known), SHAPE), 0.0
+                    )
                     np.add.at(sums, at, part)
                     np.add.at(size, at, np.abs(part))
                 close(sums, gradients[tensor], 1e-9, size)
@@ -296,7 +324,8 @@ KINKS = [
 
 @pytest.mark.parametrize(("text", "at", "expected"), KINKS, ids=[f"{text} at {at}" for text, at, _ in KINKS])
 def test_at_a_kink_the_derivative_is_torchs(text: str, at: float, expected: float) -> None:
-    """abs has 0 at 0; of equals, min and max give each half; clamp lets through at its bounds; a choice has what it chooses."""
+    """abs has 0 at 0; of equals, min and max give each half; clamp lets through at its bounds; a choice has what it
+    chooses."""
     spec = make_spec({"name": "kink", "head_dim": 64, "score": [{"expr": text}]})
     values = {"s": np.full(SHAPE, at)}
     score, gradients = by_torch(spec, values)
@@ -308,12 +337,17 @@ def test_at_a_kink_the_derivative_is_torchs(text: str, at: float, expected: floa
     close(value(e, known), score, 1e-9)
 
 
-@pytest.mark.parametrize("text", ["min(s, row[q_idx])", "max(row[q_idx], s)", "abs(s - row[q_idx])", "clamp(s, row[q_idx], 9)"])
+@pytest.mark.parametrize(
+    "text", ["min(s, row[q_idx])", "max(row[q_idx], s)", "abs(s - row[q_idx])", "clamp(s, row[q_idx], 9)"]
+)
 def test_a_tensor_at_a_kink(text: str) -> None:
     """The half that min and max give, and what clamp gives its bounds, reach the tensor too."""
     params = {"row": {"tensor": ["Nq"], "grad": True}}
     spec = make_spec({"name": "kink", "head_dim": 64, "score": [{"expr": text, "params": params}]})
-    values = {"row": np.linspace(-1, 1, SIZES.n_q), "s": np.broadcast_to(np.linspace(-1, 1, SIZES.n_q)[:, None], SHAPE).copy()}
+    values = {
+        "row": np.linspace(-1, 1, SIZES.n_q),
+        "s": np.broadcast_to(np.linspace(-1, 1, SIZES.n_q)[:, None], SHAPE).copy(),
+    }
     _, gradients = by_torch(spec, values)
     known, places = at_reads(spec, values)
     sums = np.zeros(SIZES.n_q)
@@ -322,8 +356,22 @@ def test_a_tensor_at_a_kink(text: str) -> None:
     close(value(derivative(spec.modified(), S), known), gradients["s"], 1e-9)
 
 
-FAR = ["tanh(s)", "30 * tanh(s / 30)", "sigmoid(s)", "sigmoid(-s)", "s * sigmoid(s)", "tanh(s) ** 3", "tanh(abs(s)) - sigmoid(2 * s)"]
-FAR += ["tanh(tanh(s))", "1 / (1 + sigmoid(s))", "0.5 ** (1 + tanh(s))", "log(1 + sigmoid(s))", "sqrt(1 + tanh(s) ** 2)"]
+FAR = [
+    "tanh(s)",
+    "30 * tanh(s / 30)",
+    "sigmoid(s)",
+    "sigmoid(-s)",
+    "s * sigmoid(s)",
+    "tanh(s) ** 3",
+    "tanh(abs(s)) - sigmoid(2 * s)",
+]
+FAR += [
+    "tanh(tanh(s))",
+    "1 / (1 + sigmoid(s))",
+    "0.5 ** (1 + tanh(s))",
+    "log(1 + sigmoid(s))",
+    "sqrt(1 + tanh(s) ** 2)",
+]
 
 
 @pytest.mark.parametrize("text", FAR)
@@ -333,7 +381,9 @@ def test_base_two_forms_stay_finite(text: str) -> None:
     e = spec.modified()
     far = np.array([-1e4, -200.0, -1.0, 0.0, 1.0, 200.0, 1e4])
     names = {**positions(), "s": far}
-    single = {name: np.float32(x) if isinstance(x, float) else x for name, x in names.items()} | {"s": far.astype(np.float32)}
+    single = {name: np.float32(x) if isinstance(x, float) else x for name, x in names.items()} | {
+        "s": far.astype(np.float32)
+    }
     for exact in (e, derivative(e, S)):
         with np.errstate(over="ignore"):
             found = value(in_base_two(exact), single, np.float32)

@@ -1,7 +1,7 @@
 """A random cross product of the spec language: the module of each drawn spec is right, or the spec gets one sentence.
 
-A spec goes through every pass with the verifier. Its module is emitted from the text of its IR, as `attngen emit` does, and run on one
-small problem: results and all gradients are held against naive attention, as `attngen test` does.
+A spec goes through every pass with the verifier. Its module is emitted from the text of its IR, as `attngen emit` does,
+and run on one small problem: results and all gradients are held against naive attention, as `attngen test` does.
 
 `python -m tests.test_random_specs --specs 5000 --seed 7` draws more than CI does.
 """
@@ -44,7 +44,9 @@ def as_yaml(data: Data) -> str:
     return "\n".join(f"{key}: {json.dumps(value)}" for key, value in data.items())
 
 
-Held = Callable[[ModuleType, Spec, random.Random, str], list[Result]]  # a module against naive attention, in some calls on a device
+Held = Callable[
+    [ModuleType, Spec, random.Random, str], list[Result]
+]  # a module against naive attention, in some calls on a device
 
 
 def one_call(module: ModuleType, spec: Spec, chance: random.Random, device: str) -> list[Result]:
@@ -56,12 +58,15 @@ def calls_over_a_cache(module: ModuleType, spec: Spec, chance: random.Random, de
     """The same of each way to call `with_kvcache`, and of a usual call, if there are gradients."""
     results = one_call(module, spec, chance, device) if spec.trains else []
     for case in cache_problems(spec, chance):
-        results.append(run_cache_case(module, spec, case, chance.choice(dtypes(spec, spec.dtype)), device, chance.randrange(1000)))
+        results.append(
+            run_cache_case(module, spec, case, chance.choice(dtypes(spec, spec.dtype)), device, chance.randrange(1000))
+        )
     return results
 
 
 def outcome(data: Data, path: Path, device: str, held: Held = one_call) -> str:
-    """`built` if the module is right, or the sentence that the spec gets; all else is raised, as are sentences without a line."""
+    """`built` if the module is right, or the sentence that the spec gets; all else is raised, as are sentences
+    without a line."""
     path.write_text(as_yaml(data))
     try:
         spec = load_spec(path)
@@ -75,11 +80,16 @@ def outcome(data: Data, path: Path, device: str, held: Held = one_call) -> str:
     assert max(len(line) for name, text in files.items() if name.endswith(".py") for line in text.splitlines()) <= 140
     emit(files, path.parent / "emitted")
     module = load_module(path.parent / "emitted")
-    unfit = {f"attention: {row}" for rows in module.kernels.SCHEDULES.values() for row in rows.values() if isinstance(row, str)}
+    not_fitting = {
+        f"attention: {row}"
+        for rows in module.kernels.SCHEDULES.values()
+        for row in rows.values()
+        if isinstance(row, str)
+    }
     try:
         results = held(module, spec, random.Random(as_yaml(data)), device)
     except ValueError as error:  # no tile fits this device, which the table of schedules says
-        if str(error) not in unfit:
+        if str(error) not in not_fitting:
             raise
         return str(error)
     assert (wrong := [str(result) for result in results if not result.ok]) == [], "\n".join(wrong)
@@ -105,15 +115,15 @@ def problem(spec: Spec, chance: random.Random) -> tuple[Case, str, int]:
 
 
 def dtypes(spec: Spec, given: Sequence[str]) -> Sequence[str]:
-    """Those to draw from. Where scores have a tanh, fp32 is not one if there is another dtype: the LSE of a query that sees one key is a
-    score, no sum, and that of `softcap` in fp32 has twice the error of torch's."""
+    """Those to draw from. Where scores have a tanh, fp32 is not one if there is another dtype: the LSE of a query
+    that sees one key is a score, no sum, and that of `softcap` in fp32 has twice the error of torch's."""
     rough = any(part.sink() is None and part.expression().has(sympy.tanh) for part in spec.score)
     return [dtype for dtype in given if not (rough and dtype == "fp32")] or given
 
 
 def cache_problems(spec: Spec, chance: random.Random) -> Iterator[CacheCase]:
-    """Small calls over a cache: of one query, of a few over keys that are there, and of many that are new. Some sequences have no key, or
-    end at an edge of a page or a tile; there are several, as in `problem`."""
+    """Small calls over a cache: of one query, of a few over keys that are there, and of many that are new. Some
+    sequences have no key, or end at an edge of a page or a tile; there are several, as in `problem`."""
     assert spec.cache is not None
     page = {"": 0, "page_rows": chance.choice((3, 16, 80))}.get(spec.cache.page)
     page = int(spec.cache.page) if page is None else page
@@ -164,7 +174,9 @@ def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> No
         "deterministic": ("false",),
         "backward": ("false",),
     }.items():
-        assert [v for v in values if not any(f'"{key}": {v}' in json.dumps(d).replace(f'"{v}"', v) for d in built)] == []
+        assert [
+            v for v in values if not any(f'"{key}": {v}' in json.dumps(d).replace(f'"{v}"', v) for d in built)
+        ] == []
 
 
 CAUSAL: Data = {"name": "drawn", "head_dim": 16, "mask": "causal"}
@@ -226,7 +238,9 @@ TF32: Data = {"dtype": "fp32", "fp32_precision": "tf32"}
 
 @pytest.mark.parametrize("more", [{}, TF32], ids=["16-bit", "tf32"])
 @pytest.mark.parametrize(("kernel", "wrong"), [("fwd", "(out|lse)"), ("dq", "dq"), ("dkdv", "d[kv]")])
-def test_a_wrong_kernel_is_found(kernel: str, wrong: str, more: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_wrong_kernel_is_found(
+    kernel: str, wrong: str, more: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     """A causal one that hides the last key of each query."""
 
     def edited(module: Module, rendered: Callable[[Module], dict[str, str]] = render) -> dict[str, str]:
@@ -239,16 +253,22 @@ def test_a_wrong_kernel_is_found(kernel: str, wrong: str, more: Data, tmp_path: 
         outcome({**CAUSAL, **more}, tmp_path / "x.yaml", device)
 
 
-def test_a_text_that_gives_another_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_text_that_gives_another_module_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     """What is read has other stages than what was printed."""
-    two = parse_module(render(lower(tmp_path, make_spec(CAUSAL)))["schedule.ir"].replace("num_stages=3", "num_stages=2"))
+    two = parse_module(
+        render(lower(tmp_path, make_spec(CAUSAL)))["schedule.ir"].replace("num_stages=3", "num_stages=2")
+    )
     monkeypatch.setattr(f"{__name__}.parse_module", lambda _: two)
     with pytest.raises(AssertionError, match=r'-.*"num_stages": 2'):
         outcome(CAUSAL, tmp_path / "x.yaml", device)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="draws specs, and says which neither give a right module nor get one sentence")
+    parser = argparse.ArgumentParser(
+        description="draws specs, and says which neither give a right module nor get one sentence"
+    )
     parser.add_argument("--specs", type=int, default=1000, help="how many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--caches", action="store_true", help="specs with a cache of keys and values")

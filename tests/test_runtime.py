@@ -1,6 +1,8 @@
-"""The runtime's functions at their source, on plain CPU tensors: shapes, strides, checks and sums, against what torch itself says.
+"""The runtime's functions at their source, on plain CPU tensors: shapes, strides, checks and sums, against what torch
+itself says.
 
-Generated folders have copies, which tests/test_private.py holds to be the same; launches and operators are tested there, with kernels.
+Generated folders have copies, which tests/test_private.py holds to be the same; launches and operators are tested
+there, with kernels.
 """
 
 from __future__ import annotations
@@ -68,7 +70,12 @@ def test_room_for_splits_is_the_tensor_itself_if_there_is_one() -> None:
     same, strides = memory.room_for_splits(x, 1)
     assert same is x and x.as_strided((2, 3, 1, 5, 8), (*strides, 1)).equal(x.unsqueeze(2))
     room, strides = memory.room_for_splits(x, 4)
-    assert room.shape == (2, 3, 4, 5, 8) and room.is_contiguous() and room.stride() == (*strides, 1) and room.dtype == x.dtype
+    assert (
+        room.shape == (2, 3, 4, 5, 8)
+        and room.is_contiguous()
+        and room.stride() == (*strides, 1)
+        and room.dtype == x.dtype
+    )
     assert memory.nothing(x, 3, torch.float64).shape == (0, 0, 0)
 
 
@@ -108,12 +115,22 @@ Q = torch.zeros(2, 3, 5, 8)
 @pytest.mark.parametrize(
     ("x", "dtype", "shape", "error"),
     [
-        (torch.zeros(2, dtype=torch.int16), torch.int32, [2], "ids is torch.int16; expected torch.int32 or torch.int64 [2]: what for"),
+        (
+            torch.zeros(2, dtype=torch.int16),
+            torch.int32,
+            [2],
+            "ids is torch.int16; expected torch.int32 or torch.int64 [2]: what for",
+        ),
         (torch.zeros(3, dtype=torch.int32), torch.int32, [2], "ids has shape [3]; expected [2]: what for"),
         (torch.zeros(2, 2), torch.float32, [2, (1, 3)], "ids has shape [2, 2]; expected [2, 1 or 3]: what for"),
         (torch.zeros(2, device="meta"), torch.float32, [2], "ids is on meta and q on cpu; expected one device"),
         ([0, 1], torch.int32, [2], "ids is a list; expected a dense torch.int32 tensor [2]: what for"),
-        (torch.nested.nested_tensor([torch.zeros(2)]), torch.float32, [1], "ids is a nested tensor; expected a dense torch.float32"),
+        (
+            torch.nested.nested_tensor([torch.zeros(2)]),
+            torch.float32,
+            [1],
+            "ids is a nested tensor; expected a dense torch.float32",
+        ),
     ],
     ids=["dtype", "shape", "broadcast", "device", "list", "nested"],
 )
@@ -162,7 +179,11 @@ def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
     for parts, stride in ((1, 400 * 64), (4, 100 * 64)):
         x = torch.zeros(2, 3, parts, 400 // parts, 64, dtype=torch.bfloat16)
         made = descriptor(x, 32, gluon=gluon)
-        assert made.shape == [2, 3 * parts, x.shape[3], 64] and made.strides == [x.stride(0), stride, 64, 1] and made.base is x
+        assert (
+            made.shape == [2, 3 * parts, x.shape[3], 64]
+            and made.strides == [x.stride(0), stride, 64, 1]
+            and made.base is x
+        )
     odd = torch.zeros(2 * 3 * 100 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 100, 64)
     narrow = torch.zeros(2, 3, 100, 65, dtype=torch.bfloat16)[..., :64]
     empty = torch.zeros(2, 3, 0, 64, dtype=torch.bfloat16)
@@ -172,7 +193,8 @@ def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
 
 
 def test_views_that_share_an_element_are_told_from_those_that_do_not() -> None:
-    """Random views of one buffer with steps, slices and other orders of dimensions, against the places of all their elements."""
+    """Random views of one buffer with steps, slices and other orders of dimensions, against the places of all their
+    elements."""
     chance = random.Random(5)
     buffer = torch.arange(600)
 

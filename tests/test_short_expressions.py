@@ -1,4 +1,5 @@
-"""Short expressions build within a budget of steps: random ones of up to 200 characters, in processes whose CPU time is limited.
+"""Short expressions build within a budget of steps: random ones of up to 200 characters, in processes whose CPU time is
+limited.
 
     python -m tests.test_short_expressions --count 200 --seed 7
 
@@ -82,7 +83,9 @@ def spec_of(kind: str, text: str) -> dict[str, Any]:
     """The spec of a mask or a score in one expression, with the parameters that it reads."""
     params = {name: param for name, param in PARAMS.items() if re.search(rf"\b{name}\b", text)}
     part = {"expr": text} | ({"params": params} if params else {})
-    return {"name": "short", "head_dim": 64} | ({"mask": part} if kind == "mask" else {"mask": "causal", "score": [part]})
+    return {"name": "short", "head_dim": 64} | (
+        {"mask": part} if kind == "mask" else {"mask": "causal", "score": [part]}
+    )
 
 
 def _whole(text: str) -> str:
@@ -91,7 +94,8 @@ def _whole(text: str) -> str:
 
 
 class Writer:
-    """Writes random expressions that fill the room that they are given with nests, chains, choices and what is written out."""
+    """Writes random expressions that fill the room that they are given with nests, chains, choices and what is
+    written out."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -105,7 +109,9 @@ class Writer:
         if room < 16:
             names = (*REALS, *INTEGERS[:5]) if real else INTEGERS * 2 + DATA
             return draw.choice((*names, *self.turns * 3, k))
-        few = 128 // self.left <= 4  # a body that is written out often may have no more of these than the language allows
+        few = (
+            128 // self.left <= 4
+        )  # a body that is written out often may have no more of these than the language allows
         if draw.random() < 0.5:  # nests
             inner = self.number(room - 9, real)
             whole = _whole(inner)
@@ -150,7 +156,8 @@ class Writer:
 
 
 def drawn(seed: int) -> tuple[str, str]:
-    """A random mask or score of at most LONGEST characters, most of them near that, which reads positions or the score."""
+    """A random mask or score of at most LONGEST characters, most of them near that, which reads positions or the
+    score."""
     draw = random.Random(seed)
     while True:
         kind, room = draw.choice(["mask", "mask", "score"]), draw.choice([40, 80, 120, 160, 180, 200])
@@ -190,15 +197,26 @@ def test_random_short_expressions_build(seed: int) -> None:
 
 
 def test_a_mask_with_many_cases_is_noted() -> None:
-    """Where comparisons are left unsolved, and where bounds of tiles are too long, those of a number of the call included."""
-    unsolved, chain, of_window = HUNG[0][1], "min(max(" * 5 + CHAIN + " <= q_idx", "sum(i, 32, abs(kv_idx - i*window)) <= q_idx"
-    for text, noted in ((unsolved, True), (chain, True), (of_window, True), ("kv_idx <= q_idx + kv_len - q_len", False)):
+    """Where comparisons are left unsolved, and where bounds of tiles are too long, those of a number of the call
+    included."""
+    unsolved, chain, of_window = (
+        HUNG[0][1],
+        "min(max(" * 5 + CHAIN + " <= q_idx",
+        "sum(i, 32, abs(kv_idx - i*window)) <= q_idx",
+    )
+    for text, noted in (
+        (unsolved, True),
+        (chain, True),
+        (of_window, True),
+        ("kv_idx <= q_idx + kv_len - q_len", False),
+    ):
         notes = [note for _, note in make_spec(spec_of("mask", text)).notes()]
         assert any("more cases than are solved" in note for note in notes) == noted, text
 
 
 def test_a_mask_that_is_too_long_builds_once_shortened() -> None:
-    """Of a shorter mask more is solved: what `simplify` leaves of a long one may not say more of tiles than the loops made of it."""
+    """Of a shorter mask more is solved: what `simplify` leaves of a long one may not say more of tiles than the
+    loops made of it."""
     lower(make_spec(spec_of("mask", "abs(2*kv_idx - q_idx) <= 1 and all(i, 8, abs(h - 1) + abs(h - 8) >= i)")))
 
 
@@ -244,7 +262,9 @@ def main() -> None:
         mark = "OVER" if seconds > BAR else "    "
         print(f"{mark} {number} {seconds:5.1f} s {kind} {text}: {said[:400]}", flush=True)
     over, built = sum(s > BAR for _, s in found), sum(said.startswith("built") for said, _ in found)
-    print(f"{len(found)} drawn, {built} built, {over} took more than {BAR} s of CPU time, {sum('FAILED' in s for s, _ in found)} failed")
+    print(
+        f"{len(found)} drawn, {built} built, {over} took more than {BAR} s of CPU time, {sum('FAILED' in s for s, _ in found)} failed"
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def test_every_mask_modifier_and_command_has_its_place() -> None:
     assert titles("reference/scores.md") == list(score_registry())
     assert titles("reference/commands.md") == [f"attngen {name}" for name in COMMANDS]
     public = [name for name in attngen.__all__ if not name.startswith("_")]
-    assert titles("reference/python.md") == [f"attngen.{name}" for name in (*public, "integrations.transformers.register")]
+    assert titles("reference/python.md") == [
+        f"attngen.{name}" for name in (*public, "integrations.transformers.register")
+    ]
     assert set(Spec.model_fields) <= set(rows("reference/spec.md"))
 
 
@@ -84,19 +86,26 @@ def test_a_new_mask_needs_no_edit_for_its_example() -> None:
 
 
 def test_the_table_of_variants_links_to_the_page_of_each() -> None:
-    assert sorted(re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \| .+ \| (?:mha|mqa|gqa) \|", variants_page(), re.MULTILINE)) == SPECS
+    assert (
+        sorted(re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \| .+ \| (?:mha|mqa|gqa) \|", variants_page(), re.MULTILINE))
+        == SPECS
+    )
     assert [path.stem for path in spec_files()] == SPECS
 
 
 def test_the_page_of_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the spec, a picture, maps of tiles, the signature, the code; and what it links to is what `attngen explain --html` writes."""
+    """It has the spec, a picture, maps of tiles, the signature, the code; and what it links to is what `attngen
+    explain --html` writes."""
     name = "softcap_window_gqa"
     path = ROOT / "specs" / f"{name}.yaml"
     made = make_pages(path, spec(name))
     assert f"```yaml\n{path.read_text()}```" in made.markdown and f"](../explain/{name}.html)" in made.markdown
     for title in ("The mask, the first elements", "Tiles of @fwd", "Tiles of @dkdv", "Tiles of @dq"):
         assert f"<figcaption>{title}</figcaption>" in made.markdown
-    assert "attention(\n    q: torch.Tensor," in made.markdown and "| <code>return_lse</code> | <code>False</code> |" in made.markdown
+    assert (
+        "attention(\n    q: torch.Tensor," in made.markdown
+        and "| <code>return_lse</code> | <code>False</code> |" in made.markdown
+    )
     assert re.findall("<summary>(.*)</summary>", made.markdown)[:2] == ["__init__.py", "kernels.py"]
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit):
@@ -113,10 +122,18 @@ def test_links_are_made_to_hold_in_the_site() -> None:
         relinked("[a](docs/ir.md) [b](CONTRIBUTING.md#tests) [c](#start)", "overview.md")
         == "[a](ir.md) [b](contributing.md#tests) [c](#start)"
     )
-    assert relinked("![a](docs/bench/x.svg) [b](https://x.org/y)", "overview.md") == "![a](bench/x.svg) [b](https://x.org/y)"
+    assert (
+        relinked("![a](docs/bench/x.svg) [b](https://x.org/y)", "overview.md")
+        == "![a](bench/x.svg) [b](https://x.org/y)"
+    )
     assert relinked("[a](../../attngen/masks/document.py)", "cookbook/sdpa.md") == "[a](../reference/masks.md#document)"
-    assert relinked("[a](../specs/causal_mqa.yaml) [b](../specs)", "index.md") == "[a](specs/causal_mqa.md) [b](specs/index.md)"
-    assert relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"  # not in the site, so MkDocs refuses it
+    assert (
+        relinked("[a](../specs/causal_mqa.yaml) [b](../specs)", "index.md")
+        == "[a](specs/causal_mqa.md) [b](specs/index.md)"
+    )
+    assert (
+        relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"
+    )  # not in the site, so MkDocs refuses it
     assert all((ROOT / source).is_file() for source in OUTSIDE)
 
 
@@ -154,7 +171,8 @@ def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_a_spec_that_somebody_tries_is_not_one_of_the_project(tmp_path: Path) -> None:
-    """`attngen new` writes to specs/: neither the tests nor the site take it before it is committed. Without git, all specs are taken."""
+    """`attngen new` writes to specs/: neither the tests nor the site take it before it is committed. Without git,
+    all specs are taken."""
     (tmp_path / "specs").mkdir()
     for name in ("ours", "tried"):
         (tmp_path / "specs" / f"{name}.yaml").touch()

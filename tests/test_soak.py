@@ -1,4 +1,5 @@
-"""The soak of `make soak`: it finds runs that give other bits, and its long call is one that a backward in one pass takes."""
+"""The soak of `make soak`: it finds runs that give other bits, and its long call is one that a backward in one pass
+takes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ MASK = (
 NAME = "expected an identifier of lower-case letters, digits and _, 64 at most, as in causal_mqa"
 CAP = "expected a number from 0.001 to 1000000"
 CACHES = "expected `contiguous`, {paged: {page_size: 64}}, {dtype: fp8_e4m3}, or both of these keys"
-KEYS = "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, outputs, schedule, score"
+KEYS = (
+    "known: backward, cache, dropout, dtype, fp32_precision, head_dim, heads, kv, mask, name, outputs, schedule, score"
+)
 
 
 def message(text: str) -> str:
@@ -192,10 +194,15 @@ def test_text_that_is_no_yaml_is_one_sentence_with_its_line(text: str) -> None:
 )
 def test_what_programs_that_walk_over_keys_cannot_do(more: str, key: str, what: str) -> None:
     text = f"name: x\n{'' if key == 'head_dim' else 'head_dim: 64'}\nschedule: {{order: kv_outer}}\n{more}"
-    assert message(text) == f"line 4: `{key}` asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"
+    assert (
+        message(text)
+        == f"line 4: `{key}` asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"
+    )
 
 
-@pytest.mark.parametrize("number, value", [("1:04", 64), ("0100", 64), ("0x40", 64), ("0b1000000", 64), ("6_4", 64), ("1:04.5", 64.5)])
+@pytest.mark.parametrize(
+    "number, value", [("1:04", 64), ("0100", 64), ("0x40", 64), ("0b1000000", 64), ("6_4", 64), ("1:04.5", 64.5)]
+)
 def test_numbers_that_mean_others_to_yaml_are_refused(number: str, value: float) -> None:
     sentence = f"line 3: `head_dim` is `{number}`, which YAML reads as {value}; expected a decimal number, or quotes around text"
     assert message(f"name: x\nmask: causal\nhead_dim: {number}") == sentence
@@ -222,13 +229,16 @@ def test_a_module_has_no_name_of_a_package(name: str) -> None:
     ],
 )
 def test_inputs_that_a_mask_does_not_depend_on(mask: str, gone: str) -> None:
-    assert message(BASE + f"mask: {mask}").startswith(f"line 3: `mask` does not depend on `{gone}`, once simplified; expected it to, or")
+    assert message(BASE + f"mask: {mask}").startswith(
+        f"line 3: `mask` does not depend on `{gone}`, once simplified; expected it to, or"
+    )
 
 
 def test_reads_of_two_kinds_under_one_name() -> None:
     two = "score:\n- expr: s + t[q_idx]\n  params: {t: {tensor: [9]}}\n- expr: s * t[kv_idx]\n  params: {t: {tensor: [9]}}"
     assert (
-        message(BASE + two) == "line 6: `score[1]` reads `t` as `t`, which is read in another way too; expected another name in one of them"
+        message(BASE + two)
+        == "line 6: `score[1]` reads `t` as `t`, which is read in another way too; expected another name in one of them"
     )
 
 
@@ -297,7 +307,9 @@ def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
 
 def test_shorthands_mean_their_long_forms() -> None:
     short = parse_spec("name: x\nhead_dim: 64\ndtype: fp16\nmask: causal")
-    long = parse_spec("name: x\nhead_dim: {qk: 64, v: 64}\ndtype: [fp16]\nmask: {causal: {align: bottom_right}}\nheads: {sharing: mha}")
+    long = parse_spec(
+        "name: x\nhead_dim: {qk: 64, v: 64}\ndtype: [fp16]\nmask: {causal: {align: bottom_right}}\nheads: {sharing: mha}"
+    )
     assert short == long
     assert short.hash() == long.hash()
     assert parse_spec(BASE + "dtype: [fp16, bf16]") == parse_spec(BASE)
@@ -352,7 +364,10 @@ OR = '{expr: "kv_idx < 4 or kv_idx > 90"}'
         (f"{{all_of: [causal, {OR}]}}", "causal and (kv_idx < 4 or kv_idx > 90)"),
         (f"{{not: {OR}}}", "not (kv_idx < 4 or kv_idx > 90)"),
         ('{any_of: [{expr: "kv_idx < 4 and h == 0"}, causal]}', "(kv_idx < 4 and h == 0) or causal"),
-        ('{all_of: [{expr: "kv_idx < 4"}, {not: {any_of: [causal, document]}}]}', "kv_idx < 4 and not (causal or document)"),
+        (
+            '{all_of: [{expr: "kv_idx < 4"}, {not: {any_of: [causal, document]}}]}',
+            "kv_idx < 4 and not (causal or document)",
+        ),
         ('{all_of: [{expr: "kv_idx < 4"}, {not: {expr: "h == 0"}}]}', "kv_idx < 4 and not h == 0"),
         ('{not: {expr: "where(h == 0 or b == 0, kv_idx < 4, true)"}}', "not where(h == 0 or b == 0, kv_idx < 4, true)"),
         ('{not: {expr: "r < 3", let: {r: "q_idx // 4"}}}', "not (r < 3 where r = q_idx // 4)"),
@@ -364,15 +379,23 @@ def test_the_text_of_a_mask_keeps_its_brackets(mask: str, text: str) -> None:
 
 def test_named_parts() -> None:
     """They are read in order, are in the canonical form where there are some, and their mistakes name them."""
-    spec = parse_spec(BASE + 'mask: {expr: "r == c", let: {r: "q_idx // w", c: "kv_idx // w"}, params: {w: {scalar: int, min: 1}}}')
+    spec = parse_spec(
+        BASE + 'mask: {expr: "r == c", let: {r: "q_idx // w", c: "kv_idx // w"}, params: {w: {scalar: int, min: 1}}}'
+    )
     plain = parse_spec(BASE + 'mask: {expr: "q_idx // w == kv_idx // w", params: {w: {scalar: int, min: 1}}}')
     assert spec.mask.expression() == plain.mask.expression()
-    assert spec.canonical()["mask"]["let"] == {"r": "q_idx // w", "c": "kv_idx // w"} and "let" not in plain.canonical()["mask"]
+    assert (
+        spec.canonical()["mask"]["let"] == {"r": "q_idx // w", "c": "kv_idx // w"}
+        and "let" not in plain.canonical()["mask"]
+    )
     assert make_spec({"name": "x", "head_dim": 64, "mask": spec.canonical()["mask"]}).hash() == spec.hash()
     for wrong, text in (
         ('{r: "q_idx +"}', "line 3: `mask.let.r` at column 7 ends in `+`; expected a name or a number after it"),
         ("[q_idx]", 'line 3: `mask.let` is a list; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
-        ("{r: 3}", 'line 3: `mask.let` is a mapping; expected expressions in quotes by name, as in {row: "q_idx // 64"}'),
+        (
+            "{r: 3}",
+            'line 3: `mask.let` is a mapping; expected expressions in quotes by name, as in {row: "q_idx // 64"}',
+        ),
     ):
         with pytest.raises(SpecError) as error:
             parse_spec(BASE + f'mask: {{expr: "r < 3", let: {wrong}}}', "x.yaml")
@@ -435,21 +458,31 @@ def conforms(value: Any, node: dict[str, Any], root: dict[str, Any]) -> bool:
     if "enum" in node and not any(type(value) is type(e) and value == e for e in node["enum"]):
         return False
     types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
-    if "type" in node and not (type(value) is types.get(node["type"]) or node["type"] == "number" and type(value) in (int, float)):
+    if "type" in node and not (
+        type(value) is types.get(node["type"]) or node["type"] == "number" and type(value) in (int, float)
+    ):
         return False
     if isinstance(value, str) and not re.search(node.get("pattern", ""), value):
         return False
     if isinstance(value, (int, float)):
-        inside = node.get("minimum", value) <= value <= node.get("maximum", value) and value < node.get("exclusiveMaximum", value + 1)
+        inside = node.get("minimum", value) <= value <= node.get("maximum", value) and value < node.get(
+            "exclusiveMaximum", value + 1
+        )
         return inside and value % node.get("multipleOf", 1) == 0
     if isinstance(value, list):
         distinct = not node.get("uniqueItems") or len({str(v) for v in value}) == len(value)
-        return distinct and len(value) >= node.get("minItems", 0) and all(conforms(v, node.get("items", {}), root) for v in value)
+        return (
+            distinct
+            and len(value) >= node.get("minItems", 0)
+            and all(conforms(v, node.get("items", {}), root) for v in value)
+        )
     if isinstance(value, dict):
         known = node.get("properties", {})
         named = all(conforms(key, node.get("propertyNames", {}), root) for key in value)
         complete = (
-            named and all(key in value for key in node.get("required", ())) and (known.keys() >= value.keys() or "properties" not in node)
+            named
+            and all(key in value for key in node.get("required", ()))
+            and (known.keys() >= value.keys() or "properties" not in node)
         )
         return complete and all(conforms(v, known[k], root) for k, v in value.items() if k in known)
     return True
@@ -477,13 +510,29 @@ NAMES_OF_PARAMETERS = [
 
 def test_the_check_knows_every_keyword_of_the_schema() -> None:
     notes = {"$schema", "$defs", "title", "description", "default", "additionalProperties"}
-    checked = {"$ref", "anyOf", "const", "enum", "type", "pattern", "minimum", "maximum", "exclusiveMaximum", "multipleOf"}
+    checked = {
+        "$ref",
+        "anyOf",
+        "const",
+        "enum",
+        "type",
+        "pattern",
+        "minimum",
+        "maximum",
+        "exclusiveMaximum",
+        "multipleOf",
+    }
     checked |= {"uniqueItems", "minItems", "items", "required", "properties", "propertyNames", "not"}
 
     def keywords(node: Any) -> set[str]:
         if not isinstance(node, dict):
             return {k for n in node for k in keywords(n)} if isinstance(node, list) else set()
-        below = [*node.get("properties", {}).values(), *node.get("$defs", {}).values(), *node.get("anyOf", ()), node.get("items")]
+        below = [
+            *node.get("properties", {}).values(),
+            *node.get("$defs", {}).values(),
+            *node.get("anyOf", ()),
+            node.get("items"),
+        ]
         below += [node.get("propertyNames"), node.get("not")]
         return set(node).union(*(keywords(n) for n in below))
 
@@ -519,7 +568,9 @@ BEYOND = (
 )
 
 
-@pytest.mark.parametrize("text", [t for t in MISTAKES if t.startswith("name: ") and not t.endswith(BEYOND) and "class" not in t])
+@pytest.mark.parametrize(
+    "text", [t for t in MISTAKES if t.startswith("name: ") and not t.endswith(BEYOND) and "class" not in t]
+)
 def test_mistakes_do_not_conform_to_the_json_schema(text: str) -> None:
     try:
         data = yaml.safe_load(text)
@@ -539,8 +590,18 @@ WORDS = [
     "schedule", "block_q", "stages", "warps", "x", "../x", "<<", "=",
 ]
 # fmt: on
-SCALARS = st.one_of(st.sampled_from(WORDS), st.none(), st.booleans(), st.integers(-2, 300), st.integers(), st.floats(), st.text(max_size=8))
-NESTED = st.recursive(SCALARS, lambda s: st.lists(s, max_size=3) | st.dictionaries(st.sampled_from(WORDS), s, max_size=4), max_leaves=12)
+SCALARS = st.one_of(
+    st.sampled_from(WORDS),
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 300),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+)
+NESTED = st.recursive(
+    SCALARS, lambda s: st.lists(s, max_size=3) | st.dictionaries(st.sampled_from(WORDS), s, max_size=4), max_leaves=12
+)
 LIKELY = st.fixed_dictionaries(
     {"name": st.just("x"), "head_dim": st.sampled_from([64, 128, {"qk": 192, "v": 128}]) | NESTED},
     optional={"heads": NESTED, "dtype": NESTED, "mask": NESTED, "schedule": NESTED, "fp32_precision": SCALARS},
@@ -563,7 +624,9 @@ def only_a_spec_or_a_sentence(text: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     st.text(max_size=60)
-    | st.lists(st.sampled_from([*WORDS, ": ", "\n", "  ", "- ", "[", "]", "{", "}", ", ", "64", "&", "*", "!", "|"])).map("".join)
+    | st.lists(
+        st.sampled_from([*WORDS, ": ", "\n", "  ", "- ", "[", "]", "{", "}", ", ", "64", "&", "*", "!", "|"])
+    ).map("".join)
 )
 @example("a: !!int ''")
 @example("a: 0x_")
@@ -606,7 +669,10 @@ WINDOW, SINKS = "{sliding_window: {left: 255, right: 0}}", "{sink_tokens: {count
         (f"{{any_of: [{{block_causal: {{size: 16}}}}, {SINKS}]}}", ["`sink_tokens(count=4)`"]),
         (f"{{all_of: [key_padding, {{any_of: [{WINDOW}, {SINKS}]}}]}}", ["`sink_tokens(count=4)`"]),
         (f"{{any_of: [{{all_of: [document, causal]}}, {SINKS}]}}", ["`sink_tokens(count=4)`"]),
-        ("{any_of: [{sliding_window: {left: 9, right: 9}}, {any_of: [causal, key_padding]}]}", ["`causal or key_padding`"]),
+        (
+            "{any_of: [{sliding_window: {left: 9, right: 9}}, {any_of: [causal, key_padding]}]}",
+            ["`causal or key_padding`"],
+        ),
         (f"{{all_of: [causal, {{any_of: [{WINDOW}, {SINKS}]}}]}}", []),
         (f"{{any_of: [{WINDOW}, {{all_of: [causal, {SINKS}]}}]}}", []),
         (f"{{any_of: [{WINDOW}, {{expr: 'kv_idx < 4 and kv_idx <= q_pos'}}]}}", []),
@@ -622,7 +688,10 @@ def test_a_union_of_causal_and_other_parts_gets_a_note(mask: str, shown: list[st
     notes = [note for _, note in parse_spec(BASE + f"mask: {mask}").notes()]
     assert len(notes) == bool(shown)
     for note in notes:
-        assert note.startswith("is a union in which some parts hide keys behind the query") and "{all_of: [causal, {any_of: " in note
+        assert (
+            note.startswith("is a union in which some parts hide keys behind the query")
+            and "{all_of: [causal, {any_of: " in note
+        )
         assert all(text in note for text in shown)
 
 
@@ -652,5 +721,12 @@ def test_the_sharing_of_heads_says_what_the_kv_head_is(sharing: str, mask: str, 
 
 def test_a_mask_that_the_sharing_of_heads_makes_no_mask_builds() -> None:
     """So do functions of the K/V head that are numbers there."""
-    for mask in ("hkv != 1", "max(1, 1 << hkv) <= kv_idx + 1", "max(0.25, sigmoid(hkv), round(hkv + 0.3)) <= kv_idx + 1"):
-        lower(make_spec({"name": "x", "head_dim": 16, "heads": {"sharing": "mqa"}, "mask": {"expr": mask}}), "place-memory")
+    for mask in (
+        "hkv != 1",
+        "max(1, 1 << hkv) <= kv_idx + 1",
+        "max(0.25, sigmoid(hkv), round(hkv + 0.3)) <= kv_idx + 1",
+    ):
+        lower(
+            make_spec({"name": "x", "head_dim": 16, "heads": {"sharing": "mqa"}, "mask": {"expr": mask}}),
+            "assign-memory-space",
+        )

@@ -1,7 +1,8 @@
-"""Infinities and the largest finite numbers in each input of a modifier, in rows that see keys and in rows that see none.
+"""Infinities and the largest finite numbers in each input of a modifier, in rows that see keys and in rows that see
+none.
 
-Where naive attention in fp64 gives no NaN, nor does a module; a row that sees no key gives zeros, its LSE is its sink, or -inf, and it
-gives no gradient to q.
+Where naive attention in fp64 gives no NaN, nor does a module; a row that sees no key gives zeros, its LSE is its sink,
+or -inf, and it gives no gradient to q.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from attngen.spec import make_spec
 
 LARGEST = torch.finfo(torch.float32).max
 NUMBERS = (-torch.inf, -LARGEST, -3e38, LARGEST, torch.inf)
-WINDOW = {"sliding_window": {"left": 5, "right": 0}}  # of 20 queries, aligned with the last of 15 keys, the first 5 see none
+WINDOW = {
+    "sliding_window": {"left": 5, "right": 0}
+}  # of 20 queries, aligned with the last of 15 keys, the first 5 see none
 KINDS: dict[str, dict[str, Any]] = {
     "a sink": {"score": "sink", "heads": {"sharing": "gqa"}},
     "a sink and outputs": {"score": "sink", "outputs": ["entropy", "max_score", "key_mass"]},
     "a temperature": {"score": {"temperature": {"learnable": True}}},
     "a table by distance": {"score": {"relative_bias": {"max_distance": 8}}},
     "a bias": {"score": {"dense_bias": {"learnable": True}}},
-    "a number of each key": {"score": {"expr": "s + far[kv_idx]", "params": {"far": {"tensor": ["Nk"], "dtype": "fp32"}}}},
+    "a number of each key": {
+        "score": {"expr": "s + far[kv_idx]", "params": {"far": {"tensor": ["Nk"], "dtype": "fp32"}}}
+    },
 }
 
 
@@ -67,7 +72,9 @@ def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> Non
         return found
 
     wrong = []
-    per_score = dtype == "fp16" and "sink" not in kind and "temperature" not in kind  # there scores above 2.3e38 are +inf
+    per_score = (
+        dtype == "fp16" and "sink" not in kind and "temperature" not in kind
+    )  # there scores above 2.3e38 are +inf
     for number in [x for x in NUMBERS if x < 0 or not per_score]:
         for whole in (False, True):
             x, limit = drawn[name].clone(), torch.finfo(drawn[name].dtype)
@@ -82,13 +89,18 @@ def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> Non
             out, lse, dq = ours[0], ours[1], ours[len(asked(spec)) + 1]
             expected = x[None, :, None].expand_as(lse) if "sink" in kind else torch.full_like(lse, -torch.inf)
             if out[~seen].any() or dq[~seen].any() or not torch.allclose(lse[~seen], expected[~seen], rtol=1e-6):
-                wrong.append(f"{number} in {'all' if whole else 'some'} places: rows that see no key have more than zeros, or another LSE")
+                wrong.append(
+                    f"{number} in {'all' if whole else 'some'} places: rows that see no key have more than zeros, or another LSE"
+                )
     assert not wrong
 
 
-@pytest.mark.parametrize("score", ["dense_bias", {"expr": "s + far[kv_idx]", "params": {"far": {"tensor": ["Nk"], "dtype": "fp32"}}}])
+@pytest.mark.parametrize(
+    "score", ["dense_bias", {"expr": "s + far[kv_idx]", "params": {"far": {"tensor": ["Nk"], "dtype": "fp32"}}}]
+)
 def test_rows_of_the_lowest_numbers_alone(score: Any, device: str) -> None:
-    """In fp32 such a row has the mean of the values, as in PyTorch, forward and backward; one of -inf alone sees no key."""
+    """In fp32 such a row has the mean of the values, as in PyTorch, forward and backward; one of -inf alone sees no
+    key."""
     spec = make_spec({"name": "lowest", "head_dim": 16, "dtype": "fp32", "score": score})
     q, k, v, drawn = make_inputs(spec, Case(1, 2, 2, 20, 15), torch.float32, device, 0)
     (name,) = (i.name for i in spec.inputs())
@@ -101,7 +113,9 @@ def test_rows_of_the_lowest_numbers_alone(score: Any, device: str) -> None:
         out, lse = attngen.build(spec).attention(q, k, v, **{name: x}, return_lse=True)
         keys = slice(5, None) if score == "dense_bias" else slice(None)
         rows = [i for i in range(20) if score != "dense_bias" or i != 7]
-        torch.testing.assert_close(out[:, :, rows], v[:, :, keys].mean(2, keepdim=True).expand(1, 2, len(rows), 16), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            out[:, :, rows], v[:, :, keys].mean(2, keepdim=True).expand(1, 2, len(rows), 16), rtol=1e-5, atol=1e-6
+        )
         (found,) = torch.autograd.grad(out.sum(), v)
         expected = torch.zeros_like(v)
         expected[:, :, keys] = len(rows) / expected[:, :, keys].shape[2]

@@ -26,14 +26,18 @@ SPEC = "name: small\nhead_dim: 16\nmask: causal\ndtype: [fp16, bf16]\n"
 class Here:
     """In place of ProcessPoolExecutor: the same calls, in this process."""
 
-    def __init__(self, workers: int, context: object, initializer: Callable[..., object], initargs: tuple[Any, ...]) -> None:
+    def __init__(
+        self, workers: int, context: object, initializer: Callable[..., object], initargs: tuple[Any, ...]
+    ) -> None:
         self.workers = workers
         initializer(*initargs)
 
     def __enter__(self) -> Here:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         sweep._turns.clear()
 
     def map(self, function: Callable[..., Table], work: Iterable[Job], *rest: Iterable[Any]) -> Iterator[Table]:
@@ -80,7 +84,9 @@ def test_a_page_of_all_cases(project: Path, capsys: pytest.CaptureFixture[str], 
     )
 
 
-def test_a_wrong_module_fails(project: Path, monkeypatch: pytest.MonkeyPatch, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_module_fails(
+    project: Path, monkeypatch: pytest.MonkeyPatch, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def spoiled(folder: Path) -> ModuleType:
         module = load_module(folder)
         right = module.attention
@@ -91,7 +97,11 @@ def test_a_wrong_module_fails(project: Path, monkeypatch: pytest.MonkeyPatch, de
     with pytest.raises(SystemExit) as caught:
         cli.main(["test", "specs/small.yaml", "--report", "page.md"])
     assert caught.value.code == 1
-    wrong = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: small, fp16: | B1 H2 Nq17 Nk17 | ")]
+    wrong = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("error: small, fp16: | B1 H2 Nq17 Nk17 | ")
+    ]
     assert len(wrong) == 1 and "cases, 0 above" not in (project / "page.md").read_text()
 
 
@@ -115,9 +125,18 @@ def test_other_bits_in_a_second_run_fail(tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 cases, 1 above the bar." in page([table], device)
 
 
-def test_calls_over_a_cache_are_on_the_page_and_fail_if_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_calls_over_a_cache_are_on_the_page_and_fail_if_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     """Out and LSE of each, and whether a second call gives the same bits."""
-    text = {"name": "small", "head_dim": 16, "mask": "causal", "dtype": "fp16", "cache": "contiguous", "backward": False}
+    text = {
+        "name": "small",
+        "head_dim": 16,
+        "mask": "causal",
+        "dtype": "fp16",
+        "cache": "contiguous",
+        "backward": False,
+    }
     made = make_spec(text)
     (tmp_path / "small.yaml").write_text(json.dumps(text))
     module = module_of(made, tmp_path / "small")
@@ -127,9 +146,9 @@ def test_calls_over_a_cache_are_on_the_page_and_fail_if_wrong(tmp_path: Path, mo
     monkeypatch.setattr(sweep, "cache_cases", lambda spec, cuda: few)
     job = Job(tmp_path / "small.yaml", tmp_path / "small", "fp16")
     table = run_job(job, device, 0)
-    assert [(line.startswith(f"| {case} | "), line.endswith(" | yes |"), ok) for case, (line, ok) in zip(few, table.lines)] == [
-        (True,) * 3
-    ] * 2
+    assert [
+        (line.startswith(f"| {case} | "), line.endswith(" | yes |"), ok) for case, (line, ok) in zip(few, table.lines)
+    ] == [(True,) * 3] * 2
     right, calls = module.attention.with_kvcache, [0]
 
     def shaky(*args: Any, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +163,12 @@ def test_calls_over_a_cache_are_on_the_page_and_fail_if_wrong(tmp_path: Path, mo
 
 def test_which_cases_there_are() -> None:
     """On CUDA up to 32k rows, and 16k where scores are modified: the oracle keeps them all."""
-    assert max(c.n_q for c in cases(spec("causal_mha"), 132)) == 32768 and max(c.n_q for c in cases(spec("alibi_mha"), 132)) == 16384
-    assert max(c.batch * c.q_heads * c.n_kv for c in cases(spec("causal_mha"), 132) if c.n_q == 1029) >= FUSED_KEYS * 132
+    assert (
+        max(c.n_q for c in cases(spec("causal_mha"), 132)) == 32768
+        and max(c.n_q for c in cases(spec("alibi_mha"), 132)) == 16384
+    )
+    assert (
+        max(c.batch * c.q_heads * c.n_kv for c in cases(spec("causal_mha"), 132) if c.n_q == 1029) >= FUSED_KEYS * 132
+    )
     assert max(c.n_q for c in cases(spec("causal_mha"))) == 129
     assert {c.layout for c in cases(spec("causal_mha"))} == {"bhnd", "bnhd", "packed", "expanded", "island"}

@@ -1,4 +1,5 @@
-"""Generated modules among PyTorch's machinery: torch.library, torch.compile, CUDA graphs, checkpoints, autocast, DDP, pickles."""
+"""Generated modules among PyTorch's machinery: torch.library, torch.compile, CUDA graphs, checkpoints, autocast,
+DDP, pickles."""
 
 from __future__ import annotations
 
@@ -47,10 +48,13 @@ class Record(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [(n, x) for n in KINDS for x in ("bhnd", "bnhd") if CUDA or x == "bhnd" or n in KINDS[:3]]
-    + [(n, "bhnd") for n in ("dense_bias_dropout_mha", "relative_bias_mha") if n not in KINDS],  # learned inputs of several dimensions
+    + [
+        (n, "bhnd") for n in ("dense_bias_dropout_mha", "relative_bias_mha") if n not in KINDS
+    ],  # learned inputs of several dimensions
 )
 def test_opcheck(name: str, layout: str, device: str) -> None:
-    """Schema, autograd registration, fake implementation and AOT dispatch of all operators, with every set of gradients needed."""
+    """Schema, autograd registration, fake implementation and AOT dispatch of all operators, with every set of
+    gradients needed."""
     leaves, inputs, grads = problem(name, Case(1, *heads_for(spec_of(name), 2), 20, 30, layout), device)
     with Record() as record:
         out, lse = built(name).attention(*leaves, **inputs, **options(name), return_lse=True)
@@ -77,11 +81,14 @@ def test_opcheck(name: str, layout: str, device: str) -> None:
         (n, d)
         for n in KINDS
         for d in (False, None, True)
-        if CUDA or n == "causal_dropout_mqa" or (d is None and n != "local_global_dropout_mha")  # others have its blocks, its dropout
+        if CUDA
+        or n == "causal_dropout_mqa"
+        or (d is None and n != "local_global_dropout_mha")  # others have its blocks, its dropout
     ],
 )
 def test_compile(name: str, dynamic: bool | None, device: str) -> None:
-    """One graph without breaks, the same bits, and no graph per length: a static one, then at most one with symbolic sizes."""
+    """One graph without breaks, the same bits, and no graph per length: a static one, then at most one with symbolic
+    sizes."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor" if CUDA else "aot_eager")
     attention, drop = built(name).attention, options(name)
@@ -99,7 +106,9 @@ def test_compile(name: str, dynamic: bool | None, device: str) -> None:
         results = [f(*leaves, inputs) for f in (call, compiled)]
         found = [(*r, *torch.autograd.grad(r, leaves, grads)) for r in results]
         assert all(a.equal(b) for a, b in zip(*found))
-    whole = any(not i.shape for i in spec_of(name).inputs()) or "document" in name  # numbers, which torch takes for constants at first
+    whole = (
+        any(not i.shape for i in spec_of(name).inputs()) or "document" in name
+    )  # numbers, which torch takes for constants at first
     assert counter.frame_count <= (1 if dynamic is False else 2 + whole)
 
 
@@ -139,7 +148,8 @@ def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FEW)
 def test_autocast(name: str, dtype: torch.dtype, device: str) -> None:
-    """fp32 arguments, and mixed ones, are computed in autocast's dtype if the module has it; gradients come back in theirs."""
+    """fp32 arguments, and mixed ones, are computed in autocast's dtype if the module has it; gradients come back in
+    theirs."""
     leaves, inputs, _ = problem(name, small(name, 33, 33), device)
     q, k, v = (x.detach().float().requires_grad_() for x in leaves)
     has = dtype in built(name).DTYPES
@@ -157,7 +167,10 @@ def test_autocast(name: str, dtype: torch.dtype, device: str) -> None:
 def test_vmap_is_refused(name: str, device: str) -> None:
     leaves, inputs, _ = problem(name, small(name, 33, 33), device)
     stacked = [torch.stack([x.detach()] * 2) for x in leaves]
-    with pytest.raises(NotImplementedError, match="attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B"):
+    with pytest.raises(
+        NotImplementedError,
+        match="attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B",
+    ):
         torch.func.vmap(lambda q, k, v: built(name).attention(q, k, v, **inputs, **options(name)))(*stacked)
 
 
@@ -170,7 +183,9 @@ def test_second_derivatives_are_refused(name: str, device: str) -> None:
         out = built(name).attention(*leaves, **inputs, **options(name))
         found = torch.autograd.grad(out, leaves, flowing, create_graph=True)
         assert all(a.equal(b) for a, b in zip(found, expected))
-        with pytest.raises(RuntimeError, match="attention: its gradients cannot be differentiated again; expected first derivatives"):
+        with pytest.raises(
+            RuntimeError, match="attention: its gradients cannot be differentiated again; expected first derivatives"
+        ):
             found[0].sum().backward()
 
 
@@ -178,7 +193,9 @@ def test_second_derivatives_are_refused(name: str, device: str) -> None:
 def test_modules_are_copied_and_pickled(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     generated = __import__(f"generated.{name}", fromlist=["Attention"])
-    module = torch.nn.Sequential(generated.Attention(scale=0.3, **({"dropout_p": 0.25} if spec_of(name).dropout else {}))).eval()
+    module = torch.nn.Sequential(
+        generated.Attention(scale=0.3, **({"dropout_p": 0.25} if spec_of(name).dropout else {}))
+    ).eval()
     (q, k, v), inputs, _ = problem(name, small(name, 33, 33), device)
     expected = module[0](q, k, v, **inputs)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -210,7 +227,8 @@ print("the same")
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path: Path) -> None:
-    """Results and gradients of a graph by torch.export, at another length; the operators' names do not depend on where a module is."""
+    """Results and gradients of a graph by torch.export, at another length; the operators' names do not depend on
+    where a module is."""
     generated = built(name)
 
     class Model(torch.nn.Module):
@@ -225,7 +243,9 @@ def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path:
     length = torch.export.Dim.AUTO  # of which a module's wrapper may ask that there are few blocks
     declared = {i.name: i.shape for i in spec_of(name).inputs()}  # the others are blocks, as many at either length
     lengths = {
-        at: {i: length for i, d in enumerate(declared.get(at, ())) if d in ("Nq", "Nk")} if isinstance(x, torch.Tensor) else None
+        at: {i: length for i, d in enumerate(declared.get(at, ())) if d in ("Nq", "Nk")}
+        if isinstance(x, torch.Tensor)
+        else None
         for at, x in inputs.items()
     }
     exported = torch.export.export(Model().eval(), (*leaves, inputs), dynamic_shapes=(*[{2: length}] * 3, lengths))
@@ -234,7 +254,9 @@ def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path:
     leaves, inputs, grads = problem(name, small(name, 60, 60), device)
     inputs |= numbers
     results = Model().eval()(*leaves, inputs)
-    torch.save((leaves, inputs, grads, (*results, *torch.autograd.grad(results, leaves, grads))), tmp_path / "values.pt")
+    torch.save(
+        (leaves, inputs, grads, (*results, *torch.autograd.grad(results, leaves, grads))), tmp_path / "values.pt"
+    )
     shutil.copytree(ROOT / "generated" / name, tmp_path / "elsewhere" / "vendored")
     paths = [str(tmp_path / "elsewhere"), "vendored", str(tmp_path / "model.pt2"), str(tmp_path / "values.pt")]
     done = subprocess.run([sys.executable, "-c", LOAD, *paths], cwd=tmp_path, capture_output=True, text=True)
@@ -252,11 +274,14 @@ for name in sys.argv[1:]:
 
 def test_importing_starts_nothing(tmp_path: Path) -> None:
     """No CUDA context, nothing compiled."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache")
+    }
     subprocess.run([sys.executable, "-c", LAZY, *SPECS], cwd=ROOT, env=env, check=True)
 
 
-# Two processes, each with half of a batch, train the same model; prints the gradients' norm, which DDP makes the same in both.
+# Two processes, each with half of a batch, train the same model; prints the gradients' norm, which DDP makes the same
+# in both.
 DDP = """
 import os, sys, torch
 import torch.distributed as dist
@@ -299,7 +324,14 @@ def test_ddp_of_two_processes(device: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "DROP": "7", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "DROP": "7",
+        "OMP_NUM_THREADS": "1",
+    }
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", DDP, device],

@@ -15,7 +15,16 @@ import pytest
 
 from tests.helpers import ROOT
 
-SIZES = {"layers": 2, "d-model": 32, "heads": 2, "seq": 16, "batch": 1, "vocabulary": 300, "epoch-tokens": 16, "val-tokens": 16}
+SIZES = {
+    "layers": 2,
+    "d-model": 32,
+    "heads": 2,
+    "seq": 16,
+    "batch": 1,
+    "vocabulary": 300,
+    "epoch-tokens": 16,
+    "val-tokens": 16,
+}
 SMALL = ["--device", "cpu", *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
 EXACT = """
 import torch
@@ -27,11 +36,14 @@ MASK, SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES = "causal", "mha", 64, 64, (torch
 def attention(q, k, v, *, scale=None, return_lse=False):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 """
-DROPPING = EXACT.replace("return_lse=False", "return_lse=False, dropout_p=0.0, seed=None").replace("k, v, is", "k, v, None, dropout_p, is")
+DROPPING = EXACT.replace("return_lse=False", "return_lse=False, dropout_p=0.0, seed=None").replace(
+    "k, v, is", "k, v, None, dropout_p, is"
+)
 
 
 def train(*options: object) -> str:
-    """What a study prints: in a process of its own, since it sets Triton's interpreter, on one thread, since its tensors are tiny."""
+    """What a study prints: in a process of its own, since it sets Triton's interpreter, on one thread, since its
+    tensors are tiny."""
     command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *SMALL, *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -83,7 +95,9 @@ def test_a_module_learns_as_naive_attention_does(study: tuple[Path, str]) -> Non
     assert float(rows[3][-1]) == curves["naive", 0][2]
 
 
-def test_the_page_says_what_the_results_say(examples: tuple[ModuleType, ModuleType], study: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_page_says_what_the_results_say(
+    examples: tuple[ModuleType, ModuleType], study: tuple[Path, str], tmp_path: Path
+) -> None:
     train_lm, lm_page = examples
     pages = [tmp_path / "a" / "page.md", tmp_path / "b" / "page.md"]
     for page in pages:
@@ -92,8 +106,14 @@ def test_the_page_says_what_the_results_say(examples: tuple[ModuleType, ModuleTy
     text = pages[0].read_text()
     results = lm_page.load([study[0]])
     ours = next(v for v in lm_page.verdicts(results["runs"]) if v.attention == "causal_mqa")
-    assert f"| 0 | **causal_mqa** | {sum(ours.ours) / 2:.2f} | {sum(ours.naive) / 2:.2f} | {ours.difference:+.2f} " in text
-    assert "| 1 x 16 | 0 | causal_mqa | " in text and "(page.svg)" in text and max(map(len, text.split("\n|")[0].splitlines())) <= 120
+    assert (
+        f"| 0 | **causal_mqa** | {sum(ours.ours) / 2:.2f} | {sum(ours.naive) / 2:.2f} | {ours.difference:+.2f} " in text
+    )
+    assert (
+        "| 1 x 16 | 0 | causal_mqa | " in text
+        and "(page.svg)" in text
+        and max(map(len, text.split("\n|")[0].splitlines())) <= 120
+    )
     pictures = [page.with_suffix(".svg").read_bytes() for page in pages]
     assert pictures[0] == pictures[1] and b"causal_mqa" in pictures[0]
 
@@ -119,7 +139,9 @@ def test_the_verdict_is_naives_own_spread(examples: tuple[ModuleType, ModuleType
     naive = (70.0, 70.5, 71.0)
     assert lm_page.Verdict("ours", 0.0, (71.4, 71.5, 71.5), naive).agrees
     off = lm_page.Verdict("ours", 0.0, (73.0, 73.33, 73.5), naive)
-    assert not off.agrees and off.sentence().endswith("beside naive's 70.50, +2.78; naive's 3 seeds spread over 1.00: DIFFERS")
+    assert not off.agrees and off.sentence().endswith(
+        "beside naive's 70.50, +2.78; naive's 3 seeds spread over 1.00: DIFFERS"
+    )
     assert not lm_page.Verdict("ours", 0.0, (float("nan"),) * 3, naive).agrees
     assert lm_page.false_alarm(3) == pytest.approx(0.145, abs=3e-3)
     runs = [{"attention": a, "dropout": 0.0, "seed": 0, "perplexity": [9.0]} for a in ("naive", "ours")]
@@ -134,7 +156,9 @@ def test_validation_text_is_held_out(examples: tuple[ModuleType, ModuleType], da
     assert held == files[9] + files[19] and train == b"".join(files[:9] + files[10:19])
     words = train_lm.read_text(data, 1000)
     assert words.train.max() < 1000 and len(words.train) < len(train)
-    assert len(words.held) / len(held) > len(words.train) / len(train)  # word9 and word19 are spelt: training never saw them
+    assert len(words.held) / len(held) > len(words.train) / len(
+        train
+    )  # word9 and word19 are spelt: training never saw them
     single = tmp_path / "one.txt"
     single.write_bytes(bytes(range(100)))
     assert train_lm.read_text(single, 256).held.tolist() == list(range(90, 100))
@@ -154,7 +178,18 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_dropout_trains_and_checkpointing_changes_nothing(data: Path, modules: Path) -> None:
     runs = []
     for more in ([], ["--checkpoint"]):
-        options = ["--attention", "naive", modules / "dropping_module", "--dropout", 0, 0.5, "--lr", 0.01, "--data", data]
+        options = [
+            "--attention",
+            "naive",
+            modules / "dropping_module",
+            "--dropout",
+            0,
+            0.5,
+            "--lr",
+            0.01,
+            "--data",
+            data,
+        ]
         train(*options, "--out", modules / "out", *more)
         results = json.loads((modules / "out" / "results.json").read_text())
         runs.append({(r["attention"], r["dropout"]): r["perplexity"][-1] for r in results["runs"]})
@@ -174,12 +209,18 @@ def test_a_budget_that_is_spent_starts_nothing(
 @pytest.mark.parametrize(
     "options, error",
     [
-        ("--attention nosuch", "--attention nosuch: expected `naive`, `sdpa`, a module's folder, or one in generated/: "),
+        (
+            "--attention nosuch",
+            "--attention nosuch: expected `naive`, `sdpa`, a module's folder, or one in generated/: ",
+        ),
         ("--attention naive --data /nosuch", r"--data /nosuch: cannot be read \(No such file or directory\)"),
         ("--attention naive --data MODULES", "--data .*: no file with one of .md, .py, .rst, .txt below it"),
         ("--attention naive --data DATA --seq 9999", "tokens for training; expected 10000 or more, for --seq"),
         ("--attention naive --data DATA --speed 1x9999", "tokens for training; expected 10000 or more, for --speed"),
-        ("--attention MODULES/exact_module --dropout 0.1", "--dropout 0.1: exact_module was built without dropout; its spec needs"),
+        (
+            "--attention MODULES/exact_module --dropout 0.1",
+            "--dropout 0.1: exact_module was built without dropout; its spec needs",
+        ),
         ("--report page.md --from /nosuch", "--from /nosuch: no results.json that can be read"),
     ],
 )
@@ -194,7 +235,9 @@ def test_what_cannot_be_done_is_one_sentence(
     assert "\n" not in str(stopped.value)
 
 
-@pytest.mark.parametrize("options", ["--dropout 1", "--epochs 0", "--report page.md", "--vocabulary 256", "--graph", "--speed 512"])
+@pytest.mark.parametrize(
+    "options", ["--dropout 1", "--epochs 0", "--report page.md", "--vocabulary 256", "--graph", "--speed 512"]
+)
 def test_options_out_of_range_are_refused(
     examples: tuple[ModuleType, ModuleType], options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

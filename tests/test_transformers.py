@@ -32,7 +32,13 @@ Tensor = torch.Tensor
 DEVICE = "cuda" if CUDA else "cpu"
 WORDS = 67
 N = 21  # tokens of a sequence
-SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 4096,
+}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BERT = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 8}
@@ -64,14 +70,26 @@ DECODERS: dict[str, Callable[..., Any]] = {
 }
 ENCODERS: dict[str, Callable[..., Any]] = {
     "bert": lambda **sizes: tf.BertModel(tf.BertConfig(**{**SIZES, **HEADS, **NO_DROPOUT, **sizes})),
-    "modernbert": lambda **sizes: tf.ModernBertModel(tf.ModernBertConfig(**{**SIZES, **HEADS, **TOKENS, **BERT, **sizes})),
-    "vit": lambda **sizes: tf.ViTModel(tf.ViTConfig(**{**SIZES, **HEADS, **NO_DROPOUT, "image_size": 32, "patch_size": 8, **sizes})),
+    "modernbert": lambda **sizes: tf.ModernBertModel(
+        tf.ModernBertConfig(**{**SIZES, **HEADS, **TOKENS, **BERT, **sizes})
+    ),
+    "vit": lambda **sizes: tf.ViTModel(
+        tf.ViTConfig(**{**SIZES, **HEADS, **NO_DROPOUT, "image_size": 32, "patch_size": 8, **sizes})
+    ),
 }
 
 
 def t5(**sizes: Any) -> Any:
     width, heads = sizes.get("head_dim", 16), sizes.get("num_attention_heads", 2)
-    data = {"vocab_size": WORDS, "d_model": 32, "d_kv": width, "d_ff": 32, "num_layers": 2, "num_heads": heads, "dropout_rate": 0.0}
+    data = {
+        "vocab_size": WORDS,
+        "d_model": 32,
+        "d_kv": width,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": heads,
+        "dropout_rate": 0.0,
+    }
     return tf.T5ForConditionalGeneration(tf.T5Config(**data, decoder_start_token_id=0))
 
 
@@ -136,7 +154,8 @@ def run(model: Any, how: str, call: dict[str, Any], counted: Tensor) -> tuple[Te
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_compute_what_their_eager_attention_does(name: str) -> None:
-    """Logits and all gradients in fp32: sequences of one length, padded on both sides, and packed; without a warning."""
+    """Logits and all gradients in fp32: sequences of one length, padded on both sides, and packed; without a
+    warning."""
     if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":
         pytest.fail("fp32 is not fp32 here")
     model = made(name)
@@ -152,16 +171,25 @@ def test_models_compute_what_their_eager_attention_does(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_errors_in_bf16_are_those_of_eager(name: str) -> None:
-    """At 1,000 tokens and heads of 64 columns: against fp32, at most twice the error of eager attention in bf16, outputs and gradients."""
+    """At 1,000 tokens and heads of 64 columns: against fp32, at most twice the error of eager attention in bf16,
+    outputs and gradients."""
     if not CUDA:
         pytest.skip("needs a CUDA device")
-    sizes = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 64, "num_key_value_heads": 8 if name in ENCODERS else 2}
+    sizes = {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+        "num_key_value_heads": 8 if name in ENCODERS else 2,
+    }
     sizes |= {"hidden_size": 512} if name in ENCODERS else {}
     model = made(name, **sizes)
     for call, counted in calls(name, 1000):
         truth = run(model.float(), "eager", call, counted)
         model.bfloat16()
-        call = {k: x.bfloat16() if x is not None and isinstance(x, Tensor) and x.is_floating_point() else x for k, x in call.items()}
+        call = {
+            k: x.bfloat16() if x is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+            for k, x in call.items()
+        }
         naive, ours = (run(model, how, call, counted) for how in ("eager", "attngen"))
         for x, y, right in zip(ours, naive, truth):
             assert relative_error(x, right) <= 2 * relative_error(y, right)
@@ -169,12 +197,19 @@ def test_errors_in_bf16_are_those_of_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*DECODERS, "t5"])
 def test_models_generate_the_same_tokens(name: str) -> None:
-    """With dynamic and static caches, and padding on the left; windows and chunks are shorter than what is generated."""
+    """With dynamic and static caches, and padding on the left; windows and chunks are shorter than what is
+    generated."""
     model = made(name)
     ids = torch.randint(3, WORDS, (2, 11), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": WORDS - 1, "disable_compile": True}
+    asked = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": WORDS - 1,
+        "disable_compile": True,
+    }
     for kind in ("dynamic", "static"):
         answers = []
         for how in ("eager", "attngen"):
@@ -192,7 +227,9 @@ def test_training_curves_are_those_of_eager() -> None:
         model.gradient_checkpointing_enable()
         steps = torch.optim.AdamW(model.parameters(), lr=1e-2)
         ids = torch.randint(3, WORDS, (2, N), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        labels = ids.masked_fill(lengths(N).roll(1, 1) * lengths(N) == 0, -100)  # no padded position predicts one: it sees no key
+        labels = ids.masked_fill(
+            lengths(N).roll(1, 1) * lengths(N) == 0, -100
+        )  # no padded position predicts one: it sees no key
         losses[how] = []
         for _ in range(4):
             loss = model(ids, attention_mask=lengths(N), labels=labels, use_cache=False).loss
@@ -216,11 +253,16 @@ def test_dropout_is_the_kernels() -> None:
     torch.manual_seed(0)
     again = model(ids, use_cache=False).logits
     model.eval()
-    assert torch.equal(first, again) and not torch.equal(first, second) and not torch.equal(first, model(ids, use_cache=False).logits)
+    assert (
+        torch.equal(first, again)
+        and not torch.equal(first, second)
+        and not torch.equal(first, model(ids, use_cache=False).logits)
+    )
 
 
 def test_starts_of_packed_sequences_count() -> None:
-    """cu_seq_lens_q, which other implementations read only for kernels of FlashAttention, says where sequences start."""
+    """cu_seq_lens_q, which other implementations read only for kernels of FlashAttention, says where sequences
+    start."""
     model = made("mistral")
     ids = torch.randint(3, WORDS, (1, N), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     starts = torch.tensor([0, 5, 13, N], dtype=torch.int32, device=DEVICE)
@@ -232,7 +274,9 @@ def test_starts_of_packed_sequences_count() -> None:
     for more in ({}, {"attention_mask": torch.ones_like(ids)}):
         found = model(ids, position_ids=positions, use_cache=False, **of_starts, **more).logits
         assert relative_error(found, expected) < 1e-5
-    with pytest.raises(AttngenError, match="cu_seq_lens_q comes with 2 sequences of 21 queries and 21 keys; expected one row"):
+    with pytest.raises(
+        AttngenError, match="cu_seq_lens_q comes with 2 sequences of 21 queries and 21 keys; expected one row"
+    ):
         model(ids.repeat(2, 1), use_cache=False, **of_starts)
 
 
@@ -273,10 +317,17 @@ def test_image_spans_of_a_mask_are_traced() -> None:
             "attention_mask": None,
             "past_key_values": None,
         }
-        kinds = {"full_attention": masks.create_causal_mask, "sliding_attention": masks.create_sliding_window_causal_mask}
-        made_masks = {kind: make(**given, or_mask_function=masks.blockwise_overlay(spans)) for kind, make in kinds.items()}
+        kinds = {
+            "full_attention": masks.create_causal_mask,
+            "sliding_attention": masks.create_sliding_window_causal_mask,
+        }
+        made_masks = {
+            kind: make(**given, or_mask_function=masks.blockwise_overlay(spans)) for kind, make in kinds.items()
+        }
         outputs.append(
-            model.model(inputs_embeds=model.model.embed_tokens(ids), attention_mask=made_masks, use_cache=False).last_hidden_state
+            model.model(
+                inputs_embeds=model.model.embed_tokens(ids), attention_mask=made_masks, use_cache=False
+            ).last_hidden_state
         )
     assert relative_error(*reversed(outputs)) < 1e-5
 
@@ -313,7 +364,9 @@ def test_what_is_not_supported_falls_back_with_one_warning() -> None:
         out, why = fallen(model, input_ids=ids, attention_mask=mask, use_cache=False)
         assert f"the model was given a mask [2, 1, {N}, {N}] of its own" in why and torch.equal(out.logits, masked)
     out, why = fallen(model, input_ids=ids, use_cache=False, unheard_of=3)
-    assert "gives its attention `unheard_of`, which attngen does not know" in why and torch.equal(out.logits, expected.logits)
+    assert "gives its attention `unheard_of`, which attngen does not know" in why and torch.equal(
+        out.logits, expected.logits
+    )
     mask = mask_of(1, N, N, attention_mask=lengths(N)[1:] > 0, device=DEVICE)
     out, why = fallen(model, input_ids=ids, attention_mask=mask, use_cache=False)
     assert "the mask is of 1 sequences, and the layer has 2" in why and out.logits.shape[:2] == ids.shape
@@ -344,9 +397,12 @@ def test_each_reason_and_class_of_layers_has_one_warning() -> None:
 
 
 def test_keys_that_a_layer_chose_are_not_forgotten() -> None:
-    """DeepSeek 3.2 puts them into the mask for eager attention alone, and else into an argument that eager attention does not read."""
+    """DeepSeek 3.2 puts them into the mask for eager attention alone, and else into an argument that eager attention
+    does not read."""
     x = torch.zeros(1, 2, 4, 16)
-    with pytest.raises(AttngenError, match="Linear gives its attention `indices`, the keys that it chose, in place of a mask"):
+    with pytest.raises(
+        AttngenError, match="Linear gives its attention `indices`, the keys that it chose, in place of a mask"
+    ):
         attends.attend(torch.nn.Linear(1, 1), x, x, x, None, indices=torch.zeros(1, 4, 2, dtype=torch.int32))
 
 
@@ -366,7 +422,11 @@ def test_a_mask_that_cannot_be_traced_falls_back() -> None:
 
 def test_a_model_that_computes_with_its_mask_is_told() -> None:
     mask = mask_of(1, 4, 4)
-    assert mask.shape == (1, 1, 4, 4) and mask.dim() == mask.ndim == 4 and mask.contiguous() is mask.clone() is mask.detach() is mask
+    assert (
+        mask.shape == (1, 1, 4, 4)
+        and mask.dim() == mask.ndim == 4
+        and mask.contiguous() is mask.clone() is mask.detach() is mask
+    )
     assert torch.equal(mask[0, 0], torch.ones(4, 4, dtype=torch.bool).tril()) and mask.to("cpu").shape == mask.shape
     with pytest.raises(AttngenError, match="the model asks for `masked_fill` of its mask, which has no elements"):
         mask.masked_fill(mask, 0.0)
@@ -383,7 +443,9 @@ def test_keys_that_count_are_a_run_where_that_is_known() -> None:
     """Without gradients a mask looks at its padding: none, a run in each sequence, or any keys."""
     some = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
     with torch.no_grad():
-        left, whole, holes = (mask_of(2, 1, 4, 3, attention_mask=x) for x in (some, some | True, torch.tensor([[1, 0, 1, 1]] * 2) > 0))
+        left, whole, holes = (
+            mask_of(2, 1, 4, 3, attention_mask=x) for x in (some, some | True, torch.tensor([[1, 0, 1, 1]] * 2) > 0)
+        )
         filled, none = mask_of(2, 1, 9, 3, attention_mask=some | True), mask_of(2, 1, 4, 3, attention_mask=some & False)
     assert left.span is not None and [x.tolist() for x in left.span] == [[2, 0], [4, 3]]
     assert whole.padding is None and filled.padding is None and none.span is not None
@@ -411,7 +473,9 @@ def remap_positions_for_packed_sequence(mask_function: Any, position_ids: torch.
 
 def packed(mask: Any, position_ids: torch.Tensor) -> Any:
     """A mask inside packed sequences, as those versions make it."""
-    return masks.and_masks(masks.packed_sequence_mask_function(IDS), remap_positions_for_packed_sequence(mask, position_ids))
+    return masks.and_masks(
+        masks.packed_sequence_mask_function(IDS), remap_positions_for_packed_sequence(mask, position_ids)
+    )
 
 
 IDS = torch.zeros(2, 64, dtype=torch.long)
@@ -423,9 +487,17 @@ FORMULAS: dict[str, tuple[Callable[[], Any], int, tuple[Any, ...]]] = {
     "causal": (lambda: masks.causal_mask_function, 0, ("causal",)),
     "none": (lambda: masks.bidirectional_mask_function, 0, ()),
     "in a window": (lambda: WINDOW, 5, (NAMED,)),
-    "both sides": (lambda: masks.sliding_window_bidirectional_mask_function(8), 0, ({"sliding_window": {"left": 8, "right": 8}},)),
+    "both sides": (
+        lambda: masks.sliding_window_bidirectional_mask_function(8),
+        0,
+        ({"sliding_window": {"left": 8, "right": 8}},),
+    ),
     "packed": (lambda: packed(WINDOW, IDS), 0, (NAMED, DOCUMENTS)),
-    "packed, as in 5.17": (lambda: masks.and_masks(WINDOW, masks.packed_sequence_mask_function(IDS)), 0, (NAMED, DOCUMENTS)),
+    "packed, as in 5.17": (
+        lambda: masks.and_masks(WINDOW, masks.packed_sequence_mask_function(IDS)),
+        0,
+        (NAMED, DOCUMENTS),
+    ),
 }
 
 
@@ -436,13 +508,16 @@ def test_formulas_have_names(name: str) -> None:
 
 
 def test_formulas_are_kept_by_form() -> None:
-    """A function that is made anew of the same pieces has the same formula; another number, or another piece, has another."""
+    """A function that is made anew of the same pieces has the same formula; another number, or another piece, has
+    another."""
     first, tensors = formula(masks.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long)), 0)
     again, others = formula(masks.chunked_causal_mask_function(8, torch.ones(2, dtype=torch.long)), 0)
     assert first is again and tensors[0] is not others[0]
     assert first is not formula(masks.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long)), 0)[0]
     assert first is not formula(masks.and_masks(CHUNKS, masks.blockwise_overlay(IDS)), 0)[0]
-    apart, same = (masks.or_masks(masks.blockwise_overlay(x), masks.blockwise_overlay(y)) for x, y in ((IDS, IDS + 1), (IDS, IDS)))
+    apart, same = (
+        masks.or_masks(masks.blockwise_overlay(x), masks.blockwise_overlay(y)) for x, y in ((IDS, IDS + 1), (IDS, IDS))
+    )
     assert formula(apart, 0)[0] is not formula(same, 0)[0] and len(formula(apart, 0)[1]) == 2
 
 
@@ -482,7 +557,9 @@ PIECES: dict[str, Callable[[int], Any]] = {
     "number": lambda window: in_window(lambda: window),
     "object": of_settings,
     "method": lambda window: in_window(Settings(window).read),
-    "dictionary": lambda window: (lambda limits: lambda b, h, q, k: (k <= q) & (k > q - limits["window"]))({"window": window}),
+    "dictionary": lambda window: (lambda limits: lambda b, h, q, k: (k <= q) & (k > q - limits["window"]))(
+        {"window": window}
+    ),
     "of the module": of_a_module,
     "size": of_a_size,
 }
@@ -535,7 +612,11 @@ def test_elements_of_a_mask_are_those_of_when_it_was_made() -> None:
 def test_masks_that_list_blocks_are_not_served() -> None:
     """Queries over a cache run by the kernels that a call of theirs has."""
     spans = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.tensor([[-1, 0, 0, -1]])))
-    for function, served in ((masks.causal_mask_function, True), (masks.bidirectional_mask_function, True), (spans, False)):
+    for function, served in (
+        (masks.causal_mask_function, True),
+        (masks.bidirectional_mask_function, True),
+        (spans, False),
+    ):
         assert attends._has_cache(formula(function, 0)[0]) == served
 
 
@@ -569,7 +650,9 @@ def test_specs_of_a_configuration_are_those_of_its_layers(tmp_path: Path, monkey
     names = {path.stem for path in (tmp_path / "specs").iterdir()}
     ways = ["", "_packed", "_padded"]
     expected = {f"layer_{kind}{way}_sink_fp32_mqa_d16" for kind in ("causal", "window_8") for way in ways}
-    expected |= {f"layer_decode_{kind}{way}_sink_fp32_mqa_d16" for kind in ("causal", "window_8") for way in ("", "_spans")}
+    expected |= {
+        f"layer_decode_{kind}{way}_sink_fp32_mqa_d16" for kind in ("causal", "window_8") for way in ("", "_spans")
+    }
     assert names == expected
     command("build", *map(str, sorted((tmp_path / "specs").iterdir())), "--out", str(tmp_path / "built"))
     monkeypatch.setattr(attends, "FOUND", {})
@@ -589,9 +672,17 @@ CONFIGS: dict[str, tuple[Any, set[str]]] = {
     ),
     "t5": (
         tf.T5Config,
-        {"layer_bias_dropout_mha_d64", "layer_bias_mha_d64", "layer_causal_bias_mha_d64", "layer_decode_causal_bias_mha_d64"},
+        {
+            "layer_bias_dropout_mha_d64",
+            "layer_bias_mha_d64",
+            "layer_causal_bias_mha_d64",
+            "layer_decode_causal_bias_mha_d64",
+        },
     ),
-    "bert": (tf.BertConfig, {"layer_dropout_mha_d64", "layer_padded_dropout_mha_d64", "layer_mha_d64", "layer_padded_mha_d64"}),
+    "bert": (
+        tf.BertConfig,
+        {"layer_dropout_mha_d64", "layer_padded_dropout_mha_d64", "layer_mha_d64", "layer_padded_mha_d64"},
+    ),
     "deepseek": (tf.DeepseekV3Config, {"layer_causal_mha_d192_128", "layer_decode_causal_mha_d192_128"}),
 }
 
@@ -610,7 +701,11 @@ def test_specs_of_whole_models(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "wav2vec2"])
 def test_specs_of_models_that_look_at_tokens_or_hear(name: str, tmp_path: Path) -> None:
     of_heads = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = tf.Wav2Vec2Config(**of_heads) if name == "wav2vec2" else tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, pad_token_id=0)
+    config = (
+        tf.Wav2Vec2Config(**of_heads)
+        if name == "wav2vec2"
+        else tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, pad_token_id=0)
+    )
     config.to_json_file(tmp_path / "config.json", use_diff=False)
     whole = {"wav2vec2": "layer_dropout_mha_d16", "gpt2": "layer_causal_dropout_mha_d16"}[name]
     assert whole in specs_for(tmp_path / "config.json")
@@ -626,10 +721,16 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
         "[]": "has no `model_type`",
         "{}": "has no `model_type`",
         json.dumps({"model_type": "no_such_model"}): "transformers knows no model `no_such_model`$",
-        json.dumps({"model_type": "mine", "auto_map": {}}): "no model `mine`; it comes with code of its own, which attngen does not run",
-        json.dumps({**of_llama, "hidden_size": "big"}): "is no configuration of a llama .*'hidden_size' expected int, got str",
+        json.dumps(
+            {"model_type": "mine", "auto_map": {}}
+        ): "no model `mine`; it comes with code of its own, which attngen does not run",
+        json.dumps(
+            {**of_llama, "hidden_size": "big"}
+        ): "is no configuration of a llama .*'hidden_size' expected int, got str",
         json.dumps({"model_type": "bloom", **SIZES}): "a bloom does not run with attngen .*, which has no elements",
-        json.dumps({"model_type": "falcon", **SIZES}): "no layer of a falcon takes its attention from transformers' interface$",
+        json.dumps(
+            {"model_type": "falcon", **SIZES}
+        ): "no layer of a falcon takes its attention from transformers' interface$",
         json.dumps({**of_llama, "head_dim": 12}): "no layer of the llama runs with attngen: a head has 12 columns",
     }
     for text, why in wrong.items():
@@ -641,14 +742,23 @@ def test_configurations_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_layers_that_differ_have_specs_of_other_names() -> None:
     plain = attends.Layer("gqa", (192, 128), True, False, 50.0, True, True, True, False)
-    others = [{"softcap": 30.0}, {"softcap": 0.5}, {"softcap": None}, {"tf32": True}, {"wide": False}, {"served": True, "dropout": False}]
+    others = [
+        {"softcap": 30.0},
+        {"softcap": 0.5},
+        {"softcap": None},
+        {"tf32": True},
+        {"wide": False},
+        {"served": True, "dropout": False},
+    ]
     packed = Formula(({"sliding_window": {"left": 4095, "right": 0}}, {"document": {"sorted": True}}), packed=True)
     names = [layer.spec(packed, "padded")["name"] for layer in (plain, *(replace(plain, **other) for other in others))]
     assert len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]{0,63}", name) for name in names)
     assert names[0].startswith("layer_window_4096_packed_padded_softcap_50_bias_sink_")
 
 
-def test_a_folder_given_later_is_used_and_what_it_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_given_later_is_used_and_what_it_lacks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attends, "FOUND", {})
     monkeypatch.setattr(attends, "_MODULES", {})
     monkeypatch.setattr(attends, "_WARNED", set())
@@ -662,7 +772,10 @@ def test_a_folder_given_later_is_used_and_what_it_lacks_is_said(tmp_path: Path, 
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(data))
         command("build", str(tmp_path / f"{name}.yaml"), "--out", str(tmp_path / name))
     register(tmp_path / "other")
-    with pytest.warns(UserWarning, match="no module that `register` was given is of `layer_causal_fp32_mqa_d16`; it was built now, or is"):
+    with pytest.warns(
+        UserWarning,
+        match="no module that `register` was given is of `layer_causal_fp32_mqa_d16`; it was built now, or is",
+    ):
         model(ids)
     assert list(attends._MODULES.values()) == [first]
     register(tmp_path / "mine")

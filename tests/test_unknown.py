@@ -22,32 +22,57 @@ X = torch.zeros(1, 2, 4, 128, dtype=torch.float16)
 @pytest.mark.parametrize("name", sorted(HINTS))
 def test_arguments_of_other_libraries_name_the_key_of_a_spec(name: str) -> None:
     """What each hint tells to write is a spec that builds a module with the argument, or says why there is none."""
-    with pytest.raises(TypeError, match=rf"^attention: {name} is no argument; expected q, k, v, scale, return_lse; [^\n]*$") as error:
+    with pytest.raises(
+        TypeError, match=rf"^attention: {name} is no argument; expected q, k, v, scale, return_lse; [^\n]*$"
+    ) as error:
         built("causal_mha").attention(X, X, X, **{name: True})
     assert HINTS[name] in str(error.value)
     for text in re.findall(r"`((?:mask|score|dropout|heads|cache|outputs|backward|schedule): [^`]*)`", HINTS[name]):
         data: dict[str, Any] = yaml.safe_load(text)
-        made = make_spec({"name": "x", "head_dim": 64, **data, **({"backward": False} if "cache" in HINTS[name] else {})})
+        made = make_spec(
+            {"name": "x", "head_dim": 64, **data, **({"backward": False} if "cache" in HINTS[name] else {})}
+        )
         arguments = {i.name for i in made.inputs()} | ({"dropout_p", "seed"} if made.dropout else set())
-        own = {name} & {"bias", "alibi_slopes", "sink", "relative_bias", "temperature", "dropout_p", "seed", "key_padding", "kv_lengths"}
+        own = {name} & {
+            "bias",
+            "alibi_slopes",
+            "sink",
+            "relative_bias",
+            "temperature",
+            "dropout_p",
+            "seed",
+            "key_padding",
+            "kv_lengths",
+        }
         assert own <= arguments
 
 
 def test_other_names_get_the_nearest_one_or_all() -> None:
-    with pytest.raises(TypeError, match="return_les is no argument; expected q, k, v, scale, return_lse; did you mean return_lse\\?$"):
+    with pytest.raises(
+        TypeError, match="return_les is no argument; expected q, k, v, scale, return_lse; did you mean return_lse\\?$"
+    ):
         built("causal_mha").attention(X, X, X, return_les=True)
-    with pytest.raises(TypeError, match="unheard_of is no argument; expected q, k, v, scale, return_lse; an argument for each input comes"):
+    with pytest.raises(
+        TypeError,
+        match="unheard_of is no argument; expected q, k, v, scale, return_lse; an argument for each input comes",
+    ):
         built("causal_mha").attention(X, X, X, unheard_of=True)
-    with pytest.raises(TypeError, match=r"^attention.with_kvcache: causal is no argument; expected q, k_cache, v_cache, .*`mask: causal`$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^attention.with_kvcache: causal is no argument; expected q, k_cache, v_cache, .*`mask: causal`$",
+    ):
         built("decode_gqa").attention.with_kvcache(X, X, X, cache_seqlens=X, causal=True)
-    with pytest.raises(TypeError, match="^Attention: is_causal is no argument; expected scale, dropout_p; .*`mask: causal`$"):
+    with pytest.raises(
+        TypeError, match="^Attention: is_causal is no argument; expected scale, dropout_p; .*`mask: causal`$"
+    ):
         built("causal_mha").Attention(is_causal=True)
 
 
 @pytest.mark.parametrize("name", ["scale", "dropout_p"])
 def test_what_the_module_holds_is_refused_in_a_call(name: str) -> None:
     with pytest.raises(
-        TypeError, match=rf"^Attention: {name} is given to a call; expected it where the module is made, as in Attention\({name}=0.1\)$"
+        TypeError,
+        match=rf"^Attention: {name} is given to a call; expected it where the module is made, as in Attention\({name}=0.1\)$",
     ):
         built("causal_dropout_mqa").Attention()(X, X, X, **{name: 0.3})
 
@@ -61,9 +86,16 @@ def test_every_call_takes_check() -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_every_module_says_so(name: str) -> None:
     attention = built(name).attention
-    calls = [("attention", attention), *([("attention.with_kvcache", attention.with_kvcache)] if spec(name).cache else [])]
+    calls = [
+        ("attention", attention),
+        *([("attention.with_kvcache", attention.with_kvcache)] if spec(name).cache else []),
+    ]
     for said, call in calls:
-        given = [p.name for p in inspect.signature(call).parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        given = [
+            p.name
+            for p in inspect.signature(call).parameters.values()
+            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
         with pytest.raises(TypeError, match=f"^{said}: enable_gqa is no argument; expected q, "):
             call(**dict.fromkeys(given), enable_gqa=True)
 

@@ -1,4 +1,5 @@
-"""The wheel and the sdist hold all that is needed; an environment with the wheel compiles, tests and calls away from the checkout."""
+"""The wheel and the sdist hold all that is needed; an environment with the wheel compiles, tests and calls away from
+the checkout."""
 
 from __future__ import annotations
 
@@ -37,11 +38,23 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def environment(released: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of an environment that has the wheel. Its other packages are those of the present environment, without attngen."""
+    """The bin/ of an environment that has the wheel. Its other packages are those of the present environment,
+    without attngen."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(released[0])]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(released[0]),
+    ]
     subprocess.run(pip, check=True, capture_output=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     here = [path for path in sys.path if path.endswith("-packages")]
@@ -86,14 +99,18 @@ def test_the_sdist_gives_the_same_wheel(released: tuple[Path, Path], tmp_path: P
     assert not [*source.rglob("__pycache__"), *source.rglob("*.pyc")]
     (again,) = package(source, tmp_path / "dist", "wheel")
     made, remade = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
-    assert {name: made.read(name) for name in made.namelist()} == {name: remade.read(name) for name in remade.namelist()}
+    assert {name: made.read(name) for name in made.namelist()} == {
+        name: remade.read(name) for name in remade.namelist()
+    }
 
 
 def test_installed_it_builds_what_is_committed(environment: Path, run: Run, tmp_path: Path) -> None:
     where = "import attngen, attngen.cache.fingerprint as s; print(attngen.__file__, s.templates_dir())"
     package, templates = map(Path, run("python", "-c", where).split())
     assert package.is_relative_to(environment.parent) and templates == package.parent / "templates"
-    shutil.copytree(ROOT / "generated" / "causal_padding_gqa", tmp_path / "causal_padding_gqa")  # with the compiler's readings
+    shutil.copytree(
+        ROOT / "generated" / "causal_padding_gqa", tmp_path / "causal_padding_gqa"
+    )  # with the compiler's readings
     for path in (tmp_path / "causal_padding_gqa").glob("*.py"):
         path.unlink()
     run("attngen", "build", ROOT / "specs" / "causal_padding_gqa.yaml", "--out", tmp_path)

@@ -1,4 +1,5 @@
-"""Heads of 264 to 512 columns: all results and gradients, where a program has all columns of a sum, and where several share them."""
+"""Heads of 264 to 512 columns: all results and gradients, where a program has all columns of a sum, and where
+several share them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from attngen.cost.roofline import Problem, row_for, values
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.tiles.sizes import column_choices, tile_width
@@ -32,8 +33,17 @@ WIDTHS: list[Any] = [264, 320, 384, 512, {"qk": 512, "v": 64}, {"qk": 320, "v": 
 # What else a kernel has that stores, adds or draws something beside the columns of its sums.
 MORE: dict[str, dict[str, Any]] = {
     "causal": {"mask": "causal", "heads": {"sharing": "gqa"}},
-    "window, softcap": {"mask": {"sliding_window": {"left": 40, "right": 0}}, "score": {"softcap": 20.0}, "heads": {"sharing": "gqa"}},
-    "dropout, outputs": {"mask": "none", "dropout": True, "outputs": ["lse", "max_score", "key_mass"], "heads": {"sharing": "mqa"}},
+    "window, softcap": {
+        "mask": {"sliding_window": {"left": 40, "right": 0}},
+        "score": {"softcap": 20.0},
+        "heads": {"sharing": "gqa"},
+    },
+    "dropout, outputs": {
+        "mask": "none",
+        "dropout": True,
+        "outputs": ["lse", "max_score", "key_mass"],
+        "heads": {"sharing": "mqa"},
+    },
     "entropy, sink": {"mask": "causal", "score": "sink", "outputs": ["lse", "entropy"]},
     "learned": {
         "mask": {"key_padding": {"lengths": True}},
@@ -55,17 +65,25 @@ def wide(head_dim: Any, more: str, **others: Any) -> Spec:
 
 
 def in_parts(module: Module, columns: int) -> Module:
-    """The module whose programs have so many columns of each sum, in tiles that fit with any, on all devices; as many as there are, if that
-    is fewer.
+    """The module whose programs have so many columns of each sum, in tiles that fit with any, on all devices; as many
+    as there are, if that is fewer.
     """
 
-    def change(kernel: Kernel, row: Any) -> Any:
+    def change(kernel: Kernel, config: Any) -> Any:
         most = column_choices(module, kernel)[0]
-        if not isinstance(row, Row):
-            return row
-        return replace(row, columns=min(columns, most), block_q=min(row.block_q, 32), block_kv=min(row.block_kv, 32), num_stages=1)
+        if not isinstance(config, Config):
+            return config
+        return replace(
+            config,
+            columns=min(columns, most),
+            block_q=min(config.block_q, 32),
+            block_kv=min(config.block_kv, 32),
+            num_stages=1,
+        )
 
-    schedules = ((name, tuple(change(module.kernel(name), row) for row in rows)) for name, rows in module.schedules)
+    schedules = (
+        (name, tuple(change(module.kernel(name), config) for config in rows)) for name, rows in module.schedules
+    )
     return replace(module, schedules=tuple(schedules))
 
 
@@ -75,13 +93,19 @@ def written(module: Module, folder: Path) -> ModuleType:
 
 
 CASES = [(dim, "causal", (65, 65)) for dim in WIDTHS]
-CASES += [(264, more, (17, 40)) for more in MORE if more != "causal"] + [(512, "causal", (1, 70)), (512, "window, softcap", (70, 40))]
+CASES += [(264, more, (17, 40)) for more in MORE if more != "causal"] + [
+    (512, "causal", (1, 70)),
+    (512, "window, softcap", (70, 40)),
+]
 
 
 @pytest.mark.parametrize("columns", [512, 128])
 @pytest.mark.parametrize(("head_dim", "more", "sizes"), CASES, ids=str)
-def test_results_and_gradients(head_dim: Any, more: str, sizes: tuple[int, int], columns: int, tmp_path: Path, device: str) -> None:
-    """Ragged lengths, fewer and more keys than queries, rows that see nothing: one program for all columns, and up to four."""
+def test_results_and_gradients(
+    head_dim: Any, more: str, sizes: tuple[int, int], columns: int, tmp_path: Path, device: str
+) -> None:
+    """Ragged lengths, fewer and more keys than queries, rows that see nothing: one program for all columns, and up
+    to four."""
     spec = wide(head_dim, more)
     module = written(in_parts(lower(spec), columns), tmp_path / "wide")
     result = run_case(module, spec, Case(1, *heads_for(spec), *sizes), "fp16", device)
@@ -99,7 +123,8 @@ def test_element_types_of_32_bits(columns: int, tmp_path: Path, device: str) -> 
 def test_parts_give_the_same_bits(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program computes the same weights, so no result depends on how many share the columns.
 
-    The interpreter's products are the BLAS's, whose order of sums depends on the processor and on the number of columns; not so here.
+    The interpreter's products are the BLAS's, whose order of sums depends on the processor and on the number of
+    columns; not so here.
     """
     import torch
 
@@ -108,13 +133,17 @@ def test_parts_give_the_same_bits(tmp_path: Path, device: str, monkeypatch: pyte
     for columns in (512, 256, 128):
         module = written(in_parts(lower(spec), columns), tmp_path / f"of_{columns}")
         torch.manual_seed(0)
-        q, k, v = (torch.randn(1, h, 70, 512, dtype=torch.float16, device=device, requires_grad=True) for h in (4, 2, 2))
+        q, k, v = (
+            torch.randn(1, h, 70, 512, dtype=torch.float16, device=device, requires_grad=True) for h in (4, 2, 2)
+        )
         out, lse = module.attention(q, k, v, return_lse=True)
         found.append([out, lse, *torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 
 
-@pytest.mark.parametrize("cache", ["contiguous", {"paged": {"page_size": 16}}, {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}], ids=str)
+@pytest.mark.parametrize(
+    "cache", ["contiguous", {"paged": {"page_size": 16}}, {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}], ids=str
+)
 def test_calls_over_a_cache(cache: Any, tmp_path: Path, device: str) -> None:
     """Programs of few queries have all columns."""
     spec = wide(512, "causal", cache=cache, backward=False)
@@ -125,13 +154,14 @@ def test_calls_over_a_cache(cache: Any, tmp_path: Path, device: str) -> None:
 
 
 def test_every_device_has_rows() -> None:
-    """16-bit kernels of all classes, forward and backward; more programs share columns only where all of them do not fit or are slower."""
+    """16-bit kernels of all classes, forward and backward; more programs share columns only where all of them do not
+    fit or are slower."""
     made = target("causal_d512_gqa")
     for kernel in made.kernels:
-        rows = {row.device: row for row in made.rows(kernel.name)}
-        assert rows.keys() == CLASSES.keys() and not made.unfit(kernel.name)
-        assert {row.columns for row in rows.values()} <= set(column_choices(made, kernel))
-    assert {row.columns for row in made.rows("fwd")} == {512, 256}
+        rows = {config.device: config for config in made.configs(kernel.name)}
+        assert rows.keys() == CLASSES.keys() and not made.not_fitting(kernel.name)
+        assert {config.columns for config in rows.values()} <= set(column_choices(made, kernel))
+    assert {config.columns for config in made.configs("fwd")} == {512, 256}
 
 
 def test_what_is_computed_again_counts() -> None:
@@ -140,7 +170,10 @@ def test_what_is_computed_again_counts() -> None:
     row = row_for(made, kernel, DEVICES["H200"], problem.n_q)
     assert row is not None
     whole, half = ({**values(made, kernel, replace(row, columns=n), problem)} for n in (512, 256))
-    flops, moved = ([float(evaluate(formula(kernel), numbers)) for numbers in (whole, half)] for formula in (executed_flops, hbm_bytes))
+    flops, moved = (
+        [float(evaluate(formula(kernel), numbers)) for numbers in (whole, half)]
+        for formula in (executed_flops, hbm_bytes)
+    )
     assert flops[1] == 1.5 * flops[0]  # two products of 512 columns become two of 512 and two of 256
     assert 1.4 < moved[1] / moved[0] < 1.6
     assert float(evaluate(useful_flops(made, "forward"), half)) == flops[0]
@@ -160,7 +193,10 @@ def test_explain_says_what_parts_cost() -> None:
     [
         ({"head_dim": 520}, "has 520 columns; expected at most 512, or `kv: {latent: ...}` beside it"),
         ({"schedule": {"order": "kv_outer"}}, "holds dK and dV of at most 256 columns together"),
-        ({"schedule": {"backend": "hopper"}}, "its heads have 512 columns, and a sum of more than 256 takes all registers of a consumer"),
+        (
+            {"schedule": {"backend": "hopper"}},
+            "its heads have 512 columns, and a sum of more than 256 takes all registers of a consumer",
+        ),
     ],
 )
 def test_what_wide_heads_cannot_is_one_sentence(changes: dict[str, Any], reason: str) -> None:

@@ -1,9 +1,11 @@
-"""One cell in a process of its own: `python -m attngen.bench.child`, started by run.py, with empty caches of compiled kernels.
+"""One cell in a process of its own: `python -m attngen.bench.child`, started by run.py, with empty caches of compiled
+kernels.
 
-It reads a job as a line of JSON, imports what it needs, and waits for a line. Then come, on that line, the first calls of the peers
-that compile; after a second line, when no other process uses the GPU, everything else: the other peers' first calls, memory, results
-beside the first peer's, times, host times, what preparing the mask takes. Whatever it finds it says at once, a message of JSON a line,
-and before each step whose turn it is, so that of a process that dies or hangs the one peer is known whose step it was.
+It reads a job as a line of JSON, imports what it needs, and waits for a line. Then come, on that line, the first calls
+of the peers that compile; after a second line, when no other process uses the GPU, everything else: the other peers'
+first calls, memory, results beside the first peer's, times, host times, what preparing the mask takes. Whatever it
+finds it says at once, a message of JSON a line, and before each step whose turn it is, so that of a process that dies
+or hangs the one peer is known whose step it was.
 """
 
 from __future__ import annotations
@@ -61,7 +63,13 @@ class Bench:
         cell = replace(Cell("", make_spec(job["spec"]), *job["sizes"]), call=tuple(job["call"].items()))
         self.problem = problem_of(cell, job["device"], Path(job["folder"]))
         self.peers = {name: known[name] for name in job["peers"]}
-        self.rounds, self.host, self.masks, self.clock, self.tell = job["rounds"], job["host"], job["masks"], clock, tell
+        self.rounds, self.host, self.masks, self.clock, self.tell = (
+            job["rounds"],
+            job["host"],
+            job["masks"],
+            clock,
+            tell,
+        )
         self.calls: dict[str, Call] = {}  # of the peers that work, those that compile first
         self.no_backward: set[str] = set() if cell.trains else set(self.peers)
 
@@ -158,7 +166,8 @@ class Bench:
                 self.tell(peer=name, allocated_mib=allocated / 2**20, reserved_mib=reserved / 2**20)
 
     def check(self) -> dict[str, int]:
-        """Results beside those of the first peer, unless dropout makes them random; gives the bytes that each keeps for its backward."""
+        """Results beside those of the first peer, unless dropout makes them random; gives the bytes that each keeps
+        for its backward."""
         inputs, held = self.problem.draw(0), {}
         reference: tuple[torch.Tensor, ...] | None = None
         first, random = "", bool(self.problem.cell.asked("dropout_p"))
@@ -180,7 +189,9 @@ class Bench:
                     self.differences(name, first, found, reference)
         return held
 
-    def differences(self, name: str, first: str, found: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]) -> None:
+    def differences(
+        self, name: str, first: str, found: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]
+    ) -> None:
         """Tell how far a peer's results are from the first's: all of them, and the furthest."""
         labels = (*RESULTS[:4], *(f"d{i.name}" for i in self.problem.cell.spec.learned()))
         errors = {label: relative_error(x, ref) for label, x, ref in zip(labels, found, reference)}
@@ -216,13 +227,19 @@ class Bench:
             self.timed("bwd", {name: partial(_backward, pair) for name, pair in pairs.items()})
             del outs, pairs
             self.clock.settle()
-        self.timed("both", {name: partial(turn, self.both, name) for name in self.calls if name not in self.no_backward})
+        self.timed(
+            "both", {name: partial(turn, self.both, name) for name in self.calls if name not in self.no_backward}
+        )
         self.host_times(sets, medians)
 
     def step_times(self) -> None:
         """The time of a call over a cache as one of many, peers in turn."""
         self.tell(step="", doing="making the inputs")
-        few = min(STEP_SETS, -(-STEP_BYTES // max(1, self.problem.read_bytes)), int(self.clock.free_bytes() / 4 / self.problem.set_bytes))
+        few = min(
+            STEP_SETS,
+            -(-STEP_BYTES // max(1, self.problem.read_bytes)),
+            int(self.clock.free_bytes() / 4 / self.problem.set_bytes),
+        )
         sets = [self.problem.draw(i) for i in range(max(1, few))]
 
         def turn(name: str, number: int) -> object:
@@ -249,7 +266,8 @@ class Bench:
                     self.tell(peer=name, **{figure: us})
 
     def mask_times(self) -> None:
-        """What preparing the mask takes, of peers that do: wall time, memory; and calls that do it too, their time and their memory."""
+        """What preparing the mask takes, of peers that do: wall time, memory; and calls that do it too, their time
+        and their memory."""
         wholes: dict[str, Forward] = {}
         for name in [name for name in self.calls if self.calls[name].masks]:
             call = self.calls[name]
@@ -289,8 +307,8 @@ class Bench:
         return lambda number: replay()
 
     def timed(self, direction: str, calls: dict[str, Callable[[int], object]], measure: Any = None) -> dict[str, float]:
-        """Tell the times of calls, by the clock's `device_times` or another of its functions; one that fails is left out, and the others
-        start again. Gives their medians in ms."""
+        """Tell the times of calls, by the clock's `device_times` or another of its functions; one that fails is left
+        out, and the others start again. Gives their medians in ms."""
         measure = measure or partial(self.clock.device_times, rounds=self.rounds)
         while calls:
             current = [next(iter(calls))]

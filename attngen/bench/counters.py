@@ -17,7 +17,10 @@ SECTOR = 32  # bytes
 _UNITS = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "sector": 1, "Ksector": 1e3, "Msector": 1e6}
 _DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 # loads and stores as the SMs ask them of the L2; where a chip has no such counters, all that the L2 is asked
-METRICS = tuple((*_DRAM, f"lts__t_sectors_{source}op_read.sum", f"lts__t_sectors_{source}op_write.sum") for source in ("srcunit_tex_", ""))
+METRICS = tuple(
+    (*_DRAM, f"lts__t_sectors_{source}op_read.sum", f"lts__t_sectors_{source}op_write.sum")
+    for source in ("srcunit_tex_", "")
+)
 _REASONS = {
     "ERR_NVGPUCTRPERM": "the driver lets only administrators read the counters; run as root, or set NVreg_RestrictProfilingToAdminUsers=0",
     "LibraryNotLoaded": "the machine's runtime gives no access to the counters; expected one on which `ncu` profiles any CUDA program",
@@ -57,18 +60,39 @@ def find_ncu() -> str:
     """The path of Nsight Compute's command line; AttngenError where there is none."""
     found = shutil.which("ncu")
     if found is None:
-        raise AttngenError("`ncu` is not on the PATH; expected NVIDIA Nsight Compute, which comes with the CUDA toolkit")
+        raise AttngenError(
+            "`ncu` is not on the PATH; expected NVIDIA Nsight Compute, which comes with the CUDA toolkit"
+        )
     return found
 
 
 def command(ncu: str, metrics: Sequence[str], log: Path, module: str, args: Iterable[str]) -> list[str]:
     """The command that runs a Python module of attngen's under `ncu`, which writes its CSV to `log`.
 
-    Clocks stay as they are; caches are flushed before each kernel, so that what has to be read is. Kernels count between
-    cudaProfilerStart and cudaProfilerStop.
+    Clocks stay as they are; caches are flushed before each kernel, so that what has to be read is. Kernels count
+    between cudaProfilerStart and cudaProfilerStop.
     """
-    how = ["--clock-control", "none", "--cache-control", "all", "--profile-from-start", "off", "--target-processes", "all"]
-    what = ["--metrics", ",".join(metrics), "--csv", "--page", "raw", "--print-units", "base", "--kernel-name-base", "function"]
+    how = [
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "all",
+        "--profile-from-start",
+        "off",
+        "--target-processes",
+        "all",
+    ]
+    what = [
+        "--metrics",
+        ",".join(metrics),
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--kernel-name-base",
+        "function",
+    ]
     return [ncu, *how, *what, "--log-file", str(log), sys.executable, "-m", module, *args]
 
 
@@ -97,7 +121,9 @@ def _run(line: Sequence[str], seconds: float, said: Callable[[str], None]) -> li
     """What a command prints, line by line as it comes; AttngenError if it takes longer."""
     import threading
 
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     late: list[bool] = []
 
     def stop() -> None:
@@ -119,7 +145,9 @@ def _run(line: Sequence[str], seconds: float, said: Callable[[str], None]) -> li
             _end_group(process.pid)
             process.wait()
     if late:
-        raise AttngenError(f"ncu did not end within {seconds:.0f} s; expected fewer or smaller calls, or a larger --budget")
+        raise AttngenError(
+            f"ncu did not end within {seconds:.0f} s; expected fewer or smaller calls, or a larger --budget"
+        )
     return printed
 
 
@@ -146,7 +174,8 @@ def _why_nothing(log: str, printed: Sequence[str]) -> str:
 def parse(text: str) -> list[Launch]:
     """The launches in `ncu --csv --page raw`: a row of headings, a row of units, a row for each launch.
 
-    Lines of other kinds (`==PROF== ...`, what programs print) are skipped. AttngenError for a counter that was not read.
+    Lines of other kinds (`==PROF== ...`, what programs print) are skipped. AttngenError for a counter that was not
+    read.
     """
     rows = csv.reader(line for line in text.splitlines() if line.startswith('"'))
     headings = next((row for row in rows if "Kernel Name" in row), None)
@@ -160,7 +189,9 @@ def parse(text: str) -> list[Launch]:
         values = [None if at is None else _number(row[at], units[at]) for at in columns]
         if None in values:
             what = METRICS[0][values.index(None)]
-            raise AttngenError(f"ncu gave no number for {what} of the kernel {row[name]}; expected a GPU that has this counter")
+            raise AttngenError(
+                f"ncu gave no number for {what} of the kernel {row[name]}; expected a GPU that has this counter"
+            )
         numbers = [value for value in values if value is not None]
         found.append(Launch(row[name], Bytes(numbers[0], numbers[1], SECTOR * numbers[2], SECTOR * numbers[3])))
     return found

@@ -2,8 +2,8 @@
 
     python -m attngen.bench.jvp specs/causal_mha.yaml specs/causal_mqa.yaml --n 4096 --n 16384
 
-A jvp is a call with tangents of q, k and v: its forward, and what gives the tangent of the output. `kernel` is the latter alone, and
-`/ fwd` is a time over that of the peer's own forward.
+A jvp is a call with tangents of q, k and v: its forward, and what gives the tangent of the output. `kernel` is the
+latter alone, and `/ fwd` is a time over that of the peer's own forward.
 """
 
 from __future__ import annotations
@@ -30,8 +30,23 @@ from attngen.ir.heads import SHARINGS
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, load_spec
 
-TOKENS, HIDDEN, GROUP = 16384, 2048, 4  # of all sequences; of all query heads; query heads of a K/V head, where several share one
-HEADINGS: tuple[str, ...] = ("spec", "n", "peer", "fwd ms", "jvp ms", "/ fwd", "kernel ms", "/ fwd", "MiB fwd", "MiB jvp")
+TOKENS, HIDDEN, GROUP = (
+    16384,
+    2048,
+    4,
+)  # of all sequences; of all query heads; query heads of a K/V head, where several share one
+HEADINGS: tuple[str, ...] = (
+    "spec",
+    "n",
+    "peer",
+    "fwd ms",
+    "jvp ms",
+    "/ fwd",
+    "kernel ms",
+    "/ fwd",
+    "MiB fwd",
+    "MiB jvp",
+)
 
 
 def cell_of(spec: Spec, n: int) -> Cell:
@@ -42,7 +57,8 @@ def cell_of(spec: Spec, n: int) -> Cell:
 
 
 def peers(problem: Problem) -> Iterator[tuple[str, Call]]:
-    """Ours, and those that run: naive attention, SDPA's backend in plain torch, which has a jvp where its others have none."""
+    """Ours, and those that run: naive attention, SDPA's backend in plain torch, which has a jvp where its others
+    have none."""
     yield "ours", ours(problem)
     yield "naive", naive(problem)
     if not sdpa_cannot(problem.cell):
@@ -66,7 +82,10 @@ def rows(spec: Spec, n: int, folder: Path, clock: Any = timing, device: str = "c
     for name, call in peers(problem):
         try:
             with call.around(), torch.no_grad():
-                ways: dict[str, Callable[[int], object]] = {"fwd": partial(_forward, call, x), "jvp": with_tangents(call, x, along)}
+                ways: dict[str, Callable[[int], object]] = {
+                    "fwd": partial(_forward, call, x),
+                    "jvp": with_tangents(call, x, along),
+                }
                 memory = {way: clock.peak_bytes(partial(run, 0))[0] / 2**20 for way, run in ways.items()}
                 times = clock.device_times(ways)
         except torch.OutOfMemoryError:
@@ -87,9 +106,13 @@ def _detached(x: Inputs) -> Inputs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="attngen.bench.jvp", description="Times and memory of forward mode; needs a CUDA GPU.")
+    parser = argparse.ArgumentParser(
+        prog="attngen.bench.jvp", description="Times and memory of forward mode; needs a CUDA GPU."
+    )
     parser.add_argument("specs", nargs="+", type=Path, help="spec files")
-    parser.add_argument("--n", type=int, action="append", help="queries and keys [default: 4096]; may be given several times")
+    parser.add_argument(
+        "--n", type=int, action="append", help="queries and keys [default: 4096]; may be given several times"
+    )
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: torch sees no CUDA device")
@@ -103,7 +126,11 @@ def main() -> None:
                 table += rows(spec, n, Path(folder) / spec.name)
     widths = [max(len(line[i]) for line in table) for i in range(len(HEADINGS))]
     for line in table:
-        print("  ".join(text.ljust(w) if i < 3 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths))).rstrip())
+        print(
+            "  ".join(
+                text.ljust(w) if i < 3 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths))
+            ).rstrip()
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Plots of a run, as SVG that is the same to the byte for the same figures: TFLOP/s and memory over N; TB/s of what reads a cache."""
+"""Plots of a run, as SVG that is the same to the byte for the same figures: TFLOP/s and memory over N; TB/s of what
+reads a cache."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def available() -> bool:
 
 
 def plots(results: Results) -> dict[str, str]:
-    """SVG texts by file name: for each grid of the run that has no tables of its own TFLOP/s and memory; of what reads a cache, TB/s."""
+    """SVG texts by file name: for each grid of the run that has no tables of its own TFLOP/s and memory; of what
+    reads a cache, TB/s."""
     found = {}
     for grid in dict.fromkeys(line.cell.grid for line in results.lines if line.cell.grid not in TABLED):
         panels = _panels(line for line in results.lines if line.cell.grid == grid and not line.cell.cached)
@@ -159,7 +161,9 @@ def _label(peer: str) -> str:
 
 def _curves(axes: Axes, lines: list[Line], figure: str, style: str) -> None:
     for peer, colour in zip(PEERS, COLOURS):
-        points = sorted((line.cell.n_kv, line.figures[figure]) for line in lines if line.peer == peer and figure in line.figures)
+        points = sorted(
+            (line.cell.n_kv, line.figures[figure]) for line in lines if line.peer == peer and figure in line.figures
+        )
         if points:
             ours = {"linewidth": 2.2, "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
             xs, ys = zip(*points)
@@ -181,7 +185,9 @@ def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Re
                 draw(axes, row, lines)
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(ticks)
-                axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n % 1024 == 0 else f"{n:g}"))
+                axes.xaxis.set_major_formatter(
+                    FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n % 1024 == 0 else f"{n:g}")
+                )
                 axes.xaxis.set_minor_locator(NullLocator())
                 axes.grid(color="#e4e4e4", linewidth=0.6)
                 if row == 0:
@@ -197,7 +203,8 @@ def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Re
 
 
 def _drawn(size: tuple[float, float], paint: Callable[[Figure], dict[str, Any]], results: Results, note: str) -> str:
-    """A figure of so many inches, as SVG. `paint` draws its axes, and gives the handles of its legend by their texts."""
+    """A figure of so many inches, as SVG. `paint` draws its axes, and gives the handles of its legend by their
+    texts."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -210,7 +217,9 @@ def _drawn(size: tuple[float, float], paint: Callable[[Figure], dict[str, Any]],
         m = results.machine
         figure.supxlabel(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; {note}", fontsize=7)
         if handles:
-            figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
+            figure.legend(
+                handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False
+            )
         made = io.StringIO()
         figure.savefig(made, format="svg", metadata={"Date": None})
     return "\n".join(line.rstrip() for line in made.getvalue().splitlines()) + "\n"

@@ -1,6 +1,8 @@
-"""`attngen profile`: the bytes that kernels move, as the model predicts them and as Nsight Compute's counters have them.
+"""`attngen profile`: the bytes that kernels move, as the model predicts them and as Nsight Compute's counters have
+them.
 
-FlashAttention-2's order of loops beside FlashAttention-1's and naive attention, for several lengths, and for several tiles that stay on
+FlashAttention-2's order of loops beside FlashAttention-1's and naive attention, for several lengths, and for several
+tiles that stay on
 chip: those of queries in the one order, of keys in the other. Their rows stand for M, what a program has on chip.
 """
 
@@ -36,7 +38,8 @@ MOST_SCORES = 2**32  # elements of the score matrices of naive attention: 8 GiB 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that is profiled: of a module, with `tile` rows on chip or as it was built; or of naive attention. Forward or backward."""
+    """One call that is profiled: of a module, with `tile` rows on chip or as it was built; or of naive attention.
+    Forward or backward."""
 
     order: str
     tile: int | None
@@ -53,14 +56,24 @@ def device_here() -> Device:
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:
-        raise AttngenError("attngen profile reads the counters of an NVIDIA GPU; this machine has none that torch can use")
+        raise AttngenError(
+            "attngen profile reads the counters of an NVIDIA GPU; this machine has none that torch can use"
+        )
     properties = torch.cuda.get_device_properties(0)
     known = next((d for d in DEVICES.values() if d.name in properties.name.split()), None)
     if known:
         return known
     capability = (properties.major, properties.minor)
     cls = class_of(capability).name
-    return Device(properties.name, cls, properties.multi_processor_count, 0.0, float(properties.L2_cache_size), {}, "as its driver says")
+    return Device(
+        properties.name,
+        cls,
+        properties.multi_processor_count,
+        0.0,
+        float(properties.L2_cache_size),
+        {},
+        "as its driver says",
+    )
 
 
 def variants(spec: Spec, tiles: Sequence[int]) -> Iterator[tuple[str, int | None, Module]]:
@@ -70,11 +83,17 @@ def variants(spec: Spec, tiles: Sequence[int]) -> Iterator[tuple[str, int | None
     """
     for order in ORDERS:
         for tile in (None, *tiles):
-            own = {"block_q": tile, "block_kv": STREAMED} if order == "q_outer" else {"block_q": STREAMED, "block_kv": tile}
+            own = (
+                {"block_q": tile, "block_kv": STREAMED}
+                if order == "q_outer"
+                else {"block_q": STREAMED, "block_kv": tile}
+            )
             data = spec.canonical()
             schedule = {**data["schedule"], "order": order} if tile is None else {"order": order, **own}
             try:
-                changed = Spec.model_validate({**data, "schedule": {k: v for k, v in schedule.items() if v is not None}})
+                changed = Spec.model_validate(
+                    {**data, "schedule": {k: v for k, v in schedule.items() if v is not None}}
+                )
                 yield order, tile, lower(changed)
             except (FitError, SpecError, ValueError):  # pydantic's errors are ValueErrors
                 if tile is None and order == spec.schedule.order:
@@ -82,7 +101,8 @@ def variants(spec: Spec, tiles: Sequence[int]) -> Iterator[tuple[str, int | None
 
 
 def predicted(module: Module, kernel: Kernel, device: Device, problem: Problem) -> tuple[str, Bytes] | None:
-    """The tile that a kernel takes on a device, and the bytes that the model says it moves; None if no tile fits there."""
+    """The tile that a kernel takes on a device, and the bytes that the model says it moves; None if no tile fits
+    there."""
     row = row_for(module, kernel, device, scheduled_rows(kernel, problem))
     if row is None:
         return None
@@ -125,7 +145,9 @@ def run(
     """
     if spec.inputs() or spec.mask.blocks():
         what = f"reads `{spec.inputs()[0].name}`" if spec.inputs() else "visits lists of blocks"
-        raise AttngenError(f"attngen profile: {spec.name} {what}, on which the bytes that move depend; expected a spec without")
+        raise AttngenError(
+            f"attngen profile: {spec.name} {what}, on which the bytes that move depend; expected a spec without"
+        )
     device = device_here()
     find_ncu()
     modules: dict[tuple[str, int | None], Module] = {}
@@ -138,9 +160,17 @@ def run(
             write_module(render(module), folders[order, tile])
         calls = [Call(*key, n, direction) for n in lengths for key in modules for direction in directions]
         scores = problem.batch * problem.q_heads
-        calls += [Call(NAIVE, None, n, direction) for n in lengths if scores * n * n <= MOST_SCORES for direction in directions]
+        calls += [
+            Call(NAIVE, None, n, direction)
+            for n in lengths
+            if scores * n * n <= MOST_SCORES
+            for direction in directions
+        ]
         plan = Path(folder) / "plan.json"
-        listed = [{"name": c.name, "n": c.n, "direction": c.direction, "module": str(folders.get((c.order, c.tile), ""))} for c in calls]
+        listed = [
+            {"name": c.name, "n": c.n, "direction": c.direction, "module": str(folders.get((c.order, c.tile), ""))}
+            for c in calls
+        ]
         sizes = {"device": "cuda", "batch": problem.batch, "heads": problem.q_heads, "kv_heads": problem.kv_heads}
         plan.write_text(json.dumps({"spec": str(spec_path.resolve()), **sizes, "calls": listed}), encoding="utf-8")
         printed: list[str] = []
@@ -162,7 +192,8 @@ def attribute(
     device: Device,
     problem: Problem,
 ) -> tuple[list[Line], list[str]]:
-    """Lines for the launches of each call, and sentences for the calls that failed; `printed` is what the child printed."""
+    """Lines for the launches of each call, and sentences for the calls that failed; `printed` is what the child
+    printed."""
     groups: list[list[Launch]] = []
     for launch in launches:
         if launch.kernel == MARK:
@@ -173,18 +204,38 @@ def attribute(
     started = [int(at) for what, at, *_ in words if what == "started"]
     wrong = {int(at): rest for what, at, rest in (w for w in words if len(w) == 3) if what == "failed"}
     if len(groups) != len(started):
-        raise AttngenError(f"ncu profiled {len(groups)} calls, and {len(started)} started; expected as many: run it again")
-    lines = [line for at, group in zip(started, groups) if at not in wrong for line in _lines(calls[at], modules, group, device, problem)]
+        raise AttngenError(
+            f"ncu profiled {len(groups)} calls, and {len(started)} started; expected as many: run it again"
+        )
+    lines = [
+        line
+        for at, group in zip(started, groups)
+        if at not in wrong
+        for line in _lines(calls[at], modules, group, device, problem)
+    ]
     return lines, [f"not profiled: {reason}" for reason in wrong.values()]
 
 
 def _lines(
-    call: Call, modules: Mapping[tuple[str, int | None], Module], launches: Sequence[Launch], device: Device, problem: Problem
+    call: Call,
+    modules: Mapping[tuple[str, int | None], Module],
+    launches: Sequence[Launch],
+    device: Device,
+    problem: Problem,
 ) -> Iterator[Line]:
     sized = replace(problem, n_q=call.n, n_kv=call.n)
     if call.order == NAIVE:
         module = next(iter(modules.values()))
-        yield Line(NAIVE, None, call.n, call.direction, "all", "", predicted_naive(module, call.direction, sized), _sum(launches))
+        yield Line(
+            NAIVE,
+            None,
+            call.n,
+            call.direction,
+            "all",
+            "",
+            predicted_naive(module, call.direction, sized),
+            _sum(launches),
+        )
         return
     module = modules[call.order, call.tile]
     own = {kernel.name: kernel for kernel in module.kernels_of(call.direction)}
@@ -192,7 +243,9 @@ def _lines(
         tile, moved = predicted(module, kernel, device, sized) or ("", None)
         mine = [launch for launch in launches if launch.kernel == name]
         if mine:
-            yield Line(call.order, call.tile, call.n, call.direction, name, tile if kernel.loops else "", moved, _sum(mine))
+            yield Line(
+                call.order, call.tile, call.n, call.direction, name, tile if kernel.loops else "", moved, _sum(mine)
+            )
     others = [launch for launch in launches if launch.kernel not in own]
     if others:
         yield Line(call.order, call.tile, call.n, call.direction, "torch", "", None, _sum(others))
@@ -206,7 +259,8 @@ def _sum(launches: Iterable[Launch]) -> Bytes:
 
 
 def write(found: Found, folder: Path) -> list[Path]:
-    """profile.csv, profile.json and, of the forward, profile.svg; AttngenError without matplotlib, the others written."""
+    """profile.csv, profile.json and, of the forward, profile.svg; AttngenError without matplotlib, the others
+    written."""
     flat, table = rows(found), io.StringIO()
     writer = csv.DictWriter(table, list(flat[0]) if flat else [])
     writer.writeheader()

@@ -14,7 +14,8 @@ LEVELS = {"dram": "device memory", "l2": "loads and stores, as asked of the L2"}
 
 
 def plot(found: Found) -> str:
-    """Of the forward, a column for each length: device memory above, the L2 below; the same SVG text for the same figures."""
+    """Of the forward, a column for each length: device memory above, the L2 below; the same SVG text for the same
+    figures."""
     if not available():
         raise AttngenError(f"no plot: {MISSING}")
     import matplotlib
@@ -27,7 +28,13 @@ def plot(found: Found) -> str:
     if not lengths:
         raise AttngenError("there is no forward call with tiles to plot; expected --tiles, and calls that did not fail")
     tiles = sorted({line.tile for line in forward if line.tile})
-    style: Any = {"svg.hashsalt": "profile", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    style: Any = {
+        "svg.hashsalt": "profile",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with pyplot.rc_context(style):
         size = (1.5 + 3 * len(lengths), 6.5)
         figure, axes = pyplot.subplots(2, len(lengths), sharex=True, squeeze=False, figsize=size, layout="constrained")
@@ -38,7 +45,9 @@ def plot(found: Found) -> str:
                     points = [(t, *pair) for t, pair in series if pair]
                     if points:
                         x, guess, counted = zip(*points)
-                        axis.plot(x, guess, color=COLORS[order], linewidth=1.2, label=f"{ORDERS[order]}'s order, predicted")
+                        axis.plot(
+                            x, guess, color=COLORS[order], linewidth=1.2, label=f"{ORDERS[order]}'s order, predicted"
+                        )
                         axis.plot(x, counted, "o", color=COLORS[order], markersize=5, label="measured")
                 if pair := _total(forward, level, NAIVE, None, n):
                     axis.axhline(pair[0], color=COLORS[NAIVE], linewidth=1.2, label="naive attention, predicted")
@@ -62,4 +71,7 @@ def _total(lines: list[Line], level: str, order: str, tile: int | None, n: int) 
     mine = [line for line in lines if (line.order, line.tile, line.n) == (order, tile, n) and line.predicted]
     if not mine:
         return None
-    return tuple(sum(getattr(moved, level) for moved in some) for some in ([x.predicted for x in mine], [x.measured for x in mine]))
+    return tuple(
+        sum(getattr(moved, level) for moved in some)
+        for some in ([x.predicted for x in mine], [x.measured for x in mine])
+    )

@@ -12,7 +12,8 @@ NAIVE = "naive"
 
 @dataclass(frozen=True)
 class Line:
-    """A kernel of a call: what was predicted, and what was measured; the sum of its launches. Naive attention is one line."""
+    """A kernel of a call: what was predicted, and what was measured; the sum of its launches. Naive attention is one
+    line."""
 
     order: str
     tile: int | None
@@ -43,7 +44,10 @@ def rows(found: Found) -> list[dict[str, object]]:
     for line in found.lines:
         flat = {k: v for k, v in asdict(line).items() if k not in ("predicted", "measured")}
         for what, moved in (("predicted", line.predicted), ("measured", line.measured)):
-            flat |= {f"{what}_{name}": None if moved is None else round(getattr(moved, name)) for name in Bytes.__dataclass_fields__}
+            flat |= {
+                f"{what}_{name}": None if moved is None else round(getattr(moved, name))
+                for name in Bytes.__dataclass_fields__
+            }
         made.append({**flat, "dram_ratio": ratio(line, "dram"), "l2_ratio": ratio(line, "l2")})
     return made
 

@@ -1,7 +1,9 @@
-"""What `attngen profile` runs under ncu: `python -m attngen.bench.profiled PLAN`, calls of generated modules and of naive attention.
+"""What `attngen profile` runs under ncu: `python -m attngen.bench.profiled PLAN`, calls of generated modules and of
+naive attention.
 
-PLAN is a JSON file: the spec's path, the device, batch and heads, and the calls. A kernel of its own name marks where each call starts,
-and a line printed says which call it is, or what went wrong with it: one that fails loses its own figures alone.
+PLAN is a JSON file: the spec's path, the device, batch and heads, and the calls. A kernel of its own name marks where
+each call starts, and a line printed says which call it is, or what went wrong with it: one that fails loses its own
+figures alone.
 """
 
 from __future__ import annotations
@@ -48,7 +50,13 @@ def main(plan_path: str) -> None:
             profiler.stop()
         except Exception as error:  # of any kind: the other calls go on
             profiler.stop()
-            print(FAILED, i, call["name"], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
+            print(
+                FAILED,
+                i,
+                call["name"],
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                flush=True,
+            )
         torch.cuda.empty_cache()
 
 
@@ -60,7 +68,11 @@ def _prepared(spec: Spec, plan: dict[str, Any], call: dict[str, Any]) -> Callabl
         shape = (plan["batch"], heads, call["n"], width)
         return torch.randn(shape, generator=generator, device=plan["device"]).to(torch_dtype(spec.dtype[0]))
 
-    q, k, v = normal(plan["heads"], spec.head_dim.qk), normal(plan["kv_heads"], spec.head_dim.qk), normal(plan["kv_heads"], spec.head_dim.v)
+    q, k, v = (
+        normal(plan["heads"], spec.head_dim.qk),
+        normal(plan["kv_heads"], spec.head_dim.qk),
+        normal(plan["kv_heads"], spec.head_dim.v),
+    )
     attention = load_module(Path(call["module"])).attention if call["module"] else _naive(spec, q, k)
     if call["direction"] == "forward":
         return torch.no_grad()(lambda: attention(q, k, v))

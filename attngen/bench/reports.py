@@ -26,7 +26,9 @@ def reports(results: Results) -> dict[str, str]:
     found = {}
     for grid in dict.fromkeys(line.cell.grid for line in results.lines):
         lines = [line for line in results.lines if line.cell.grid == grid]
-        tables = [markdown(table) for table in {"flex": flex, "variants": variants, "mods": mods}.get(grid, over_cache)(lines)]
+        tables = [
+            markdown(table) for table in {"flex": flex, "variants": variants, "mods": mods}.get(grid, over_cache)(lines)
+        ]
         parts = [heading(results), *tables, notes(lines)]
         if tables:
             found[f"{grid}.md"] = "\n\n".join(part for part in parts if part) + "\n"
@@ -81,9 +83,22 @@ def flex(lines: Sequence[Line]) -> Iterator[Table]:
         yield [_MEMORY, *(row for c, peers in large.items() for row in _memory(c, peers))]
 
 
-_SPEED = ["variant", "visible", *(x for d in ("fwd", "bwd") for x in (f"ours {d} ms (TFLOP/s)", f"Flex {d}", "ours / Flex")), "spread"]
+_SPEED = [
+    "variant",
+    "visible",
+    *(x for d in ("fwd", "bwd") for x in (f"ours {d} ms (TFLOP/s)", f"Flex {d}", "ours / Flex")),
+    "spread",
+]
 _MASKS = ["ours mask ms", "Flex compiled", "Flex eager", "ours fwd ms without a plan"]
-_REST = ["variant", "ours first result s", "Flex", *_MASKS, "ours host us", "Flex", *(f"{result} differs" for result in RESULTS)]
+_REST = [
+    "variant",
+    "ours first result s",
+    "Flex",
+    *_MASKS,
+    "ours host us",
+    "Flex",
+    *(f"{result} differs" for result in RESULTS),
+]
 _MEMORY = ["memory", "rows", "peak GiB", "above q, k, v, dO", "mask alone", "mask ms"]
 
 
@@ -101,7 +116,10 @@ def _speed(peers: Peers) -> Iterator[str]:
 
 def _rest(peers: Peers) -> Iterator[str]:
     yield from (_figure(peers, peer, "first_s", ".1f") for peer in ("ours", "flex"))
-    yield from (_figure(peers, peer, name, ".3f") for peer, name in (("ours", "mask_ms"), ("flex", "mask_ms"), ("flex", "mask_eager_ms")))
+    yield from (
+        _figure(peers, peer, name, ".3f")
+        for peer, name in (("ours", "mask_ms"), ("flex", "mask_ms"), ("flex", "mask_eager_ms"))
+    )
     yield _figure(peers, "ours", "whole_fwd_ms", ".3f")
     yield from (_figure(peers, peer, "host_us", ".0f") for peer in ("ours", "flex"))
     yield from (_figure(peers, "flex", f"{result}_differs", ".1e") for result in RESULTS)
@@ -114,7 +132,13 @@ def _memory(c: Cell, peers: Peers) -> Iterator[list[str]]:
     for peer, line in peers.items():
         whole = line.figures.get("whole_mib")
         gib = ["-", "-"] if whole is None else [f"{whole / 1024:.3f}", f"{(whole - inputs) / 1024:.3f}"]
-        yield [peer, str(c.n_q), *gib, _figure(peers, peer, "mask_mib", ".3f", 1 / 1024), _figure(peers, peer, "mask_ms", ".2f")]
+        yield [
+            peer,
+            str(c.n_q),
+            *gib,
+            _figure(peers, peer, "mask_mib", ".3f", 1 / 1024),
+            _figure(peers, peer, "mask_ms", ".2f"),
+        ]
 
 
 # ---------------------------------------------------------------------------------------------- variants
@@ -131,11 +155,25 @@ def variants(lines: Sequence[Line]) -> Iterator[Table]:
         plain = next((c for c in cells if c.n_q == BLOCK_ROWS and c not in sparse.values()), None)
         without = [_sum(cells, plain, "ours", parts) for parts in _PARTS[:2]]
         times = [x for ms in without for x in (_number(ms), "")]
-        yield [_BLOCKS, ["no blocks", *times, *[""] * 4], *(_blocks(c, sparse.get(1.0), cells) for c in sparse.values())]
+        yield [
+            _BLOCKS,
+            ["no blocks", *times, *[""] * 4],
+            *(_blocks(c, sparse.get(1.0), cells) for c in sparse.values()),
+        ]
 
 
 _DROPOUT = ["D", "mask", "p = 0 over no dropout", "ours fwd", "bwd", "both", "FLASH fwd", "bwd", "both"]
-_BLOCKS = ["s", "forward ms", "times faster", "backward ms", "times faster", "plan us", "forward GB", "backward GB", "s N^2 d^2 / M GB"]
+_BLOCKS = [
+    "s",
+    "forward ms",
+    "times faster",
+    "backward ms",
+    "times faster",
+    "plan us",
+    "forward GB",
+    "backward GB",
+    "s N^2 d^2 / M GB",
+]
 _PARTS = (("fwd",), ("bwd",), ("fwd", "bwd"))
 
 
@@ -163,12 +201,17 @@ def _dropout(zero: Cell, cells: dict[Cell, Peers]) -> list[str]:
     plain, drops = twin(False, ()), twin(True, (("dropout_p", DROPOUT_P),))
     row = [str(zero.spec.head_dim.qk), zero.spec.mask.describe()]
     row.append(_ratio(_sum(cells, zero, "ours", ("fwd", "bwd")), _sum(cells, plain, "ours", ("fwd", "bwd"))))
-    ratios = (_ratio(_sum(cells, drops, peer, parts), _sum(cells, zero, peer, parts)) for peer in ("ours", "flash") for parts in _PARTS)
+    ratios = (
+        _ratio(_sum(cells, drops, peer, parts), _sum(cells, zero, peer, parts))
+        for peer in ("ours", "flash")
+        for parts in _PARTS
+    )
     return [*row, *ratios]
 
 
 def _blocks(c: Cell, full: Cell | None, cells: dict[Cell, Peers]) -> list[str]:
-    """Beside the times: the bytes that the loads and stores of the IR come to, and the lower bound s N^2 d^2 / M of one direction."""
+    """Beside the times: the bytes that the loads and stores of the IR come to, and the lower bound s N^2 d^2 / M of
+    one direction."""
     share, problem = c.asked("share"), Problem(c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv)
     row = [f"1/{share:g}"]
     for parts in _PARTS[:2]:
@@ -184,13 +227,16 @@ def _blocks(c: Cell, full: Cell | None, cells: dict[Cell, Peers]) -> list[str]:
 
 
 def mods(lines: Sequence[Line]) -> Iterator[Table]:
-    """Milliseconds of each function beside FlexAttention's; last, how many times faster ours are in the geometric mean."""
+    """Milliseconds of each function beside FlexAttention's; last, how many times faster ours are in the geometric
+    mean."""
     rows, faster = [], []
     for c, peers in by_cell(lines).items():
         ms = [[_sum({c: peers}, c, peer, parts) for parts in _PARTS] for peer in ("ours", "flex")]
         times = [theirs / mine if mine and theirs else None for mine, theirs in zip(*ms)]
         shown = [f"{x:.3f}" if x is not None else "-" for d in range(2) for x in (ms[0][d], ms[1][d])]
-        rows.append([c.spec.name.removeprefix("mod_"), _figure(peers, "ours", "visible", ".1%"), *shown, *map(_number, times)])
+        rows.append(
+            [c.spec.name.removeprefix("mod_"), _figure(peers, "ours", "visible", ".1%"), *shown, *map(_number, times)]
+        )
         faster.append(times)
     means = [[x for x in column if x is not None] for column in zip(*faster)]
     last = [_number(math.exp(sum(map(math.log, column)) / len(column)) if column else None) for column in means]
@@ -206,11 +252,13 @@ _MODS = ["function", "visible", "ours fwd ms", "Flex", "ours bwd ms", "Flex", "t
 def over_cache(lines: Sequence[Line]) -> Iterator[Table]:
     """Times and rates of what reads a cache, and the peers' times.
 
-    Ours are also held against the first cell that reads as many bytes of as many sequences: pages against contiguous rows, drafts against
-    one query, a window against a cache of as many keys.
+    Ours are also held against the first cell that reads as many bytes of as many sequences: pages against contiguous
+    rows, drafts against one query, a window against a cache of as many keys.
     """
     cells = {c: peers for c, peers in by_cell(lines).items() if c.cached}
-    others = [p for p in PEERS if p != "ours" and any("fwd_ms" in peers[p].figures for peers in cells.values() if p in peers)]
+    others = [
+        p for p in PEERS if p != "ours" and any("fwd_ms" in peers[p].figures for peers in cells.values() if p in peers)
+    ]
     first: dict[tuple[Any, ...], float | None] = {}
     rows = []
     for c, peers in cells.items():
@@ -224,7 +272,15 @@ def over_cache(lines: Sequence[Line]) -> Iterator[Table]:
         yield [[*_CACHE, *(f"{peer} us" for peer in others)], *rows]
 
 
-_CACHE = ["cell", "MiB to read", "ours us", "TB/s", "of the copy", "over the first of as many bytes", "best peer over ours"]
+_CACHE = [
+    "cell",
+    "MiB to read",
+    "ours us",
+    "TB/s",
+    "of the copy",
+    "over the first of as many bytes",
+    "best peer over ours",
+]
 
 
 def _us(ms: float | None) -> str:

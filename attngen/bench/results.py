@@ -1,7 +1,7 @@
 """What was measured: lines of figures, one for each cell and peer; as JSON, CSV and tables, and beside an older run.
 
-JSON is one line for each cell and peer, so that two runs can be read as a diff. Keys of a line: `call` where a cell has one, those of
-FIGURES where there is a figure, `why` where one is missing or the results differ, `note` for a remark.
+JSON is one line for each cell and peer, so that two runs can be read as a diff. Keys of a line: `call` where a cell has
+one, those of FIGURES where there is a figure, `why` where one is missing or the results differ, `note` for a remark.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ WORK = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # FLOPs over those of the forward,
 HOST = ("host_us", "host_nograd_us", "host_compiled_us", "host_compiled_nograd_us", "host_graph_us")
 MASKS = ("mask_ms", "mask_eager_ms", "mask_mib", "whole_fwd_ms", "whole_fwd_spread", "whole_mib")
 CACHE = ("read_mib", "read_tb_s", "read_copy")
-RESULTS = ("out", "dq", "dk", "dv", "learned")  # whose differences are figures of their own; `learned`: the largest of learned inputs
+RESULTS = (
+    "out",
+    "dq",
+    "dk",
+    "dv",
+    "learned",
+)  # whose differences are figures of their own; `learned`: the largest of learned inputs
 FIGURES = (
     *(f"{d}_{figure}" for d in DIRECTIONS for figure in ("ms", "spread", "tflops", "roof")),
     "allocated_mib",
@@ -48,10 +54,12 @@ DIFFERS = 2e-2  # relative difference of results at which a comparison has faile
 
 @dataclass(frozen=True)
 class Line:
-    """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of a roof, MiB, microseconds, seconds.
+    """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of a roof, MiB, microseconds,
+    seconds.
 
-    `visible` is the share of scores that the mask lets through. `mask_*` are of preparing the mask, `whole_*` of calls that do it too.
-    Over a cache `read_mib` of K and V must be read, which a call does at `read_tb_s`, the part `read_copy` of a copy's rate.
+    `visible` is the share of scores that the mask lets through. `mask_*` are of preparing the mask, `whole_*` of calls
+    that do it too. Over a cache `read_mib` of K and V must be read, which a call does at `read_tb_s`, the part
+    `read_copy` of a copy's rate.
     """
 
     cell: Cell
@@ -73,7 +81,12 @@ class Line:
         keys = (c.grid, c.spec.name, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, self.peer)
         words = {name: text for name, text in (("why", self.why), ("note", self.note)) if text}
         call = {"call": dict(c.call)} if c.call else {}
-        return {**dict(zip(KEYS, keys)), **call, **{name: self.figures[name] for name in FIGURES if name in self.figures}, **words}
+        return {
+            **dict(zip(KEYS, keys)),
+            **call,
+            **{name: self.figures[name] for name in FIGURES if name in self.figures},
+            **words,
+        }
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,9 @@ class Results:
         specs = {c.spec.name: c.spec.canonical() for c in self.cells()}
         head = {"attngen": __version__, **self.machine}
         parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        parts.append('"specs": ' + _listed("{", [f"{json.dumps(n)}: {json.dumps(s)}" for n, s in sorted(specs.items())], "}"))
+        parts.append(
+            '"specs": ' + _listed("{", [f"{json.dumps(n)}: {json.dumps(s)}" for n, s in sorted(specs.items())], "}")
+        )
         parts.append('"lines": ' + _listed("[", [json.dumps(line.data()) for line in self.lines], "]"))
         return _listed("{", parts, "}") + "\n"
 
@@ -131,7 +146,13 @@ def read_results(path: Path) -> Results:
             figures = {name: float(line[name]) for name in FIGURES if name in line}
             lines.append(Line(cell, line["peer"], figures, line.get("why", ""), line.get("note", "")))
         machine = {key: data[key] for key in data if key not in ("attngen", "specs", "lines")}
-        float(machine["matmul_tflops"]), float(machine["copy_tb_s"]), machine["gpu"], machine["torch"], machine["triton"]  # noqa: B018
+        (
+            float(machine["matmul_tflops"]),
+            float(machine["copy_tb_s"]),
+            machine["gpu"],
+            machine["torch"],
+            machine["triton"],
+        )  # noqa: B018
     except (ValueError, KeyError, TypeError, AttributeError):
         raise AttngenError(f"{path}: not the results of `attngen bench`; expected its results.json") from None
     return Results(machine, lines)
@@ -145,8 +166,9 @@ def rates(cell: Cell, machine: dict[str, Any], pairs: int, read: int, direction:
 
     read: bytes of K and V that a forward must read.
 
-    FLOPs are 4 D for each pair of query and key that the mask lets see each other, D the mean of both head dimensions. The roof is the
-    larger of the times of this run's bf16 matrix product for these FLOPs, and of its copy for what must be read and written.
+    FLOPs are 4 D for each pair of query and key that the mask lets see each other, D the mean of both head dimensions.
+    The roof is the larger of the times of this run's bf16 matrix product for these FLOPs, and of its copy for what must
+    be read and written.
     """
     dim, size, out_size = cell.spec.head_dim, ELEMENTS[cell.dtype].bytes, ELEMENTS[result_of(cell.dtype)].bytes
     flops = WORK[direction] * 2 * (dim.qk + dim.v) * pairs
@@ -158,7 +180,11 @@ def rates(cell: Cell, machine: dict[str, Any], pairs: int, read: int, direction:
     found = {f"{direction}_tflops": round(flops / ms / 1e9, 2), f"{direction}_roof": round(roof_ms / ms, 4)}
     if cell.cached:
         tb_s = read / ms / 1e9
-        found |= {"read_mib": round(read / 2**20, 2), "read_tb_s": round(tb_s, 3), "read_copy": round(tb_s / machine["copy_tb_s"], 4)}
+        found |= {
+            "read_mib": round(read / 2**20, 2),
+            "read_tb_s": round(tb_s, 3),
+            "read_copy": round(tb_s / machine["copy_tb_s"], 4),
+        }
     return found
 
 
@@ -180,7 +206,8 @@ HEADINGS = ("cell", "peer", "fwd ms", "TFLOP/s", "roof", "bwd ms", "TFLOP/s", "r
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The table under HEADINGS, of what reads no cache; a cell's name stands at its first line. `+-` is the largest spread of the three."""
+    """The table under HEADINGS, of what reads no cache; a cell's name stands at its first line. `+-` is the largest
+    spread of the three."""
     before: Cell | None = None
     for line in (line for line in results.lines if not line.cell.cached):
         f = line.figures
@@ -203,7 +230,19 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
         yield (*found, "; ".join(filter(None, (line.why, line.note))))
 
 
-CACHE_HEADINGS = ("over a cache", "peer", "us", "+-", "MiB to read", "TB/s", "of the copy", "TFLOP/s", "host us", "first s", "")
+CACHE_HEADINGS = (
+    "over a cache",
+    "peer",
+    "us",
+    "+-",
+    "MiB to read",
+    "TB/s",
+    "of the copy",
+    "TFLOP/s",
+    "host us",
+    "first s",
+    "",
+)
 
 
 def cache_rows(results: Results) -> Iterator[tuple[str, ...]]:
@@ -211,10 +250,22 @@ def cache_rows(results: Results) -> Iterator[tuple[str, ...]]:
     before: Cell | None = None
     for line in (line for line in results.lines if line.cell.cached):
         f = line.figures
-        forms = {"fwd_spread": ".1%", "read_mib": ".1f", "read_tb_s": ".2f", "read_copy": ".0%", "fwd_tflops": ".0f", "host_us": ".0f"}
+        forms = {
+            "fwd_spread": ".1%",
+            "read_mib": ".1f",
+            "read_tb_s": ".2f",
+            "read_copy": ".0%",
+            "fwd_tflops": ".0f",
+            "host_us": ".0f",
+        }
         us = f"{f['fwd_ms'] * 1e3:.1f}" if "fwd_ms" in f else "-"
         found = (us, *(_number(f, name, form) for name, form in forms.items()), _number(f, "first_fwd_s", ".1f"))
-        yield (str(line.cell) if line.cell is not before else "", line.peer, *found, "; ".join(filter(None, (line.why, line.note))))
+        yield (
+            str(line.cell) if line.cell is not before else "",
+            line.peer,
+            *found,
+            "; ".join(filter(None, (line.why, line.note))),
+        )
         before = line.cell
 
 
@@ -226,7 +277,11 @@ def host_rows(results: Results) -> Iterator[tuple[str, ...]]:
     before: Cell | None = None
     for line in results.lines:
         if any(name in line.figures for name in HOST[1:]):
-            yield (str(line.cell) if line.cell is not before else "", line.peer, *(_number(line.figures, name, ".1f") for name in HOST))
+            yield (
+                str(line.cell) if line.cell is not before else "",
+                line.peer,
+                *(_number(line.figures, name, ".1f") for name in HOST),
+            )
             before = line.cell
 
 
@@ -249,13 +304,21 @@ def _number(figures: dict[str, float], name: str, form: str) -> str:
 
 
 def ratios(results: Results) -> Iterator[str]:
-    """How ours compares with each peer, over the cells that have both: the geometric mean of the ratios, and the least."""
-    times = {(line.cell, line.peer, d): line.figures[f"{d}_ms"] for line in results.lines for d in DIRECTIONS if f"{d}_ms" in line.figures}
+    """How ours compares with each peer, over the cells that have both: the geometric mean of the ratios, and the
+    least."""
+    times = {
+        (line.cell, line.peer, d): line.figures[f"{d}_ms"]
+        for line in results.lines
+        for d in DIRECTIONS
+        if f"{d}_ms" in line.figures
+    }
     for peer in results.peers():
         parts, count = [], 0
         for d, name in (("fwd", "forward"), ("bwd", "backward")):
             found = [
-                (times[c, peer, d] / times[c, "ours", d], c) for c in results.cells() if (c, peer, d) in times and (c, "ours", d) in times
+                (times[c, peer, d] / times[c, "ours", d], c)
+                for c in results.cells()
+                if (c, peer, d) in times and (c, "ours", d) in times
             ]
             if peer != "ours" and found:
                 least, where = min(found, key=lambda pair: pair[0])
@@ -295,7 +358,8 @@ def _ms(value: float | None) -> str:
 
 
 def moves(new: Results, old: Results) -> list[Move]:
-    """Times of lines that both runs have, which moved by more than both spreads together and FLOOR; also figures lost and gained."""
+    """Times of lines that both runs have, which moved by more than both spreads together and FLOOR; also figures
+    lost and gained."""
     known = {line.key: line for line in old.lines}
     found = []
     for line in new.lines:

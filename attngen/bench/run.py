@@ -1,8 +1,9 @@
 """Running cells: a process for each, several getting ready at once, one measuring.
 
-The first calls of peers that compile are made by up to `jobs` processes at a time, so their seconds are those of a machine that is
-busy: `--jobs 1` gives clean ones. Then each process measures alone. A peer that fails, hangs beyond the limit or takes its process
-down loses its own figures: the cell starts again without it.
+The first calls of peers that compile are made by up to `jobs` processes at a time, so their seconds are those of a
+machine that is
+busy: `--jobs 1` gives clean ones. Then each process measures alone. A peer that fails, hangs beyond the limit or takes
+its process down loses its own figures: the cell starts again without it.
 """
 
 from __future__ import annotations
@@ -92,15 +93,35 @@ class Attempt:
             for direction in (d for d in DIRECTIONS if f"{d}_ms" in figures):
                 figures |= rates(self.cell, machine, self.pairs, self.read, direction, figures[f"{direction}_ms"])
             if figures:
-                figures["visible"] = float(f"{self.pairs / (self.cell.batch * self.cell.heads * self.cell.n_q * self.cell.n_kv):.5g}")
-            why = setup.cannot(self.cell, name) or self.lost.get(name) or "; ".join(dict.fromkeys(self.whys.get(name, [])))
-            found.append(Line(self.cell, name, {key: figures[key] for key in FIGURES if key in figures}, why, self.notes.get(name, "")))
+                figures["visible"] = float(
+                    f"{self.pairs / (self.cell.batch * self.cell.heads * self.cell.n_q * self.cell.n_kv):.5g}"
+                )
+            why = (
+                setup.cannot(self.cell, name)
+                or self.lost.get(name)
+                or "; ".join(dict.fromkeys(self.whys.get(name, [])))
+            )
+            found.append(
+                Line(
+                    self.cell,
+                    name,
+                    {key: figures[key] for key in FIGURES if key in figures},
+                    why,
+                    self.notes.get(name, ""),
+                )
+            )
         return found
 
 
 def _rounded(name: str, x: float) -> float:
     unit = name.rpartition("_")[2]
-    return float(f"{x:.{DIGITS[unit]}g}") if unit in ("ms", "spread") else round(x, DIGITS[unit]) if unit in DIGITS else float(f"{x:.2g}")
+    return (
+        float(f"{x:.{DIGITS[unit]}g}")
+        if unit in ("ms", "spread")
+        else round(x, DIGITS[unit])
+        if unit in DIGITS
+        else float(f"{x:.2g}")
+    )
 
 
 class Lost(Exception):
@@ -134,7 +155,11 @@ class Child:
         job: dict[str, Any] = {"clock": setup.clock, "peers_from": setup.peers_from, "spec": None}
         if attempt:
             c = attempt.cell
-            job |= {"spec": c.spec.canonical(), "sizes": [c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv], "call": dict(c.call)}
+            job |= {
+                "spec": c.spec.canonical(),
+                "sizes": [c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv],
+                "call": dict(c.call),
+            }
             job |= {"device": setup.device, "folder": str(module), "peers": attempt.peers, "rounds": setup.rounds}
             job |= {"host": setup.host, "masks": setup.masks or c.grid in TABLED}
         self.send(json.dumps(job))
@@ -190,7 +215,13 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GONE_S)
         code = self.process.poll()
-        how = "still runs" if code is None else f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        how = (
+            "still runs"
+            if code is None
+            else f"ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with status {code}"
+        )
         log = (self.folder / "log").read_text(errors="replace").splitlines()
         last = next((line for line in reversed(log) if "Error" in line), "")
         return f"its process {how}" + (f" ({sentence(last)})" if last else "")
@@ -315,8 +346,14 @@ def _without(attempt: Attempt, gone: Lost) -> Attempt | None:
 def progress(lines: Sequence[Line]) -> str:
     """A cell in one line: TFLOP/s forward and backward of each peer; over a cache TB/s."""
     if lines and lines[0].cell.cached:
-        return "; ".join(f"{x.peer} {x.figures.get('read_tb_s', '-')}{f' ({x.why})' if x.why else ''}" for x in lines) + " TB/s"
-    return "; ".join(f"{x.peer} {_rate(x, 'fwd')}/{_rate(x, 'bwd')}{f' ({x.why})' if x.why else ''}" for x in lines) + " TFLOP/s"
+        return (
+            "; ".join(f"{x.peer} {x.figures.get('read_tb_s', '-')}{f' ({x.why})' if x.why else ''}" for x in lines)
+            + " TB/s"
+        )
+    return (
+        "; ".join(f"{x.peer} {_rate(x, 'fwd')}/{_rate(x, 'bwd')}{f' ({x.why})' if x.why else ''}" for x in lines)
+        + " TFLOP/s"
+    )
 
 
 def _rate(line: Line, direction: str) -> str:

@@ -1,6 +1,7 @@
 """Times on a CUDA device, for comparisons: the calls interleaved, the L2 flushed, inputs rotated, clocks warm.
 
-Calls of microseconds, as over a cache, are timed in CUDA graphs of many of them, whose inputs rotate through more than the L2 holds.
+Calls of microseconds, as over a cache, are timed in CUDA graphs of many of them, whose inputs rotate through more than
+the L2 holds.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Times:
 
 
 def host_us(call: Call, turns: int = 50, rounds: int = 5) -> float:
-    """Microseconds of the host's time that one call takes to launch its work: the fastest round, the device kept busy meanwhile."""
+    """Microseconds of the host's time that one call takes to launch its work: the fastest round, the device kept
+    busy meanwhile."""
     call(0)
     found = []
     for _ in range(rounds):
@@ -75,7 +77,8 @@ def wall_ms(function: Callable[[], object], turns: int = 20) -> float:
 
 
 def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """It under torch.compile, as one graph of constant sizes, without CUDA graphs; no other compiled function is left in memory."""
+    """It under torch.compile, as one graph of constant sizes, without CUDA graphs; no other compiled function is
+    left in memory."""
     torch.compiler.reset()  # else guards of those before it would be tried first
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -87,7 +90,10 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.stream(side):
         function()
     here.wait_stream(side)
-    with torch.cuda.stream(here), torch.cuda.graph(graph):  # a capture that fails does not come back to this stream by itself
+    with (
+        torch.cuda.stream(here),
+        torch.cuda.graph(graph),
+    ):  # a capture that fails does not come back to this stream by itself
         results = function()
 
     def replay(kept: object = results) -> None:
@@ -96,12 +102,14 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
     return replay
 
 
-def device_times(calls: Mapping[str, Call], rounds: int = 5, say: Callable[[str], object] = lambda name: None) -> dict[str, Times]:
+def device_times(
+    calls: Mapping[str, Call], rounds: int = 5, say: Callable[[str], object] = lambda name: None
+) -> dict[str, Times]:
     """Times of calls on the device, in milliseconds, without the host's.
 
-    Every call is warmed up; in each round each gets 3 to 10 turns in a row, and rounds go through the calls in alternating order.
-    Before a turn the L2 is flushed. The host runs ahead of the device, so that no turn waits for a launch. `say` is told whose turns
-    come next.
+    Every call is warmed up; in each round each gets 3 to 10 turns in a row, and rounds go through the calls in
+    alternating order. Before a turn the L2 is flushed. The host runs ahead of the device, so that no turn waits for a
+    launch. `say` is told whose turns come next.
     """
     names = list(calls)
     turns, host = {}, {}
@@ -118,10 +126,14 @@ def device_times(calls: Mapping[str, Call], rounds: int = 5, say: Callable[[str]
     return {name: Times(tuple(found[name])) for name in names}
 
 
-def step_times(calls: Mapping[str, Call], sets: int, rounds: int = 5, say: Callable[[str], object] = lambda name: None) -> dict[str, Times]:
-    """Times of calls in milliseconds, as a model makes them in a step: many in a CUDA graph, each on the next of `sets` sets of inputs.
+def step_times(
+    calls: Mapping[str, Call], sets: int, rounds: int = 5, say: Callable[[str], object] = lambda name: None
+) -> dict[str, Times]:
+    """Times of calls in milliseconds, as a model makes them in a step: many in a CUDA graph, each on the next of `sets`
+    sets of inputs.
 
-    The L2 holds what it holds of the calls before. So inputs of all sets together have to be several times as large as it.
+    The L2 holds what it holds of the calls before. So inputs of all sets together have to be several times as large as
+    it.
     """
     names, turns = list(calls), sets * -(-LEAST_CALLS // sets)
     graphs: dict[str, Callable[[], object]] = {}
@@ -241,7 +253,8 @@ def held_bytes() -> int:
 def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:
     """(allocated, reserved) at the peaks of a function, both above what was allocated before.
 
-    Of what is reserved, some may have been before: the rest of blocks that tensors held. It is never less than what is allocated.
+    Of what is reserved, some may have been before: the rest of blocks that tensors held. It is never less than what is
+    allocated.
     """
     settle()
     held = torch.cuda.memory_allocated()

@@ -16,9 +16,15 @@ from attngen.spec import load_spec
 
 
 def select(
-    specs: Sequence[Path], grids: Sequence[str], old: Results | None, words: str | None, peers: str | None, sizes: dict[str, Any]
+    specs: Sequence[Path],
+    grids: Sequence[str],
+    old: Results | None,
+    words: str | None,
+    peers: str | None,
+    sizes: dict[str, Any],
 ) -> Work:
-    """The cells and their peers, those of `old` if nothing else is named; AttngenError where that is nothing, or has no sense.
+    """The cells and their peers, those of `old` if nothing else is named; AttngenError where that is nothing, or has no
+    sense.
 
     `sizes`: n (text), batch, heads, kv_heads and dtype, of cells made of specs.
     """
@@ -29,7 +35,11 @@ def select(
     if specs:
         rest = {key: sizes[key] for key in ("batch", "heads", "kv_heads", "dtype")}
         rows = _rows(sizes["n"])
-        work = {cell("specs", load_spec(path), n_q, n_kv, **rest): tuple(PEERS) for path in dict.fromkeys(specs) for n_q, n_kv in rows}
+        work = {
+            cell("specs", load_spec(path), n_q, n_kv, **rest): tuple(PEERS)
+            for path in dict.fromkeys(specs)
+            for n_q, n_kv in rows
+        }
     elif grids:
         for name in dict.fromkeys(grids):
             found = find_grid(name)
@@ -37,7 +47,9 @@ def select(
     elif old:
         work = {c: _known(line.peer for line in old.lines if line.cell is c) for c in old.cells()}
     else:
-        raise AttngenError("nothing to measure; expected `attngen bench specs/NAME.yaml`, `attngen bench --grid fa3` or --compare FILE")
+        raise AttngenError(
+            "nothing to measure; expected `attngen bench specs/NAME.yaml`, `attngen bench --grid fa3` or --compare FILE"
+        )
     _check_names(work)
     chosen = only(list(work), words) if words else list(work)
     return {c: named or work[c] for c in chosen}
@@ -69,7 +81,9 @@ def _rows(text: str) -> list[tuple[int, int]]:
     for part in text.split(","):
         sides = part.strip().split(":")
         if len(sides) > 2 or not all(side.isdecimal() and 1 <= int(side) <= 2**24 for side in sides):
-            raise AttngenError(f"--n has `{shown(part)}`; expected rows, as in 1024,4096, or rows of q and of k and v, as in 1:65536")
+            raise AttngenError(
+                f"--n has `{shown(part)}`; expected rows, as in 1024,4096, or rows of q and of k and v, as in 1:65536"
+            )
         found.append((int(sides[0]), int(sides[-1])))
     return found
 
@@ -77,5 +91,8 @@ def _rows(text: str) -> list[tuple[int, int]]:
 def listing(work: Work, setup: Setup) -> tuple[list[str], list[list[str]]]:
     """A table of cells by peers: `yes`, or why not."""
     names = [name for name in PEERS if any(name in peers for peers in work.values())]
-    rows = [[str(c), *(("" if name not in peers else setup.cannot(c, name) or "yes") for name in names)] for c, peers in work.items()]
+    rows = [
+        [str(c), *(("" if name not in peers else setup.cannot(c, name) or "yes") for name in names)]
+        for c, peers in work.items()
+    ]
     return ["cell", *names], rows

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attngen import __version__
-from attngen.builders.backward import build_delta, build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, learned, unfused
+from attngen.builders.backward import (
+    build_delta,
+    build_dkdv,
+    build_dkdv_end,
+    build_dq,
+    build_dq_end,
+    build_fused,
+    learned,
+    unfused,
+)
 from attngen.builders.blocks import build_blocks
 from attngen.builders.forward import build_forward, build_forward_by_key, build_forward_end
 from attngen.builders.host import build_hosts
@@ -28,10 +37,11 @@ WAYS = (PACKED,)  # to compute the forward of some calls: a call takes the first
 def build_module(spec: Spec) -> Module:
     """The logical module of a spec: its kernels, and the host programs that launch them.
 
-    In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of the backward; two
-    of a backward in one pass, if it can be; also those of WAYS that apply, and `blocks` if data says which blocks of scores count. In
-    FlashAttention-1's order (`kv_outer`), programs walk over the key tiles of a head, and further kernels finish what these have
-    rewritten. Specs with `backward: false` have the kernels of the forward alone.
+    In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of
+    the backward; two of a backward in one pass, if it can be; also those of WAYS that apply, and `blocks` if data says
+    which blocks of scores count. In FlashAttention-1's order (`kv_outer`), programs walk over the key tiles of a head,
+    and further kernels finish what these have rewritten. Specs with `backward: false` have the kernels of the forward
+    alone.
 
     Raises BuildError where the spec asks for something that has no kernels.
     """

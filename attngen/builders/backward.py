@@ -1,6 +1,7 @@
 """The backward kernels as logical IR: `dq`, `dkdv`, and `delta` for calls where q needs no gradient.
 
-In FlashAttention-1's order of loops they are `delta`, `bwd` and `dq_end`. There are no atomics for q, k and v: each tile has one owner.
+In FlashAttention-1's order of loops they are `delta`, `bwd` and `dq_end`. There are no atomics for q, k and v: each
+tile has one owner.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import Any
 import sympy
 
 from attngen.builders.common import KernelBuilder, in_bounds, kv_head, named_by, scores
-from attngen.builders.semantics import S, derivative, exact_sums, listed_blocks, of_sums, singular, varies, without_common
+from attngen.builders.semantics import (
+    S,
+    derivative,
+    exact_sums,
+    listed_blocks,
+    of_sums,
+    singular,
+    varies,
+    without_common,
+)
 from attngen.builders.signature import Signature, with_sums
 from attngen.errors import BuildError
 from attngen.heuristics import WIDEST_FUSED
@@ -24,7 +34,8 @@ from attngen.lang.part import KV, NATURAL, Q
 from attngen.spec import Spec
 
 _HEAD = symbol("h")
-MOST_ENTRIES = 16  # whose gradients a program sums, each for all of its queries: a register or two of each thread; of 32, registers spill
+# whose gradients a program sums, each for all of its queries: a register or two of each thread; of 32, registers spill
+MOST_ENTRIES = 16
 _ROWS = "delta = rowsum(o * do) - dlse, and the LSE in base 2 (+inf for empty rows)."
 DELTA = Signature(
     "delta",
@@ -63,11 +74,12 @@ FUSED = Signature(
     "kv",
     ("Q", "K", "V", "dO", "LSE2", "DELTA"),
     ("dK", "dV"),
-    adds=("DQ_TURNS",),
+    adds=("DQ_SEMAPHORE",),
     about="Backward in one pass: one program per key tile, over query tiles, to whose dQ it adds.",
 )
-# The same, of programs that each have some of the query heads that share a K/V head. Two of them store their sum of dK and dV.
-PAIRED = FUSED._replace(shares="split", merges=True, adds=(*FUSED.adds, "DKDV_TURNS"))
+# The same, of programs that each have some of the query heads that share a K/V head. Two of them store their sum of dK
+# and dV.
+PAIRED = FUSED._replace(shares="split", merges=True, adds=(*FUSED.adds, "DKDV_SEMAPHORE"))
 DQ_END = Signature("dq_end", "q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type.")
 # Of programs that each have some of the query heads that share a K/V head.
 DKDV_END = Signature(
@@ -80,18 +92,26 @@ DKDV_END = Signature(
 
 
 def _of_entropy(spec: Spec, signature: Signature) -> Signature:
-    """A signature that also takes the gradient of entropies, if the spec has these: the rows' kernels make of it what others read."""
+    """A signature that also takes the gradient of entropies, if the spec has these: the rows' kernels make of it
+    what others read."""
     if "entropy" not in spec.outputs:
         return signature
     if "dLSE" not in signature.reads:
         return signature._replace(reads=(*signature.reads, "DENTROPY2"))
-    about = signature.about.replace("- dlse", "- dlse + entropy * dentropy").replace("delta and LSE2,", "delta, LSE2 and DENTROPY2,")
-    return signature._replace(reads=(*signature.reads, "ENTROPY", "dENTROPY"), writes=(*signature.writes, "DENTROPY2"), about=about)
+    about = signature.about.replace("- dlse", "- dlse + entropy * dentropy").replace(
+        "delta and LSE2,", "delta, LSE2 and DENTROPY2,"
+    )
+    return signature._replace(
+        reads=(*signature.reads, "ENTROPY", "dENTROPY"), writes=(*signature.writes, "DENTROPY2"), about=about
+    )
 
 
 def build_delta(spec: Spec) -> Kernel:
-    """Delta and LSE2 of each query. Launched if `dq` is not, or does not exist: q needs no gradient, or keys are the outer loop."""
-    signature = with_sums(_of_entropy(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA), exact_sums(spec))
+    """Delta and LSE2 of each query. Launched if `dq` is not, or does not exist: q needs no gradient, or keys are the
+    outer loop."""
+    signature = with_sums(
+        _of_entropy(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA), exact_sums(spec)
+    )
     b = KernelBuilder(spec, signature._replace(reads=tuple(name for name in signature.reads if name != "M_ALL")))
     b.tensors()
     for name in ("Hq", "Nq", *_lengths(spec), *(("keep_scale",) if spec.dropout else ())):
@@ -108,7 +128,8 @@ def _lengths(spec: Spec) -> tuple[str, ...]:
 
 
 def _outputs(b: KernelBuilder) -> None:
-    """Load each query's output, LSE and gradient of the LSE; of an entropy too. Gradients have a row for each query, or no rows.
+    """Load each query's output, LSE and gradient of the LSE; of an entropy too. Gradients have a row for each query, or
+    no rows.
 
     These loads come first, so that they are under way while the program waits for tiles.
     """
@@ -126,12 +147,12 @@ def _outputs(b: KernelBuilder) -> None:
 def _statistics(b: KernelBuilder) -> None:
     """Per query, `lse2` and `delta`, stored for the kernels that come after.
 
-    delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4), less the gradient of the query's LSE, times the share kept. An empty
-    row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0, and its LSE has no gradient. Where
-    weights are made of SUMS, these say the same, and there is no LSE2.
+    delta = rowsum(O * dO) (FlashAttention-2, Algorithm 2, line 4), less the gradient of the query's LSE, times the
+    share kept. An empty row (LSE = -inf) gets LSE2 = +inf, so that every probability recomputed from it is 2^-inf = 0,
+    and its LSE has no gradient. Where weights are made of SUMS, these say the same, and there is no LSE2.
 
-    The entropy H = -sum of P ln P has dH / dS = -P (ln P + H) (from dP / dS = P (1 - P)). With g, its gradient, delta takes g H more, and
-    `dentropy2` is the factor of log2 P that is left: g ln 2.
+    The entropy H = -sum of P ln P has dH / dS = -P (ln P + H) (from dP / dS = P (1 - P)). With g, its gradient, delta
+    takes g H more, and `dentropy2` is the factor of log2 P that is left: g ln 2.
     """
     o_do, dlse, entropy, dentropy = map(symbol, ("o_do", "dlse", "entropy", "dentropy"))
     kept = symbol("keep_scale") if b.spec.dropout else 1
@@ -151,9 +172,13 @@ def _statistics(b: KernelBuilder) -> None:
 
 
 def learned(spec: Spec) -> tuple[Learned, ...]:
-    """The gradients of learned inputs, one for each read of the input. Raises BuildError where there is none, or no fixed order of sums."""
+    """The gradients of learned inputs, one for each read of the input. Raises BuildError where there is none, or no
+    fixed order of sums."""
     if derivative(spec.modified(), S) == 0:
-        raise BuildError(("score",), "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`")
+        raise BuildError(
+            ("score",),
+            "changes with `s` in steps alone, so that nothing has a gradient; expected it to change with `s`",
+        )
     grads, by_entry = {i.name: i.shape for i in spec.inputs() if i.grad}, _by_entry(spec)
     found = []
     for read in spec.reads():
@@ -168,14 +193,18 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
             raise BuildError(spec.key_of(read.tensor), steps)
         if not _summed_in_order(index):
             if _in_order(spec):
-                raise BuildError(spec.key_of(read.tensor), _LEARNED.format(read.tensor, ", ".join(map(to_text, read.index)), MOST_ENTRIES))
+                raise BuildError(
+                    spec.key_of(read.tensor),
+                    _LEARNED.format(read.tensor, ", ".join(map(to_text, read.index)), MOST_ENTRIES),
+                )
             index = []
         found.append(Learned(read.tensor, tuple(e for e in index if e), _parts(read)))
     return tuple(found)
 
 
 def in_fixed_order(spec: Spec) -> bool:
-    """Whether the gradients of all learned inputs can be summed in a fixed order, as `backward: {deterministic: true}` asks."""
+    """Whether the gradients of all learned inputs can be summed in a fixed order, as `backward: {deterministic:
+    true}` asks."""
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
     by_entry = _by_entry(spec)
     read = (r for r in spec.reads() if r.tensor in grads and not any(s.sink() == symbol(r.name) for s in spec.score))
@@ -205,7 +234,8 @@ def _summed_in_order(index: Sequence[str | None]) -> bool:
 def _by_entry(spec: Spec) -> dict[Read, list[str]]:
     """The reads whose gradients are summed by query and by entry of one dimension, with their indices.
 
-    Each score reads one of a few entries, as of a table by the distance in a graph: a program sums each of them for each of its queries.
+    Each score reads one of a few entries, as of a table by the distance in a graph: a program sums each of them for
+    each of its queries.
     """
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
     found, entries = {}, 0
@@ -260,7 +290,8 @@ def load_sums(b: KernelBuilder, rows: tuple[Any, ...], block: str = "entry", lat
 
 
 def compute_lse2(b: KernelBuilder, block: str) -> None:
-    """LSE2 of queries, from their LSE: +inf for one that sees no key, so that every weight recomputed from it is 2^-inf = 0.
+    """LSE2 of queries, from their LSE: +inf for one that sees no key, so that every weight recomputed from it is 2^-inf
+    = 0.
 
     Where the LSE is a sink alone, it may be so low that to base 2 it is -inf.
     """
@@ -270,22 +301,24 @@ def compute_lse2(b: KernelBuilder, block: str) -> None:
     b.compute("lse2", select((lse2 if _has_sink(b.spec) else lse) > -sympy.oo, lse2, sympy.oo), block)
 
 
-def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, divided: bool = True) -> list[Any]:
-    """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in what was computed.
+def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, normalised: bool = True) -> list[Any]:
+    """Recompute p = 2^(score - lse2) from the tiles a and c; their order gives S or its transpose. Returns `more`, in
+    what was computed.
 
-    A large LSE has an error of its rounding, which is a factor of p. So for `exact_sums` p is 2^(score - maximum) / sum, as in the forward.
-    Where it is not `divided`, p is 2^(score - maximum), and the kernel divides by the sum what it adds up of them.
+    A large LSE has an error of its rounding, which is a factor of p. So for `exact_sums` p is 2^(score - maximum) /
+    sum, as in the forward. Where it is not `normalised`, p is 2^(score - maximum), and the kernel divides by the sum
+    what it adds up of them.
     """
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)
-    sums_keys = b.own_axis == "q" or b.signature.rewrites or b.signature.adds
+    sums_keys = b.program_axis == "q" or b.signature.rewrites or b.signature.adds
     where = sympy.And(b.where, in_bounds("kv")) if sums_keys else b.where
-    if b.own_axis == "kv" and singular(b.spec, b.score):  # hide queries past the end, too
+    if b.program_axis == "kv" and singular(b.spec, b.score):  # hide queries past the end, too
         where = sympy.And(where, in_bounds("q"))
     masked = b.mask("masked", "score", where, "step")
     exact = exact_sums(b.spec)
     log2_p = symbol(masked) - symbol("m_all" if exact else "lse2")
-    b.compute("p", exp2(log2_p) * symbol("inv_l_all") if exact and divided else exp2(log2_p))
+    b.compute("p", exp2(log2_p) * symbol("inv_l_all") if exact and normalised else exp2(log2_p))
     if {"dentropy2", "tentropy"} & b.types.keys():
         logarithm = log2(symbol("p")) if exact else log2_p
         b.compute("log2_p", select(symbol("p") > 0, logarithm, sympy.Integer(0)))
@@ -295,17 +328,29 @@ def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, divided: bool = 
 def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = False) -> Any:
     """dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, applied at the end.
 
-    With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention, Appendix B.4).
-    Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The factor is applied at the end.
-    Modifiers multiply it by the derivative of the score that the softmax sees, `factor`: dscore is the gradient of that score. In one
-    pass P is multiplied by it first: then dS needs one number for each score beside dP, not two. Not so if the kernel `learns`: gradients
-    of inputs are made of dscore, which is returned. With a gradient of the entropy, delta takes its part of each score, too.
+    With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for what is kept and 0 elsewhere (FlashAttention,
+    Appendix B.4). Times the share, with delta that `delta` has multiplied by it: dS = kept P * dP - P * delta. The
+    factor is applied at the end. Modifiers multiply it by the derivative of the score that the softmax sees, `factor`:
+    dscore is the gradient of that score. In one pass P is multiplied by it first: then dS needs one number for each
+    score beside dP, not two. Not so if the kernel `learns`: gradients of inputs are made of dscore, which is returned.
+    With a gradient of the entropy, delta takes its part of each score, too.
     """
-    less = b.compute("pull", symbol("delta") + symbol("dentropy2") * symbol("log2_p")) if "dentropy2" in b.types else "delta"
+    less = (
+        b.compute("pull", symbol("delta") + symbol("dentropy2") * symbol("log2_p"))
+        if "dentropy2" in b.types
+        else "delta"
+    )
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", less))
     if b.signature.adds and factor != 1 and not b.spec.dropout and not learns:
         b.compute("p_steep", where_seen(b, p * factor))
-        b.map("ds", symbol("p_steep") * (dp - delta), "step", "f32", False, **{"p_steep": "p_steep", "dp": "dp", less: less})
+        b.map(
+            "ds",
+            symbol("p_steep") * (dp - delta),
+            "step",
+            "f32",
+            False,
+            **{"p_steep": "p_steep", "dp": "dp", less: less},
+        )
         return None
     name = "ds" if factor == 1 else "dscore"
     if b.spec.dropout:
@@ -342,7 +387,8 @@ def unfused(spec: Spec) -> str:
         return "keys are the outer loop"
     if spec.head_dim.qk + spec.head_dim.v > WIDEST_FUSED:
         return (
-            f"its heads have {spec.head_dim.qk} columns of k and {spec.head_dim.v} of v, and dK and dV have room for {WIDEST_FUSED} in all"
+            f"its heads have {spec.head_dim.qk} columns of k and {spec.head_dim.v} of v, and "
+            f"dK and dV have room for {WIDEST_FUSED} in all"
         )
     if blocks is not None and blocks.data:
         return "data lists the blocks of the mask"
@@ -351,22 +397,24 @@ def unfused(spec: Spec) -> str:
 
 
 def _slopes(spec: Spec, gradients: Iterable[Learned]) -> tuple[dict[str, Read], list[Any]]:
-    """The reads of inputs by the tensors of their gradients' parts, and the derivative of the score by what is read, for each gradient."""
+    """The reads of inputs by the tensors of their gradients' parts, and the derivative of the score by what is read,
+    for each gradient."""
     reads = {_parts(read): read for read in spec.reads()}
     return reads, [derivative(spec.modified(), symbol(reads[x.parts].name)) for x in gradients]
 
 
 def _summed(spec: Spec) -> list[Learned]:
-    """The gradients of inputs that are sums over scores. Those of a sink follow from delta; those by score are stored as they are."""
+    """The gradients of inputs that are sums over scores. Those of a sink follow from delta; those by score are
+    stored as they are."""
     return [x for x in learned(spec) if x.by not in ("row", "score")]
 
 
 def _of_dq(spec: Spec, x: Learned) -> Any:
     """The factor e, if parts of an input's gradient are e times rowsum(q * dQ); else None.
 
-    It is so for an input that multiplies scores, as a temperature does. The part of a query is the sum of dscore * slope over keys, and dS
-    is dscore * steep. Where slope = e * steep * s, the part is e times the sum of dS * s. With s = scale * q k^T, that is the sum of
-    q * dQ over columns, as dQ is the sum of scale * dS * k.
+    It is so for an input that multiplies scores, as a temperature does. The part of a query is the sum of dscore *
+    slope over keys, and dS is dscore * steep. Where slope = e * steep * s, the part is e times the sum of dS * s. With
+    s = scale * q k^T, that is the sum of q * dQ over columns, as dQ is the sum of scale * dS * k.
     """
     by = [symbol(read.name) for read in spec.reads() if _parts(read) == x.parts and x.by == "query"]
     _, steep = without_common(spec, derivative(spec.modified(), S))
@@ -374,7 +422,8 @@ def _of_dq(spec: Spec, x: Learned) -> Any:
 
 
 def build_fused(spec: Spec) -> Kernel:
-    """dQ, dK and dV in one pass over the scores: @dkdv, whose programs also add their part of each query tile's dQ, in fp32.
+    """dQ, dK and dV in one pass over the scores: @dkdv, whose programs also add their part of each query tile's dQ, in
+    fp32.
 
     Five products in place of seven, since no kernel computes the scores again (FlashAttention-2, Algorithm 2). Programs add in the order of
     their keys, from the last ones on: in any order they are slower. Where query heads share a key head, a program has some of them, and two
@@ -385,16 +434,17 @@ def build_fused(spec: Spec) -> Kernel:
 
 
 def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
-    """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its whole head group.
+    """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its whole head
+    group.
 
     If keys are few, several programs share a key tile, each for some heads of the group. The host sums what they write.
 
-    Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end load
-    LSE2 = +inf, so their weight is zero. Loads first, then the two products that need nothing else: the order that spills least
-    (docs/perf-log.md).
+    Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end
+    load LSE2 = +inf, so their weight is zero. Loads first, then the two products that need nothing else: the order that
+    spills least (docs/perf-log.md).
 
-    With keys in the outer loop it is `bwd`, FlashAttention's Algorithm 4: one program walks over the key tiles, and reads dQ from HBM, adds
-    to it and writes it back for each of them. dQ starts as 0 and stays in fp32 until `dq_end`.
+    With keys in the outer loop it is `bwd`, FlashAttention's Algorithm 4: one program walks over the key tiles, and
+    reads dQ from HBM, adds to it and writes it back for each of them. dQ starts as 0 and stays in fp32 until `dq_end`.
     """
     sharing, walks = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     signature = _fused(spec) if fused else BWD if walks else DKDV._replace(shares="split" if sharing.is_shared else "")
@@ -447,7 +497,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     if fused:
         b.dot("dq", "ds", "k", "BLOCK_KV", "step")
-        b.accumulate("DQ_ACC", ("b", head, "q", "d_qk"), "dq", "DQ_TURNS")
+        b.accumulate("DQ_ACC", ("b", head, "q", "d_qk"), "dq", "DQ_SEMAPHORE")
     if walks:
         b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
         b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
@@ -460,7 +510,8 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
 
 
 def _fused(spec: Spec) -> Signature:
-    """The first program at a tile of queries writes. Where the LSE does not tell which rows see no key, sums start from 0 all the same."""
+    """The first program at a tile of queries writes. Where the LSE does not tell which rows see no key, sums start
+    from 0 all the same."""
     signature = FUSED
     if SHARINGS[spec.heads.sharing].is_shared:
         signature = FUSED._replace(apart=True) if _differs_by_head(spec) else PAIRED
@@ -470,9 +521,15 @@ def _fused(spec: Spec) -> Signature:
 
 
 def _differs_by_head(spec: Spec) -> bool:
-    """Whether query heads of a group visit other tiles, or have numbers of their own that a program keeps for all its tiles."""
+    """Whether query heads of a group visit other tiles, or have numbers of their own that a program keeps for all
+    its tiles."""
     said = (spec.visible_by_key(), spec.modified())
-    kept = (e for read in spec.reads() if read.name in named_by(spec, said) and not varies(spec, read, Q) for e in read.index)
+    kept = (
+        e
+        for read in spec.reads()
+        if read.name in named_by(spec, said) and not varies(spec, read, Q)
+        for e in read.index
+    )
     return listed_blocks(spec) is not None or any(e.has(symbol("h")) for e in (*said, *kept))
 
 
@@ -487,12 +544,17 @@ def _in_order(spec: Spec) -> bool:
 
 
 def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], nested: bool) -> None:
-    """The loop over query tiles, where query heads share a key head for each of the program's; `nested` in a loop over these."""
+    """The loop over query tiles, where query heads share a key head for each of the program's; `nested` in a loop
+    over these."""
     q_tiles = cdiv(symbol("Nq"), symbol("BLOCK_Q"))
     heads = sympy.Integer(0), symbol("group")
     first, end = part(*heads, b.shares) if b.shares else heads
     if not nested:
-        ends = [symbol(b.compute(f"{MEMBER}_{what}", e, home, "i32")) for what, e in (("first", first), ("end", end))] if b.shares else []
+        ends = (
+            [symbol(b.compute(f"{MEMBER}_{what}", e, home, "i32")) for what, e in (("first", first), ("end", end))]
+            if b.shares
+            else []
+        )
         b.loop("total", "q", q_tiles, "step", home, heads=(tuple(ends),) if ends else (), **starts)
         return
     b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
@@ -520,7 +582,8 @@ def _store_key_gradients(b: KernelBuilder, head: Any, home: str, *of_ds: str) ->
 
 
 def build_dq_end(spec: Spec) -> Kernel:
-    """dQ in the element type, from the sums of `bwd`. Where these do not start from 0, rows that see no key get zeros here.
+    """dQ in the element type, from the sums of `bwd`. Where these do not start from 0, rows that see no key get zeros
+    here.
 
     In one pass, also the gradients of inputs that follow from dQ.
     """
@@ -543,7 +606,9 @@ def build_dq_end(spec: Spec) -> Kernel:
     if ordered:
         number = b.load(seen.lower(), seen, rows[:3])
         there = symbol(number) > 0 if exact else symbol(number) < sympy.oo
-        dq = b.map("dq_seen", select(there, symbol("dq"), sympy.Integer(0)), "entry", "f32", False, dq="dq", **{number: number})
+        dq = b.map(
+            "dq_seen", select(there, symbol("dq"), sympy.Integer(0)), "entry", "f32", False, dq="dq", **{number: number}
+        )
     _scaled(b, "dq_out", dq, "scale", "keep_scale", *_left_to_the_end(b, common))
     b.store("dQ", rows, "dq_out")
     if gradients:
@@ -558,7 +623,8 @@ def build_dq_end(spec: Spec) -> Kernel:
 
 
 def build_dkdv_end(spec: Spec) -> Kernel:
-    """dK and dV of each K/V head, from parts of the query heads that share it: sums in fp32, in the order of the heads."""
+    """dK and dV of each K/V head, from parts of the query heads that share it: sums in fp32, in the order of the
+    heads."""
     sharing, home = SHARINGS[spec.heads.sharing], "part"
     b = KernelBuilder(spec, DKDV_END)
     b.tensors()
@@ -603,7 +669,11 @@ def build_dq(spec: Spec) -> Kernel:
     starts = {"dq": b.init("dq_init", 0, "BLOCK_Q", "D_QK")}
     by_row = [x for x in gradients if x.by == "query" or (x.by == "element" and not varies(spec, reads[x.parts], KV))]
     sums = {x.parts: [x.parts.lower()] for x in by_row}
-    sums |= {x.parts: [f"{x.parts.lower()}_at_{entry}" for entry in range(_entries(spec, x))] for x in gradients if x.by == "entry"}
+    sums |= {
+        x.parts: [f"{x.parts.lower()}_at_{entry}" for entry in range(_entries(spec, x))]
+        for x in gradients
+        if x.by == "entry"
+    }
     names = [name for of_parts in sums.values() for name in of_parts]
     starts |= {f"{name}_sum": b.init(f"{name}_sum_init", 0, "BLOCK_Q") for name in names}
     b.reads()
@@ -639,8 +709,11 @@ def _entries(spec: Spec, x: Learned) -> int:
     return int(shape[x.index.index("entry")])
 
 
-def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, sums: Sequence[str] = (), head: Any = _HEAD) -> None:
-    """What a step does for the gradient of an input that is read there: store it, scatter it, or add it to carried `sums`."""
+def _learn(
+    b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, sums: Sequence[str] = (), head: Any = _HEAD
+) -> None:
+    """What a step does for the gradient of an input that is read there: store it, scatter it, or add it to carried
+    `sums`."""
 
     def gradient(name: str, slope: Any) -> str:
         """The gradient by what is read, for each score."""
@@ -648,9 +721,15 @@ def _learn(b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, su
 
     name, kept = x.parts.lower(), symbol("keep_scale") if b.spec.dropout else 1
     if x.by == "distance":
-        b.add(Store(f"{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"), "step")
+        b.add(
+            Store(f"{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"),
+            "step",
+        )
     elif x.by == "entry":
-        at, of_score = symbol(b.place(read, x.index.index("entry"), f"{name}_at", "step")), symbol(gradient(name, slope))
+        at, of_score = (
+            symbol(b.place(read, x.index.index("entry"), f"{name}_at", "step")),
+            symbol(gradient(name, slope)),
+        )
         for entry, of_entry in enumerate(sums):
             _add_rows(b, of_entry, b.compute(of_entry, select(sympy.Eq(at, entry), of_score, sympy.Integer(0))))
     elif sums:

@@ -1,4 +1,5 @@
-"""Masks of arbitrary data: a kernel evaluates the mask in every block of scores, to find the blocks that a call visits."""
+"""Masks of arbitrary data: a kernel evaluates the mask in every block of scores, to find the blocks that a call
+visits."""
 
 from __future__ import annotations
 
@@ -12,11 +13,14 @@ from attngen.ir.graph import Kernel
 from attngen.ir.ops import AXIS_DIM, Access, Base, Init, Type, Yield
 from attngen.spec import Spec
 
-BLOCKS = Signature("blocks", "q", (), ("COUNT",), about="Before all: how many pairs the mask leaves visible, of each strip of a block.")
+BLOCKS = Signature(
+    "blocks", "q", (), ("COUNT",), about="Before all: how many pairs the mask leaves visible, of each strip of a block."
+)
 
 
 def build_blocks(spec: Spec) -> Kernel:
-    """The number of visible pairs in each strip of a block: scores of 0 are masked, and those above -inf are counted."""
+    """The number of visible pairs in each strip of a block: scores of 0 are masked, and those above -inf are
+    counted."""
     b = KernelBuilder(spec, BLOCKS)
     b.tensors()
     b.sizes()

@@ -12,37 +12,37 @@ from attngen.builders.semantics import S, keeps_extremes, listed_blocks, of_prod
 from attngen.builders.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol, to_text
-from attngen.ir.graph import Deal, Kernel, Learned, Read, input_tensors
+from attngen.ir.graph import Kernel, KVSplit, Learned, Read, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
 from attngen.ir.ops import (
     AXIS_DIM,
     AXIS_EXTENT,
     Access,
-    Add,
     Arg,
     Block,
+    CacheLength,
     Checks,
+    Deinterleave,
     Dot,
     Dropout,
+    DropoutMask,
     Fact,
     Gather,
     Init,
-    Keep,
-    Length,
+    Interleave,
     Load,
     Loop,
     Map,
     Mask,
-    Merge,
     Op,
+    OrderedAccumulate,
+    OrderedAdd,
     Reduce,
     Scatter,
     Seed,
     Store,
     Type,
-    Unzip,
-    Zip,
     dimension,
 )
 from attngen.ir.prove import prove_le
@@ -60,16 +60,17 @@ class KernelBuilder:
     """Collects the ops of one kernel, giving each value its type."""
 
     def __init__(self, spec: Spec, signature: Signature, wants: Iterable[Any] = ()) -> None:
-        """`wants`: what the kernel computes besides the score. Together with score and mask it decides which inputs are read."""
+        """`wants`: what the kernel computes besides the score. Together with score and mask it decides which inputs
+        are read."""
         self.spec, self.signature = spec, signature
         own = signature.own
-        self.own_axis, self.loop_axis = own, "kv" if own == "q" else "q"
+        self.program_axis, self.loop_axis = own, "kv" if own == "q" else "q"
         self.score_dims = ("BLOCK_KV", "BLOCK_Q") if signature.transposed else ("BLOCK_Q", "BLOCK_KV")
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
         self.grid = grid(signature, spec.heads.sharing)
         self.shares = next(iter(sharing(self.grid)), None)  # the axis whose programs share a loop
-        self.deal: Deal | None = None  # how keys of a cache are dealt among programs
+        self.kv_split: KVSplit | None = None  # how keys of a cache are dealt among programs
         self.heads = _heads(spec, signature)
         self.score = spec.modified()
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
@@ -106,20 +107,22 @@ class KernelBuilder:
             self.add(arg)
 
     def _in_cache(self, type_: Type) -> Type:
-        """The type of an input: where keys are in a cache, one of each key has room for all keys that a sequence may have.
+        """The type of an input: where keys are in a cache, one of each key has room for all keys that a sequence may
+        have.
 
         Where rows are the queries of all heads of a group, those of one head are `queries`.
         """
-        named = ({"Nk": "Nc"} if self.signature.cache else {}) | ({"Nq": "queries"} if self.signature.packs else {})
+        named = ({"Nk": "Nc"} if self.signature.cache else {}) | ({"Nq": "queries"} if self.signature.pack_gqa else {})
         return replace(type_, dims=tuple(named.get(d, d) for d in type_.dims))
 
     def scalar(self, name: str) -> None:
         self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.numbers}[name])))
 
     def sizes(self) -> None:
-        """Declare scalars: the sizes of a kernel, those that indexing by head needs, and the numbers of mask and modifiers."""
+        """Declare scalars: the sizes of a kernel, those that indexing by head needs, and the numbers of mask and
+        modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
-        packs, heads = self.signature.packs, SHARINGS[self.spec.heads.sharing]
+        packs, heads = self.signature.pack_gqa, SHARINGS[self.spec.heads.sharing]
         names += ["queries"] if packs else []
         named = _symbols((self.where, *self.wants, *(e for read in self.needed for e in read.index)))
         shared = heads.counts_group and not packs and (self.signature.scores or symbol("hkv") in named)
@@ -129,9 +132,9 @@ class KernelBuilder:
             or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs)
         ):
             names.append("group")
-        names += [str(self.shares.extent)] if self.shares and not self.deal else []
-        names += ["B", "items"] if self.deal else []
-        names += ["Nc", "Nn"] if self.signature.cache or self.deal else []
+        names += [str(self.shares.extent)] if self.shares and not self.kv_split else []
+        names += ["B", "items"] if self.kv_split else []
+        names += ["Nc", "Nn"] if self.signature.cache or self.kv_split else []
         names += ["page_rows"] if self.signature.cache and self.signature.cache.page == "page_rows" else []
         names += [PAIRS] if self.signature.merges else []
         places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
@@ -140,7 +143,7 @@ class KernelBuilder:
         for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_numbers)):
             self.scalar(name)
         if self.signature.cache and self.signature.masks:
-            self.add(Length("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
+            self.add(CacheLength("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
 
     def load_keys(self, name: str, tensor: str, head: Any, column: str, block: str) -> None:
         """Load a tile of K or V: of the sequence and head; in a cache of pages, of those that the sequence has."""
@@ -152,48 +155,69 @@ class KernelBuilder:
         self.load(name, tensor, (head, "kv", column), block, pages="page")
 
     def pages(self, name: str, row: Any, block: str) -> None:
-        """The number of the page in which each row of a sequence lies, where the sequence has the row; once in a block."""
+        """The number of the page in which each row of a sequence lies, where the sequence has the row; once in a
+        block."""
         assert self.signature.cache is not None
         if name not in self.types:
             where = sympy.And(in_bounds("kv"), *([row >= 0, row < symbol("Nc")] if row != symbol("kv_idx") else []))
             at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(self.signature.cache.page))))
             self.add(Gather(name, at, self.uses((*at.index, where)), Type("i32", ("BLOCK_KV",)), where), block)
 
-    def load(self, name: str, tensor: str, index: tuple[Any, ...], block: str = "entry", other: Any = 0, pages: str | None = None) -> str:
+    def load(
+        self,
+        name: str,
+        tensor: str,
+        index: tuple[Any, ...],
+        block: str = "entry",
+        other: Any = 0,
+        pages: str | None = None,
+    ) -> str:
         """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
         access = _access(tensor, index)
         dims = tuple(AXIS_DIM[a] for a in access.axes())
         if set(access.axes()) == {"q", "kv"}:  # in the order of the scores' dimensions
             dims = self.score_dims
-        always = (self.own_axis, "joined", *(("q", "kv") if block == "entry" else ()))
+        always = (self.program_axis, "joined", *(("q", "kv") if block == "entry" else ()))
         check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ROW_AXES)
-        return self.add(Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block)
+        return self.add(
+            Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block
+        )
 
     def store(self, tensor: str, index: tuple[Any, ...], value: str, block: str = "entry") -> None:
         access = _access(tensor, index)
-        own = self.own_axis
-        check: Checks = tuple((a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ROW_AXES)
+        own = self.program_axis
+        check: Checks = tuple(
+            (a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ROW_AXES
+        )
         self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
     def merge(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
-        """Store the program's tile of `tensor`, or add it to that of the other program of its pair: programs of shares are paired."""
+        """Store the program's tile of `tensor`, or add it to that of the other program of its pair: programs of
+        shares are paired."""
         (axis,) = sharing(self.grid)
         access, number = _access(tensor, index), symbol(axis.var)
-        turns = _access("DKDV_TURNS", (*(i for i in index[:-1] if i != self.own_axis), f"{self.own_axis}_start"))
+        turns = _access(
+            "DKDV_SEMAPHORE", (*(i for i in index[:-1] if i != self.program_axis), f"{self.program_axis}_start")
+        )
         turn = mod(number, sympy.Integer(2))
-        self.add(Merge(f"merge_{value}", access, value, ((self.own_axis, "always"),), "", turns, turn, ends), "entry")
+        self.add(
+            OrderedAccumulate(f"merge_{value}", access, value, ((self.program_axis, "always"),), "", turns, turn, ends),
+            "entry",
+        )
 
     def accumulate(self, tensor: str, index: tuple[Any, ...], value: str, turns: str) -> None:
         """Add a tile to what other programs add to, in turns: from the last of the tiles that they own on."""
         access = _access(tensor, index)
         check: Checks = tuple((a, "partial") for a in access.axes() if a == self.loop_axis)
-        own = self.own_axis
+        own = self.program_axis
         place = _access(turns, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1]))
-        tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))  # of which all come, as long as no pass knows better
+        tiles = cdiv(
+            symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own])
+        )  # of which all come, as long as no pass knows better
         turn, makers = turn_of(own, tiles, listed_blocks(self.spec))
         for op in makers:
             self.add(op, "step")
-        self.add(Add(f"add_{value}", access, value, check, "", place, turn), "step")
+        self.add(OrderedAdd(f"add_{value}", access, value, check, "", place, turn), "step")
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
         return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)
@@ -215,7 +239,9 @@ class KernelBuilder:
         heads: Any = (),
         **starts: str,
     ) -> str:
-        self.add(Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls, heads=heads), block)
+        self.add(
+            Loop(name, var, ((sympy.sympify(first), extent),), tuple(starts.items()), body, cls, heads=heads), block
+        )
         self.types.update({f"{name}.{f}": self.types[s] for f, s in starts.items()})
         return name
 
@@ -223,28 +249,32 @@ class KernelBuilder:
         dims = tuple(d for v in (a, b) for d in self.types[v].dims if d != over)
         return self.add(Dot(name, a, b, over, Type("f32", dims), acc), block)
 
-    def map(self, name: str, expr: Any, block: str = "entry", dtype: str = "f32", score: bool = False, **uses: str) -> str:
+    def map(
+        self, name: str, expr: Any, block: str = "entry", dtype: str = "f32", score: bool = False, **uses: str
+    ) -> str:
         """An elementwise expression. The result has the dimensions of its widest operand."""
         dims = max((self.types[r].dims for r in uses.values()), key=len, default=())
         return self.add(Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
 
     def unzip(self, name: str, value: str, columns: str, block: str = "entry") -> str:
-        """The even and the odd columns of a tile, `name.even` and `name.odd`; `columns` is the dimension of each. Of pairs: their numbers,
-        in fp16."""
+        """The even and the odd columns of a tile, `name.even` and `name.odd`; `columns` is the dimension of each. Of
+        pairs: their numbers, in fp16."""
         of = self.types[value]
         dtype = "fp16" if of.quantised else of.dtype
-        return self.add(Unzip(name, value, Type(dtype, (*of.dims[:1], columns))), block)
+        return self.add(Deinterleave(name, value, Type(dtype, (*of.dims[:1], columns))), block)
 
     def zip(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:
-        """The tile whose even columns are the value named `columns` + `even`, and whose odd ones that named `columns` + `odd`."""
-        return self.add(Zip(name, f"{columns}even", f"{columns}odd", type_), block)
+        """The tile whose even columns are the value named `columns` + `even`, and whose odd ones that named
+        `columns` + `odd`."""
+        return self.add(Interleave(name, f"{columns}even", f"{columns}odd", type_), block)
 
     def reduce_sum(self, name: str, value: str, over: str, block: str = "entry") -> str:
         dims = tuple(d for d in self.types[value].dims if d != over)
         return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
 
     def reads(self) -> None:
-        """Load what mask and modifiers read: in the loop's body if it varies along the loop or with its head, else before the loop."""
+        """Load what mask and modifiers read: in the loop's body if it varies along the loop or with its head, else
+        before the loop."""
         for read in self.needed:
             self._read(read, self._home([e for _, e, _ in self._natural(read)]))
 
@@ -267,7 +297,8 @@ class KernelBuilder:
         self.add(Gather(read.name, Access(tensor, at), self.uses((*at, inside)), value, inside), block)
 
     def scatter(self, read: Read, tensor: str, value: str, block: str = "entry") -> None:
-        """Add a value to `tensor` where `read` reads, after a sum over the dimensions that the places do not depend on."""
+        """Add a value to `tensor` where `read` reads, after a sum over the dimensions that the places do not depend
+        on."""
         at, inside = self._inside(read, block)
         dims = self._dims(_symbols((*at, inside)))
         for over in [d for d in self.types[value].dims if d not in dims]:
@@ -282,7 +313,7 @@ class KernelBuilder:
 
     def _is_packed(self, read: Read) -> bool:
         """Whether rows of a tile, which are queries of several heads, read different heads or queries of a tensor."""
-        return self.signature.packs and not {"Hq", "Nq"}.isdisjoint(self.tensor_types[read.tensor].dims)
+        return self.signature.pack_gqa and not {"Hq", "Nq"}.isdisjoint(self.tensor_types[read.tensor].dims)
 
     def _natural(self, read: Read) -> list[tuple[str, Any, Any]]:
         """For each dimension of a read: its name, its index in this kernel, and the natural index of the dimension."""
@@ -366,7 +397,7 @@ class KernelBuilder:
     def draw(self, head: Any, *dims: str) -> None:
         """If the spec has dropout: draw which probabilities of a tile are kept, in the loop's body."""
         if self.spec.dropout:
-            self.add(Keep("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
+            self.add(DropoutMask("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
 
     def dropped(self, value: str) -> str:
         """A tile of probabilities of the loop body after dropout; without dropout the tile itself."""
@@ -375,7 +406,7 @@ class KernelBuilder:
     def kernel(self) -> Kernel:
         blocks = tuple(Block(n, tuple(ops)) for n, ops in self.ops.items())
         of = self.signature
-        return Kernel(of.name, self.grid, blocks, self.own_axis, of.packs, of.about, deal=self.deal)
+        return Kernel(of.name, self.grid, blocks, self.program_axis, of.pack_gqa, of.about, kv_split=self.kv_split)
 
 
 def _symbols(expressions: Iterable[Any]) -> set[Any]:
@@ -411,7 +442,7 @@ def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
     h, hkv, sharing = symbol("h"), symbol("hkv"), SHARINGS[spec.heads.sharing]
     if not signature.by_key_head:
         return {hkv: sharing.read}
-    if signature.packs:
+    if signature.pack_gqa:
         row, queries = symbol("q_idx"), symbol("queries")
         head = sharing.owned * symbol("group") + floordiv(row, queries)
         return {h: head, hkv: sharing.owned, row: mod(row, queries), symbol("Nq"): queries}
@@ -428,7 +459,8 @@ def _access(tensor: str, index: tuple[Any, ...]) -> Access:
 
 
 def scores(b: KernelBuilder, *more: Any) -> list[Any]:
-    """Compute the score of the softmax, to base 2, from the product `s`. Returns `more`, in terms of what was computed."""
+    """Compute the score of the softmax, to base 2, from the product `s`. Returns `more`, in terms of what was
+    computed."""
     if b.score == S:
         b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
         return list(more)

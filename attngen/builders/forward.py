@@ -12,14 +12,20 @@ from attngen.builders.semantics import S, exact_parts, exact_sums, unbounded
 from attngen.builders.signature import Signature, with_sums
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol
-from attngen.ir.graph import Deal, Kernel
+from attngen.ir.graph import Kernel, KVSplit
 from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
 from attngen.ir.split_axes import part
 from attngen.ir.split_kv import item
 from attngen.spec import Spec
 
-FWD = Signature("fwd", "q", ("Q", "K", "V"), ("O", "LSE"), about="Forward: online softmax over key tiles, one program per query tile.")
+FWD = Signature(
+    "fwd",
+    "q",
+    ("Q", "K", "V"),
+    ("O", "LSE"),
+    about="Forward: online softmax over key tiles, one program per query tile.",
+)
 # With keys in the outer loop.
 FWD_BY_KEY = Signature(
     "fwd",
@@ -42,19 +48,19 @@ def sink_of(spec: Spec) -> Expr | None:
     return next((s.sink() for s in spec.score if s.sink() is not None), None)
 
 
-def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = None) -> Kernel:
+def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | None = None) -> Kernel:
     """FlashAttention-2 (Dao 2023), Algorithm 1: one program per query tile, online softmax over key tiles.
 
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
     A row with nothing visible gives zeros and LSE = -inf.
 
-    Of a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors each: the columns that
-    v has, too, and those that are rotated. In a cache the first are the values.
+    Of a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors each:
+    the columns that v has, too, and those that are rotated. In a cache the first are the values.
 
     A cache may hold keys and values in 8 bits (see attngen/builders/quantised.py).
 
-    If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each program has a part of
-    them, and stores what it finds of these (see `_store_part`).
+    If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each
+    program has a part of them, and stores what it finds of these (see `_store_part`).
     """
     if spec.rope:
         signature = of_latent(signature)
@@ -63,9 +69,9 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
         signature = with_sums(signature, exact_sums(spec) and signature.cache is None)
     sink = sink_of(spec)
     b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
-    b.deal = deal
+    b.kv_split = kv_split
     kv = b.heads[symbol("hkv")]
-    own = kv if signature.packs else "h"
+    own = kv if signature.pack_gqa else "h"
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -126,7 +132,10 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), *summed.items())), "step")
 
-    ends = {**{name: f"keys.{name}" for name in starts if name not in sums}, "acc": join_values(b, "keys") if quantised else "keys.acc"}
+    ends = {
+        **{name: f"keys.{name}" for name in starts if name not in sums},
+        "acc": join_values(b, "keys") if quantised else "keys.acc",
+    }
     if b.shares:
         _store_part(b, own, ends)
     else:
@@ -135,13 +144,17 @@ def build_forward(spec: Spec, signature: Signature = FWD, deal: Deal | None = No
 
 
 def of_latent(signature: Signature) -> Signature:
-    """A signature whose q and k are of two tensors each. Where keys are in a cache, the first of k are the values, too."""
+    """A signature whose q and k are of two tensors each. Where keys are in a cache, the first of k are the values,
+    too."""
     more = {"Q": ("Q", "Q_ROPE"), "K": ("K", "K_ROPE"), "V": () if signature.cache else ("V",)}
-    return signature._replace(reads=tuple(part for name in signature.reads for part in more.get(name, (name,))), latent=True)
+    return signature._replace(
+        reads=tuple(part for name in signature.reads for part in more.get(name, (name,))), latent=True
+    )
 
 
 def _store_part(b: KernelBuilder, own: Any, end: dict[str, str]) -> None:
-    """The output of a part of the keys, and its LSE to base 2; for `exact_parts` its maximum to base 2, and its sum of weights at that.
+    """The output of a part of the keys, and its LSE to base 2; for `exact_parts` its maximum to base 2, and its sum of
+    weights at that.
 
     end: `m`, `l` and `acc` after the loop.
     """
@@ -160,7 +173,8 @@ def _store_part(b: KernelBuilder, own: Any, end: dict[str, str]) -> None:
 
 
 def _factor(b: KernelBuilder) -> int:
-    """What weights are multiplied by before they are cast to the element type, and outputs divided by: 1 unless the type asks for more."""
+    """What weights are multiplied by before they are cast to the element type, and outputs divided by: 1 unless the
+    type asks for more."""
     return 1 << ELEMENTS[b.spec.dtype[0]].weights
 
 
@@ -170,10 +184,12 @@ def _raised(b: KernelBuilder, p: str) -> str:
 
 
 def _logarithms(b: KernelBuilder, masked: str) -> str:
-    """The next sum of weights times their logarithms to base 2, of which the entropy is made; hidden scores have no part in it.
+    """The next sum of weights times their logarithms to base 2, of which the entropy is made; hidden scores have no
+    part in it.
 
-    With p = 2^(s - m), l is the sum of p and e that of p (s - m). Where the maximum grows by d, each p becomes 2^-d p, and its logarithm
-    falls by d: e becomes 2^-d (e - d l), before the tile's terms are added. It is never above 0, so that nothing cancels.
+    With p = 2^(s - m), l is the sum of p and e that of p (s - m). Where the maximum grows by d, each p becomes 2^-d p,
+    and its logarithm falls by d: e becomes 2^-d (e - d l), before the tile's terms are added. It is never above 0, so
+    that nothing cancels.
     """
     p, alpha, m_next, log2_p = map(symbol, ("p", "alpha", "m_next", "log2_p"))
     told = select(p > 0, symbol(masked) - m_next, 0)
@@ -186,7 +202,8 @@ def _logarithms(b: KernelBuilder, masked: str) -> str:
 
 
 def _store_entropy(b: KernelBuilder, own: Any, end: dict[str, str], with_sink: bool) -> None:
-    """Each query's entropy in nats, -sum of P ln P = ln l - e / l, of the sums with its sink if there is one; 0 if it sees nothing."""
+    """Each query's entropy in nats, -sum of P ln P = ln l - e / l, of the sums with its sink if there is one; 0 if
+    it sees nothing."""
     l, e, m_all, shrunk, log2_sink = map(symbol, ("l", "e", "m_all", "shrunk", "log2_sink"))  # noqa: E741
     if with_sink:
         b.map("grown_all", select(shrunk > 0, m_all - symbol("m"), 0), shrunk="shrunk", m_all="m_all", m=end["m"])
@@ -202,9 +219,11 @@ def _store_entropy(b: KernelBuilder, own: Any, end: dict[str, str], with_sink: b
 def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, str], factor: int = 1) -> None:
     """The output, divided by the sums of weights, the LSE, and what else the spec asks for.
 
-    The largest score of a query is the running maximum: it is -inf where no key is visible, and no sink takes part in it.
+    The largest score of a query is the running maximum: it is -inf where no key is visible, and no sink takes part in
+    it.
 
-    own: the index of the program's head. end: `m`, `l` and `acc` after the loop. factor: by which weights in `acc` are too large.
+    own: the index of the program's head. end: `m`, `l` and `acc` after the loop. factor: by which weights in `acc` are
+    too large.
     """
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     if sink is not None:
@@ -219,7 +238,9 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
     b.store("O", ("b", own, "q", "d_v"), "o")
     if sink is not None:
         uses = {"m": end["m"], "m_all": "m_all", "l_all": "l_all", **dict(b.uses((sink,)))}
-        lse = sympy.Max((symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), sink)  # which to base 2 may be too large
+        lse = sympy.Max(
+            (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), sink
+        )  # which to base 2 may be too large
         b.map("lse", select(m > -sympy.oo, lse, sink), "entry", "f32", False, **uses)
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
@@ -233,7 +254,8 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
 
 
 def store_sums(b: KernelBuilder, rows: tuple[Any, ...], m: str, l: str, maximum: Expr | None = None) -> None:  # noqa: E741
-    """What weights are made of again, if the kernel writes it: each query's maximum to base 2, and one over its sum of weights.
+    """What weights are made of again, if the kernel writes it: each query's maximum to base 2, and one over its sum of
+    weights.
 
     m, l: the values with the maximum and the sum; maximum: the first, to base 2, where it is not.
     """
@@ -248,10 +270,12 @@ def store_sums(b: KernelBuilder, rows: tuple[Any, ...], m: str, l: str, maximum:
 
 
 def build_forward_by_key(spec: Spec) -> Kernel:
-    """FlashAttention (Dao et al. 2022), Algorithm 1: one program per head, over key tiles, and for each over query tiles.
+    """FlashAttention (Dao et al. 2022), Algorithm 1: one program per head, over key tiles, and for each over query
+    tiles.
 
-    A query tile's accumulator, maximum and sum are read from HBM and written back in each turn. They start as 0, -inf and 0, stay in
-    fp32, and the accumulator unnormalised until `fwd_end`, as in FlashAttention-2: the element type would round it in every turn.
+    A query tile's accumulator, maximum and sum are read from HBM and written back in each turn. They start as 0, -inf
+    and 0, stay in fp32, and the accumulator unnormalised until `fwd_end`, as in FlashAttention-2: the element type
+    would round it in every turn.
     """
     b = KernelBuilder(spec, FWD_BY_KEY)
     b.tensors()
@@ -272,7 +296,9 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     b.load("l", "ROW_SUM", rows, "step")
     b.load("acc", "O_ACC", (*rows, "d_v"), "step")
     b.dot("s", "q", "k", "D_QK", "step")
-    scale = "qk_scale" if b.score == S else None  # folded here: the maximum is in units of the product, as fwd_end expects
+    scale = (
+        "qk_scale" if b.score == S else None
+    )  # folded here: the maximum is in units of the product, as fwd_end expects
     if scale is None:
         scores(b)
     b.mask("masked", "s" if scale else "score", sympy.And(b.where, in_bounds("kv")), "step")
@@ -314,7 +340,8 @@ def build_forward_end(spec: Spec) -> Kernel:
 def _join_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
     """Add one more logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then.
 
-    To base 2 the logit is finite, though it be -inf, so that no infinity is subtracted from another in a row that sees no key.
+    To base 2 the logit is finite, though it be -inf, so that no infinity is subtracted from another in a row that sees
+    no key.
 
     end: the values that the row's maximum `m` and its sum `l` have in the end.
     """
@@ -323,5 +350,7 @@ def _join_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
     b.compute("sink2", finite(symbol("sink2_base")), "entry")
     b.map("m_all", sympy.Max(m, sink2), m=end["m"], sink2="sink2")
     b.map("shrunk", exp2(m - m_all), m=end["m"], m_all="m_all")
-    b.map("l_all", l * symbol("shrunk") + exp2(sink2 - m_all), l=end["l"], shrunk="shrunk", sink2="sink2", m_all="m_all")
+    b.map(
+        "l_all", l * symbol("shrunk") + exp2(sink2 - m_all), l=end["l"], shrunk="shrunk", sink2="sink2", m_all="m_all"
+    )
     b.map("inv_l", symbol("shrunk") / symbol("l_all"), shrunk="shrunk", l_all="l_all")

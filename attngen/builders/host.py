@@ -25,9 +25,11 @@ _ROWS = ("B", "Hq", "Nq")
 
 
 class Way(NamedTuple):
-    """A way to compute the forward that some calls take, with kernels of its own. Each is in a file of its own, such as packed.py.
+    """A way to compute the forward that some calls take, with kernels of its own. Each is in a file of its own, such as
+    packed.py.
 
-    name: that of the `if` in @forward; `where` is its condition, under which a call takes this way, `then` and `orelse` are its blocks.
+    name: that of the `if` in @forward; `where` is its condition, under which a call takes this way, `then` and `orelse`
+    are its blocks.
     applies: whether modules of a spec have it; `kernels`: those that they have for it.
     launch: adds the ops of the block `then`, which compute %O, %LSE and the module's other outputs.
     """
@@ -42,7 +44,8 @@ class Way(NamedTuple):
 
 
 def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
-    """The module with the host programs that launch its kernels; `trains` says whether those of the backward are among them.
+    """The module with the host programs that launch its kernels; `trains` says whether those of the backward are among
+    them.
 
     A call takes the first of the `ways` to compute the forward that is for it.
     """
@@ -50,7 +53,9 @@ def build_hosts(module: Module, ways: Iterable[Way], trains: bool) -> Module:
     programs = [_forward(module, ways), *([_backward(module), _jvp(module)] if trains else [])]
     programs += [_key_mass(module)] if "key_mass" in module.outputs else []
     if module.blocks:
-        programs += [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
+        programs += (
+            [_count(module, module.blocks), _lists(module.blocks, True)] if data else [_lists(module.blocks, False)]
+        )
     return replace(module, hosts=tuple(programs))
 
 
@@ -99,7 +104,8 @@ def known_type(name: str) -> Type:
 
 
 def split_columns(b: HostBuilder, block: str, source: str, argument: str, named: str = "") -> Uses:
-    """Views of a tensor's columns, those of the latent and those that are rotated, as a kernel's arguments that are named after `argument`.
+    """Views of a tensor's columns, those of the latent and those that are rotated, as a kernel's arguments that are
+    named after `argument`.
 
     named: the start of the views' names, if they are not named after the argument.
     """
@@ -116,15 +122,18 @@ def split_columns(b: HostBuilder, block: str, source: str, argument: str, named:
 def operands(b: HostBuilder, module: Module, direction: str) -> None:
     """The arguments after q, k and v: what mask, modifiers and dropout read, block lists and numbers.
 
-    Lists that are the same for all sequences or heads are repeated for these. Where keys are in a cache, in the direction `decode`, one of
-    each key has room for all keys that a sequence may have. In the direction `key_mass` they are those of this kernel, which drops nothing.
+    Lists that are the same for all sequences or heads are repeated for these. Where keys are in a cache, in the
+    direction `decode`, one of each key has room for all keys that a sequence may have. In the direction `key_mass` they
+    are those of this kernel, which drops nothing.
     """
     alone = direction == "key_mass"
     kernels = [module.kernel(direction)] if alone else module.kernels
     read = {a.name.lower() for kernel in kernels for a in kernel.args}
     given = {i.name: (i.dtype, i.shape) for i in module.inputs if i.shape and i.name in read}
     derived = [d for d in module.derived if not (d.program and direction == "decode")]  # programs are part of @decode
-    given |= {name: (d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes) if not alone or name in read}
+    given |= {
+        name: (d.dtype, shape) for d in derived for name, shape in zip(d.names, d.shapes) if not alone or name in read
+    }
     for name, (dtype, dims) in given.items():
         shape = tuple("Nc" if d == "Nk" and direction == "decode" else d for d in dims)
         b.add(Arg(name.upper(), "in", Type(dtype, shape, "hbm")))
@@ -136,7 +145,9 @@ def operands(b: HostBuilder, module: Module, direction: str) -> None:
     drops = module.dropout and not alone
     if drops:
         b.add(Arg("SEED", "in", Type("i64", (), "hbm")))
-    numbers = {i.name: i.dtype for i in module.inputs if not i.shape and (not alone or i.name in read)} | (DROPOUT_SCALARS if drops else {})
+    numbers = {i.name: i.dtype for i in module.inputs if not i.shape and (not alone or i.name in read)} | (
+        DROPOUT_SCALARS if drops else {}
+    )
     for name, dtype in (numbers | {"scale": "f32"}).items():
         b.add(Arg(name, "scalar", Type(dtype, (), "reg")))
     for own in walked:
@@ -173,7 +184,8 @@ def _forward(module: Module, ways: Iterable[Way]) -> Host:
 
 
 def _jvp(module: Module) -> Host:
-    """The tangents of the output and of the rows' numbers that have gradients, from those of q, k, v and learned inputs."""
+    """The tangents of the output and of the rows' numbers that have gradients, from those of q, k, v and learned
+    inputs."""
     b = HostBuilder("jvp")
     kernel = module.kernel("jvp")
     own = [arg.name for arg in kernel.args if arg.role == "in" and arg.name in SHAPES]
@@ -273,10 +285,11 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
 
 
 def _many_keys(module: Module) -> Bool:
-    """Whether sequences are long, and each multiprocessor has several programs of key tiles: of few, most would wait for first turns.
+    """Whether sequences are long, and each multiprocessor has several programs of key tiles: of few, most would wait
+    for first turns.
 
-    Of shorter sequences there are more. Where blocks are listed, programs wait for each other more: shorter sequences are left out there,
-    and those that are too long.
+    Of shorter sequences there are more. Where blocks are listed, programs wait for each other more: shorter sequences
+    are left out there, and those that are too long.
     """
     batch, heads, queries, keys, processors = map(symbol, ("B", "Hq", "Nq", "Nk", "processors"))
     ways = [
@@ -303,7 +316,8 @@ def _launch_fused(b: HostBuilder, module: Module, fused: Kernel) -> None:
 
 
 def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> None:
-    """First the kernel that owns queries, which also computes what the others need of each query; then the kernels that own keys."""
+    """First the kernel that owns queries, which also computes what the others need of each query; then the kernels
+    that own keys."""
     b.branch("By_query", "queries", block, of=("dQ",), orelse="statistics")
     b.launch("dq", "queries")
     b.branch("By_rows", "rows_alone", "statistics", of=("O",))
@@ -318,15 +332,17 @@ def _launch_by_owner(b: HostBuilder, module: Module, block: str = "entry") -> No
 
 
 def _launch_sharing(b: HostBuilder, owners: Sequence[Kernel], block: str, what: str, of: str = "splits") -> None:
-    """Kernels of which several programs share the query heads of a group. @dkdv_end sums what they write of dK and dV, if these are several
-    parts.
+    """Kernels of which several programs share the query heads of a group. @dkdv_end sums what they write of dK and dV,
+    if these are several parts.
 
     what: the name of what they write, which is different for each block; of: the number of parts.
     """
     parts, several = {}, sympy.Gt(symbol(of), 1)
     for name in ("dK", "dV"):
         batch, heads, *rest = known_type(name).dims
-        parts[name] = b.alloc(f"{name}_{what}", block, Type("T", (batch, heads, of, *rest), "hbm"), where=several, otherwise=name)
+        parts[name] = b.alloc(
+            f"{name}_{what}", block, Type("T", (batch, heads, of, *rest), "hbm"), where=several, otherwise=name
+        )
     for kernel in owners:
         written = {a.name for a in kernel.args if a.role == "out"}
         b.launch(kernel.name, block, tuple((name, ref) for name, ref in parts.items() if name in written))
@@ -336,9 +352,12 @@ def _launch_sharing(b: HostBuilder, owners: Sequence[Kernel], block: str, what: 
 
 
 def _launch_apart(b: HostBuilder, fused: Kernel) -> None:
-    """The kernel in one pass, of which each program has one query head. @dkdv_end sums what the programs of a group have of dK and dV."""
+    """The kernel in one pass, of which each program has one query head. @dkdv_end sums what the programs of a group
+    have of dK and dV."""
     apart = [arg for arg in fused.args if arg.name in ("dK", "dV") and arg.type.dims != known_type(arg.name).dims]
-    heads = {arg.name: b.alloc(f"{arg.name.upper()}_HEADS", "one_pass", replace(arg.type, space="hbm")) for arg in apart}
+    heads = {
+        arg.name: b.alloc(f"{arg.name.upper()}_HEADS", "one_pass", replace(arg.type, space="hbm")) for arg in apart
+    }
     b.launch("bwd", "one_pass", tuple(heads.items()))
     for arg in apart:
         batch, _, *rest = arg.type.dims
@@ -349,19 +368,23 @@ def _launch_apart(b: HostBuilder, fused: Kernel) -> None:
 
 
 def _splits(wanted: Bool | None) -> Any:
-    """How many programs share the query heads of a group: 1, unless each multiprocessor would have fewer than SPLIT_KEYS keys, counted over
-    sequences and heads. It divides the group. In one pass, under the condition `wanted`, a program has FUSED_HEADS of them at most."""
+    """How many programs share the query heads of a group: 1, unless each multiprocessor would have fewer than
+    SPLIT_KEYS keys, counted over sequences and heads. It divides the group. In one pass, under the condition
+    `wanted`, a program has FUSED_HEADS of them at most."""
     batch, heads, keys, group, processors = map(symbol, ("B", "Hkv", "Nk", "group", "processors"))
     most = floordiv(batch * heads * keys * group, SPLIT_KEYS * processors)  # query heads of one program
     limit = group if wanted is None else sympy.Min(group, select(wanted, sympy.Integer(FUSED_HEADS), group))
-    return sympy.Max(1, floordiv(group, divisor(group, sympy.Min(limit, sympy.Max(1, most)))))  # a call may have no heads
+    return sympy.Max(
+        1, floordiv(group, divisor(group, sympy.Min(limit, sympy.Max(1, most))))
+    )  # a call may have no heads
 
 
 # ---------------------------------------------------------------------------------------------- gradients of inputs
 
 
 def _learned(b: HostBuilder, module: Module) -> dict[str, str]:
-    """The gradients of inputs, summed from the parts that kernels have written; without elements if they are not needed."""
+    """The gradients of inputs, summed from the parts that kernels have written; without elements if they are not
+    needed."""
     learned = [i for i in module.inputs if i.grad]
     if not learned:
         return {}
@@ -398,17 +421,24 @@ def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
         if not kept:
             return name
         uses = {"sums": name, **kept}
-        return b.add(Map(f"{name}_kept", sympy.Mul(*map(symbol, uses)), tuple(uses.items()), Type("f32", i.shape, "hbm")), "gradients")
+        return b.add(
+            Map(f"{name}_kept", sympy.Mul(*map(symbol, uses)), tuple(uses.items()), Type("f32", i.shape, "hbm")),
+            "gradients",
+        )
     return _sum_of_places(b, i, x, name)
 
 
 def _of_sink(sink: Expr, module: Module, kept: Iterable[str]) -> tuple[Expr, dict[str, str]]:
-    """The gradient of a sink by row, and what it reads besides the sink and DELTA. A row that sees no key may have an infinite LSE."""
+    """The gradient of a sink by row, and what it reads besides the sink and DELTA. A row that sees no key may have
+    an infinite LSE."""
     log2e = sympy.Float(1 / math.log(2))
     if module.sums == LSE:
         uses = {"lse": "LSE"}
         ln_p = sink - sympy.Max(symbol("lse"), -LARGEST)
-        p, log2_p = sympy.exp(ln_p), sympy.Max(ln_p, _NO_WEIGHT) * log2e  # a product of the difference: each term may overflow
+        p, log2_p = (
+            sympy.exp(ln_p),
+            sympy.Max(ln_p, _NO_WEIGHT) * log2e,
+        )  # a product of the difference: each term may overflow
     else:
         uses = {name.lower(): name for name in module.sums}
         log2_p = sympy.Max(sympy.Min(sink * log2e, LARGEST), -LARGEST) - symbol("m_all")
@@ -447,7 +477,8 @@ def _sum_of_places(b: HostBuilder, i: Input, x: Learned, name: str) -> str:
 
 
 def _count(module: Module, blocks: Blocks) -> Host:
-    """The number of visible pairs in each strip of a block. If the mask is the same for all sequences, or all heads, it is counted once."""
+    """The number of visible pairs in each strip of a block. If the mask is the same for all sequences, or all heads,
+    it is counted once."""
     kernel = module.kernel("blocks")
     b = HostBuilder("count")
     for name in ("Q", "K"):

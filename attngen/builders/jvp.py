@@ -1,4 +1,5 @@
-"""Forward mode: the tangents of the output and of the rows' statistics, as logical IR. They are derived as the backward is."""
+"""Forward mode: the tangents of the output and of the rows' statistics, as logical IR. They are derived as the
+backward is."""
 
 from __future__ import annotations
 
@@ -37,20 +38,22 @@ def learned_reads(spec: Spec) -> tuple[Read, ...]:
 
 
 def build_jvp(spec: Spec) -> Kernel:
-    """The tangents of O, of the LSE and of the entropy H along given ones of q, k, v and learned inputs, after the forward.
+    """The tangents of O, of the LSE and of the entropy H along given ones of q, k, v and learned inputs, after the
+    forward.
 
-    The scaled score has the tangent scale * (tQ k^T + q tK^T). The score that the softmax sees has f_s times this, and f_p times the
-    tangent of each learned p that it reads: tscore. With P, computed anew as in the backward, tP = P * tscore is what weights
-    change by before they are normalised anew. Then:
+    The scaled score has the tangent scale * (tQ k^T + q tK^T). The score that the softmax sees has f_s times this, and
+    f_p times the tangent of each learned p that it reads: tscore. With P, computed anew as in the backward, tP = P *
+    tscore is what weights change by before they are normalised anew. Then:
 
         tLSE = rowsum(tP)      tO = P tV + tP V - tLSE * O      tH = -rowsum(tP * ln P) - tLSE * H
 
-    (the differential of softmax, dP = P * (dS - rowsum(P * dS))). These are five products, and no running maximum: the forward has made all
-    that it is for. A sink takes part in the sums over a row, and has no value. Dropout takes P and tP away in the products alone, as in the
-    forward. A row that sees no key has tangents of zero.
+    (the differential of softmax, dP = P * (dS - rowsum(P * dS))). These are five products, and no running maximum: the
+    forward has made all that it is for. A sink takes part in the sums over a row, and has no value. Dropout takes P and
+    tP away in the products alone, as in the forward. A row that sees no key has tangents of zero.
 
-    For `exact_sums`, P is made of the row's maximum and sum in place of the LSE. If it can, the kernel divides what the loop adds up, not
-    each weight: that takes fewer registers. A logarithm takes weights that are divided, and 16 bits may not hold tP of others.
+    For `exact_sums`, P is made of the row's maximum and sum in place of the LSE. If it can, the kernel divides what the
+    loop adds up, not each weight: that takes fewer registers. A logarithm takes weights that are divided, and 16 bits
+    may not hold tP of others.
     """
     score, sink, reads = spec.modified(), sink_of(spec), learned_reads(spec)
     steep, *slopes = (derivative(score, by) for by in (S, *(symbol(read.name) for read in reads)))
@@ -65,8 +68,8 @@ def build_jvp(spec: Spec) -> Kernel:
 
     rows = ("b", "h", "q")
     b.scale()
-    divided = with_entropy or not only_fp32(spec)
-    load_sums(b, rows, later=() if divided else ("INV_L_ALL",))
+    normalised = with_entropy or not only_fp32(spec)
+    load_sums(b, rows, later=() if normalised else ("INV_L_ALL",))
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("tq", "tQ", (*rows, "d_qk"))
     compute_lse2(b, "entry")
@@ -82,9 +85,12 @@ def build_jvp(spec: Spec) -> Kernel:
     b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     b.dot("ts_part", "tq", "k", "D_QK", "step")
     b.dot("ts", "q", "tk", "D_QK", "step", acc="ts_part")
-    steep, *slopes = probabilities(b, "q", "k", steep, *slopes, divided=divided)
+    steep, *slopes = probabilities(b, "q", "k", steep, *slopes, normalised=normalised)
     along = zip(slopes, reads)
-    b.compute("tscore", steep * symbol("scale") * symbol("ts") + sympy.Add(*(slope * symbol(f"t{read.name}") for slope, read in along)))
+    b.compute(
+        "tscore",
+        steep * symbol("scale") * symbol("ts") + sympy.Add(*(slope * symbol(f"t{read.name}") for slope, read in along)),
+    )
     p = b.dropped("p")
     for weight, change in {"p": "tp", p: f"t{p}"}.items():
         b.compute(change, where_seen(b, symbol(weight) * symbol("tscore")))
@@ -99,11 +105,11 @@ def build_jvp(spec: Spec) -> Kernel:
     b.add(Yield("yield_step", tuple(nexts.items())), "step")
 
     end = {field: f"keys.{field}" for field in starts}
-    _store(b, rows, end if divided else _divided(b, rows, end), sink, reads)
+    _store(b, rows, end if normalised else _normalised(b, rows, end), sink, reads)
     return b.kernel()
 
 
-def _divided(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str]) -> dict[str, str]:
+def _normalised(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str]) -> dict[str, str]:
     """What the loop has added up of each row, over the row's sum of weights."""
     by = b.load("inv_l_all", "INV_L_ALL", rows)
     return {
@@ -142,7 +148,8 @@ def _store(b: KernelBuilder, rows: tuple[Any, ...], end: dict[str, str], sink: A
 
 
 def _sinks_weight(b: KernelBuilder, sink: Any) -> tuple[Any, Any]:
-    """The weight of a sink, its logarithm to base 2 first. No infinity is subtracted from another in a row that sees no key."""
+    """The weight of a sink, its logarithm to base 2 first. No infinity is subtracted from another in a row that sees
+    no key."""
     log2_sink = symbol("log2_sink")
     if exact_sums(b.spec):
         b.compute("sink2", finite(sink * symbol("LOG2E")), "entry")

@@ -24,8 +24,8 @@ SIGNATURE = Signature(
 def build_key_mass(spec: Spec) -> Kernel:
     """The sum of each key's weights over queries, before dropout, from q, k and the LSE alone.
 
-    As in @dkdv, whose tiles of queries it visits, weights are computed anew, P = 2^(score - lse2), with lse2 = +inf for rows that see no
-    key and for those past the end. Each query head has sums of its own, in the order of the queries.
+    As in @dkdv, whose tiles of queries it visits, weights are computed anew, P = 2^(score - lse2), with lse2 = +inf for
+    rows that see no key and for those past the end. Each query head has sums of its own, in the order of the queries.
     """
     b = KernelBuilder(spec, with_sums(SIGNATURE, exact_sums(spec)))
     b.tensors()

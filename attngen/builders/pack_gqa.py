@@ -25,17 +25,25 @@ SIGNATURE = Signature(
     "q",
     ("Q", "K", "V"),
     ("O", "LSE"),
-    packs=True,
+    pack_gqa=True,
     about="Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.",
 )
 
 
 def applies(spec: Spec) -> bool:
-    """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query or head."""
+    """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query
+    or head."""
     shared = SHARINGS[spec.heads.sharing].is_shared
-    alone = not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
-    own, dims = (Q, NATURAL["Hq"]), {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims}
-    return not (alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own))
+    alone = (
+        not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
+    )
+    own, dims = (
+        (Q, NATURAL["Hq"]),
+        {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims},
+    )
+    return not (
+        alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own)
+    )
 
 
 def kernels(spec: Spec) -> tuple[Kernel, ...]:
@@ -44,7 +52,8 @@ def kernels(spec: Spec) -> tuple[Kernel, ...]:
 
 
 def view_rows(b: HostBuilder, block: str, numbers: tuple[str, ...] = ("LSE",)) -> dict[str, str]:
-    """Views of q and the results whose rows are the queries of all heads of a group, by the names of what they are views of."""
+    """Views of q and the results whose rows are the queries of all heads of a group, by the names of what they are
+    views of."""
     names = {name: f"{name}_rows" for name in ("Q", "O", *numbers)}
     for name, rows in names.items():
         batch, _, _, *columns = known_type(name).dims

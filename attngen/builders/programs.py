@@ -20,7 +20,9 @@ def add_programs(module: Module) -> Module:
     return module
 
 
-IN_CACHE = "_in_cache"  # ends the name of a program that computes over a cache what another one computes in a call without
+IN_CACHE = (
+    "_in_cache"  # ends the name of a program that computes over a cache what another one computes in a call without
+)
 
 
 def in_cache(derived: Iterable[Derived]) -> Iterator[tuple[Host, tuple[Kernel, ...]]]:

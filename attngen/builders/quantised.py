@@ -1,10 +1,11 @@
 """Keys and values that a cache holds in 8 bits: how kernels read them, and how new ones are stored.
 
-A load takes two numbers, which lie in columns side by side, as one value of 16 bits. Products then are of even columns and of odd ones,
-in fp16, which has all numbers of 8 bits. Queries are divided by the largest of their row first, so that fp16 has these, too.
+A load takes two numbers, which lie in columns side by side, as one value of 16 bits. Products then are of even columns
+and of odd ones, in fp16, which has all numbers of 8 bits. Queries are divided by the largest of their row first, so
+that fp16 has these, too.
 
-Of a latent, each key has a factor for each group of LATENT_GROUP columns. Numbers are multiplied by it as they are read, and are of the
-element type then: scores and outputs need no factors.
+Of a latent, each key has a factor for each group of LATENT_GROUP columns. Numbers are multiplied by it as they are
+read, and are of the element type then: scores and outputs need no factors.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ def _by_head(b: KernelBuilder) -> bool:
 
 
 def _by_tile(b: KernelBuilder, block: str) -> bool:
-    """Whether factors are the same for all keys of a tile in a loop: pages have room for whole tiles (see Kernel.tile_page)."""
+    """Whether factors are the same for all keys of a tile in a loop: pages have room for whole tiles (see
+    Kernel.tile_page)."""
     cache = b.signature.cache
     tile = b.spec.schedule.block_kv or UNIT
     return block != "entry" and cache is not None and cache.page.isdigit() and int(cache.page) % tile == 0
 
 
 def load_scales(b: KernelBuilder, head: Any, block: str) -> None:
-    """The factors of keys and values: one of the program's head; or, in the block that has pages, one of the tile's page, or each row's."""
+    """The factors of keys and values: one of the program's head; or, in the block that has pages, one of the tile's
+    page, or each row's."""
     if _by_head(b):
         for tensor in SCALES.values():
             b.add(Load(tensor.lower(), Access(tensor, (head,)), Type("f32")))
@@ -55,7 +58,8 @@ def load_scales(b: KernelBuilder, head: Any, block: str) -> None:
 
 
 def split_queries(b: KernelBuilder, head: Any) -> None:
-    """Queries in fp16, as `q_columns`, each divided by the largest number of its row, `q_size`; and factors that are of a whole head."""
+    """Queries in fp16, as `q_columns`, each divided by the largest number of its row, `q_size`; and factors that are
+    of a whole head."""
     q, q_size = symbol("q"), symbol("q_size")
     b.map("q_abs", sympy.Max(q, -q), q="q")
     b.add(Reduce("q_size", "q_abs", "max", "D_QK", Type("f32", ("BLOCK_Q",))))
@@ -86,13 +90,16 @@ def multiply_keys(b: KernelBuilder, head: Any) -> None:
 def multiply_values(b: KernelBuilder, head: Any, p: str) -> dict[str, str]:
     """What the sums of weights `p` times values are after a tile, for even and odd columns.
 
-    Factors of a tile multiply its product. Where they differ from key to key, weights take them first, divided by the largest of the tile,
-    as fp16 has no small numbers: factors below 2**-12 of that lose digits.
+    Factors of a tile multiply its product. Where they differ from key to key, weights take them first, divided by the
+    largest of the tile, as fp16 has no small numbers: factors below 2**-12 of that lose digits.
     """
     b.load_keys("v_pairs", "V", head, "pair_v", "step")
     b.unzip("v", "v_pairs", "PAIRS_V", "step")
     if _by_head(b):
-        return {f"acc_{half}": b.dot(f"acc_{half}_next", p, f"v.{half}", "BLOCK_KV", "step", acc=f"rescaled_{half}") for half in HALVES}
+        return {
+            f"acc_{half}": b.dot(f"acc_{half}_next", p, f"v.{half}", "BLOCK_KV", "step", acc=f"rescaled_{half}")
+            for half in HALVES
+        }
     factor = "v_scale"
     if not _by_tile(b, "step"):
         v_scale, factor, v_size = symbol("v_scale"), "v_size", symbol("v_size")
@@ -115,7 +122,8 @@ def join_values(b: KernelBuilder, loop: str) -> str:
 
 
 def load_latents(b: KernelBuilder, head: Any) -> None:
-    """`k`, a tile of latents in the element type: of each row's pairs all numbers, each times the factor of its group of columns."""
+    """`k`, a tile of latents in the element type: of each row's pairs all numbers, each times the factor of its
+    group of columns."""
     b.load_keys("k_pairs", "K", head, "pair_v", "step")
     b.load_keys("k_scale", "K_SCALE", head, "group_v", "step")
     columns = b.unzip("k_columns", "k_pairs", "PAIRS_V", "step")
@@ -124,7 +132,8 @@ def load_latents(b: KernelBuilder, head: Any) -> None:
 
 
 def scale_latents(b: KernelBuilder) -> None:
-    """`k_scale`, the factors of a tile of new latents: of the largest number of a group they make the largest one of 8 bits."""
+    """`k_scale`, the factors of a tile of new latents: of the largest number of a group they make the largest one of
+    8 bits."""
     b.map("k_abs", sympy.Max(symbol("k"), -symbol("k")), k="k")
     b.add(Reduce("k_size", "k_abs", "max", "D_V", Type("f32", ("BLOCK_KV", "GROUPS_V"))))
     b.map("k_scale", sympy.Max(symbol("k_size") / LARGEST, SMALLEST), k_size="k_size")

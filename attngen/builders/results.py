@@ -14,7 +14,8 @@ _OUTPUTS = ("O", "tO")  # and its tangent
 
 
 def with_results(module: Module) -> Module:
-    """The module with the type of its outputs: of the tensor O, of its views, and of the values that kernels store to it.
+    """The module with the type of its outputs: of the tensor O, of its views, and of the values that kernels store to
+    it.
 
     A module whose outputs have the type of q, k and v stays as it is.
     """

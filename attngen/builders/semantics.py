@@ -19,7 +19,17 @@ from attngen.tiles.sampled import worth_listing
 
 S, SCALE = symbol("s"), symbol("scale")
 MOST_BRANCHED = 2000  # nodes of an expression that has choices in place of abs, min and max
-SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos, sympy.Pow)  # functions that are computed once if they occur twice
+SHARED = (
+    sympy.exp,
+    log,
+    sympy.tanh,
+    sigmoid,
+    sqrt,
+    erf,
+    sin,
+    cos,
+    sympy.Pow,
+)  # functions that are computed once if they occur twice
 
 
 def meaning(spec: Spec) -> Meaning:
@@ -42,7 +52,9 @@ def meaning(spec: Spec) -> Meaning:
 def varies(spec: Spec, read: Read, position: Expr) -> bool:
     """Whether the place that is read depends on a position, directly or through another read."""
     names = {s for e in read.index for s in e.free_symbols}
-    return position in names or any(varies(spec, other, position) for other in spec.reads() if symbol(other.name) in names)
+    return position in names or any(
+        varies(spec, other, position) for other in spec.reads() if symbol(other.name) in names
+    )
 
 
 def _per_score(spec: Spec) -> set[Expr]:
@@ -51,7 +63,8 @@ def _per_score(spec: Spec) -> set[Expr]:
 
 
 def listed_blocks(spec: Spec) -> Blocks | None:
-    """The blocks that a mask names; or evaluated ones, if a condition on data bounds no loop, or bounds leave too many. Else None."""
+    """The blocks that a mask names; or evaluated ones, if a condition on data bounds no loop, or bounds leave too
+    many. Else None."""
     if spec.mask.blocks():
         return spec.mask.blocks()
     return Blocks(LISTED, data=True) if any(_by_data(spec, own) for own in ("q", "kv")) or _by_formula(spec) else None
@@ -76,7 +89,8 @@ def _by_data(spec: Spec, own: str) -> bool:
 
 
 def singular(spec: Spec, e: Expr) -> bool:
-    """Whether an expression of a score, or its derivative, may be infinite or undefined somewhere, such as past the ends."""
+    """Whether an expression of a score, or its derivative, may be infinite or undefined somewhere, such as past the
+    ends."""
     inside = _per_score(spec)
     return any(
         isinstance(f, (log, sqrt)) or (f.is_Pow and not (f.exp.is_Integer and f.exp > 0))
@@ -99,19 +113,23 @@ def only_fp32(spec: Spec) -> bool:
 
 
 def exact_parts(spec: Spec) -> bool:
-    """Whether parts of a row's keys are joined by maxima and sums: the rounding of a part's LSE to fp32 is a factor of its weight."""
+    """Whether parts of a row's keys are joined by maxima and sums: the rounding of a part's LSE to fp32 is a factor
+    of its weight."""
     return by_precision(spec.dtype)
 
 
 def exact_sums(spec: Spec) -> bool:
-    """Whether weights are made again of the row's maximum and sum: the rounding of the LSE to fp32 is a factor of each."""
+    """Whether weights are made again of the row's maximum and sum: the rounding of the LSE to fp32 is a factor of
+    each."""
     return by_precision(spec.dtype) and (spec.trains or "key_mass" in spec.outputs)
 
 
 def keeps_extremes(spec: Spec) -> bool:
-    """Whether a score that is too large or too low for fp32 to base 2 stays finite there: a row of the lowest alone has their mean.
+    """Whether a score that is too large or too low for fp32 to base 2 stays finite there: a row of the lowest alone has
+    their mean.
 
-    It takes four operations for each score. Modules that are for 16 bits, too, do without: a row of such scores sees no key.
+    It takes four operations for each score. Modules that are for 16 bits, too, do without: a row of such scores sees no
+    key.
     """
     return only_fp32(spec) and unbounded(spec)
 
@@ -149,17 +167,22 @@ def _branched_size(e: Any, by: Expr) -> int:
 
 @cache
 def _by_chain_rule(e: Any, by: Expr) -> Any:
-    """The same derivative with the slope of an abs, a min or a max as a factor, so that a nest of them gives a product."""
+    """The same derivative with the slope of an abs, a min or a max as a factor, so that a nest of them gives a
+    product."""
     if _has_no_slope(e, by) or e == by:
         return sympy.Integer(int(e == by))
     if isinstance(e, sympy.Abs):
         (x,) = e.args
-        return select(x > 0, sympy.Integer(1), select(x < 0, sympy.Integer(-1), sympy.Integer(0))) * _by_chain_rule(x, by)
+        return select(x > 0, sympy.Integer(1), select(x < 0, sympy.Integer(-1), sympy.Integer(0))) * _by_chain_rule(
+            x, by
+        )
     if isinstance(e, (sympy.Min, sympy.Max)):
         value, *rest = sorted(e.args, key=sympy.default_sort_key)
         slope, half = _by_chain_rule(value, by), sympy.Rational(1, 2)
         for other in rest:
-            ahead, behind = (value < other, other < value) if isinstance(e, sympy.Min) else (value > other, other > value)
+            ahead, behind = (
+                (value < other, other < value) if isinstance(e, sympy.Min) else (value > other, other > value)
+            )
             share = select(ahead, sympy.Integer(1), select(behind, sympy.Integer(0), half))
             slope = share * slope + (1 - share) * _by_chain_rule(other, by)
             value = e.func(value, other)
@@ -173,11 +196,14 @@ def _by_chain_rule(e: Any, by: Expr) -> Any:
     marks = [sympy.Dummy(extended_real=True) if a.has(by) else a for a in e.args]
     back = dict(zip(marks, e.args))
     outer = e.func(*marks)
-    return sympy.Add(*(outer.diff(m).xreplace(back) * _by_chain_rule(a, by) for m, a in zip(marks, e.args) if a.has(by)))
+    return sympy.Add(
+        *(outer.diff(m).xreplace(back) * _by_chain_rule(a, by) for m, a in zip(marks, e.args) if a.has(by))
+    )
 
 
 def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:
-    """(factors that are the same for all scores of a head, the other ones): of (1 - tanh(s/t)**2) / t it is 1/t, with t of each head.
+    """(factors that are the same for all scores of a head, the other ones): of (1 - tanh(s/t)**2) / t it is 1/t, with t
+    of each head.
 
     The first is 1 if no real input is in these factors: then they may be an integer.
     """
@@ -205,12 +231,14 @@ def _divisors(e: Expr) -> set[Any]:
 
 
 def _has_no_slope(e: Any, by: Expr) -> bool:
-    """Whether a part of an expression has no derivative, or 0: conditions, integers, and what does not depend on `by`."""
+    """Whether a part of an expression has no derivative, or 0: conditions, integers, and what does not depend on
+    `by`."""
     return isinstance(e, Boolean) and not e.is_Symbol or bool(getattr(e, "is_integer", False)) or not e.has(by)
 
 
 def _branches(e: Any, by: Expr) -> Any:
-    """abs, min, max and clamp as choices, where they have a slope. The derivative of a choice is that of the chosen branch."""
+    """abs, min, max and clamp as choices, where they have a slope. The derivative of a choice is that of the chosen
+    branch."""
     if _has_no_slope(e, by) or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
         return e
     args = [_branches(a, by) for a in e.args]
@@ -223,14 +251,17 @@ def _branches(e: Any, by: Expr) -> Any:
     if isinstance(e, (sympy.Min, sympy.Max)):
         first, *rest = sorted(args, key=sympy.default_sort_key)
         for other in rest:
-            ahead, behind = (first < other, other < first) if isinstance(e, sympy.Min) else (first > other, other > first)
+            ahead, behind = (
+                (first < other, other < first) if isinstance(e, sympy.Min) else (first > other, other > first)
+            )
             first = select(ahead, first, select(behind, other, (first + other) / 2))
         return first
     return e.func(*args)
 
 
 def shared(*expressions: Expr) -> tuple[list[tuple[str, Expr]], list[Expr]]:
-    """(named values, the expressions in terms of these). Functions that occur more than once become values `t1`, `t2`, ...
+    """(named values, the expressions in terms of these). Functions that occur more than once become values `t1`, `t2`,
+    ...
 
     Each is in terms of earlier ones.
     """

@@ -1,8 +1,9 @@
 """Attention over a cache of keys and values, as serving does it: kernels and host programs as logical IR.
 
 - `append` stores new keys and values behind those that sequences have.
-- `decode` is for few queries. The keys of all sequences are dealt among programs, each of which has a part; `combine` joins the parts by
-  their LSE (Dao et al. 2023, "Flash-Decoding for long-context inference"), or for fp32 by what the LSE is made of.
+- `decode` is for few queries. The keys of all sequences are dealt among programs, each of which has a part; `combine`
+  joins the parts by their LSE (Dao et al. 2023, "Flash-Decoding for long-context inference"), or for fp32 by what the
+  LSE is made of.
 - `prefill` is the usual forward, for more queries.
 
 In all of them `Nk` is the number of keys of the program's own sequence.
@@ -24,9 +25,9 @@ from attngen.builders.quantised import load_scales, quantise, scale_latents
 from attngen.builders.semantics import exact_parts, listed_blocks
 from attngen.builders.signature import Signature, cached_type, tensor_type
 from attngen.errors import BuildError
-from attngen.heuristics import FEW_LATENT, FEW_QUERIES, RESIDENT_LATENT, RESIDENT_QUANTISED, UNIT, WAVES_LATENT
+from attngen.heuristics import CTAS_PER_SM_LATENT, CTAS_PER_SM_QUANTISED, FEW_LATENT, FEW_QUERIES, UNIT, WAVES_LATENT
 from attngen.ir.expr import cdiv, exp2, floordiv, select, symbol
-from attngen.ir.graph import Cache, Deal, Kernel, Module
+from attngen.ir.graph import Cache, Kernel, KVSplit, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, Host
 from attngen.ir.names import LSE_OF_PARTS, OF_CACHE, SCALES, SHAPES, SUMS_OF_PARTS
@@ -36,13 +37,17 @@ from attngen.spec import Spec
 
 _OF_CACHE = ("Q", "K", "V", "CACHE_SEQLENS")
 APPEND = Signature(
-    "append", "kv", ("K_NEW", "V_NEW", "CACHE_SEQLENS"), ("K", "V"), about="Before all: store new keys and values in the cache."
+    "append",
+    "kv",
+    ("K_NEW", "V_NEW", "CACHE_SEQLENS"),
+    ("K", "V"),
+    about="Before all: store new keys and values in the cache.",
 )
 DECODE = Signature(
     "decode",
     "q",
     _OF_CACHE,
-    packs=True,
+    pack_gqa=True,
     shares="part",
     about="Forward of few queries over a cache: one program per part of a sequence's keys, with the queries of a group of heads as rows.",
 )
@@ -51,10 +56,12 @@ COMBINE = Signature(
     "q",
     ("CACHE_SEQLENS",),
     ("O", "LSE"),
-    packs=True,
+    pack_gqa=True,
     about="After decode: the outputs of a sequence's parts, weighed by the sums of their weights.",
 )
-PREFILL = Signature("prefill", "q", _OF_CACHE, ("O", "LSE"), about="Forward of more queries over a cache: one program per query tile.")
+PREFILL = Signature(
+    "prefill", "q", _OF_CACHE, ("O", "LSE"), about="Forward of more queries over a cache: one program per query tile."
+)
 
 
 def add_cache(module: Module, spec: Spec) -> Module:
@@ -67,9 +74,9 @@ def add_cache(module: Module, spec: Spec) -> Module:
     cache = Cache(spec.cache.page, spec.cache.dtype or "", spec.factors)
     _check(spec)
     _check_names(spec)
-    of_latent: dict[str, Any] = {"resident": RESIDENT_LATENT, "waves": WAVES_LATENT}
-    more = of_latent if spec.rope else {"few": RESIDENT_QUANTISED} if cache.dtype else {}
-    deal = Deal(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT, **more)
+    of_latent: dict[str, Any] = {"ctas_per_sm": CTAS_PER_SM_LATENT, "waves": WAVES_LATENT}
+    more = of_latent if spec.rope else {"ctas_per_sm_packed": CTAS_PER_SM_QUANTISED} if cache.dtype else {}
+    kv_split = KVSplit(cdiv(symbol("Nk"), sympy.Integer(UNIT)), spec.schedule.keys_of_part // UNIT, **more)
     pages, scales = ("PAGE_TABLE",) if cache.page else (), _scales(cache)
 
     def signature(of: Signature) -> Signature:
@@ -77,12 +84,12 @@ def add_cache(module: Module, spec: Spec) -> Module:
 
     kernels = (
         _append(spec, signature(APPEND)),
-        build_forward(spec, signature(DECODE._replace(writes=_parts(spec))), deal),
-        _combine(spec, deal),
+        build_forward(spec, signature(DECODE._replace(writes=_parts(spec))), kv_split),
+        _combine(spec, kv_split),
         build_forward(spec, signature(PREFILL)),
         *(kernel for _, prepared in in_cache(spec.derived()) for kernel in prepared),
     )
-    hosts = (_host_append(spec, cache), _host_decode(spec, replace(module, kernels=kernels), cache, deal))
+    hosts = (_host_append(spec, cache), _host_decode(spec, replace(module, kernels=kernels), cache, kv_split))
     return replace(module, cache=cache, kernels=(*module.kernels, *kernels), hosts=(*module.hosts, *hosts))
 
 
@@ -98,19 +105,26 @@ def _check(spec: Spec) -> None:
         (spec.schedule.order != "q_outer", "walks over keys (`schedule: {order: kv_outer}`)"),
         (listed_blocks(spec) is not None, "visits lists of blocks, which are made of the keys of a whole call"),
         (
-            any(not d.program and {"Nq", "Nk"} & {*d.sources, *(n for s in d.shapes for n in s)} for d in spec.derived()),
+            any(
+                not d.program and {"Nq", "Nk"} & {*d.sources, *(n for s in d.shapes for n in s)} for d in spec.derived()
+            ),
             "has `packed` documents, where a cache has `cache_seqlens` to say where sequences end, and ids of documents within one "
             "(`{document: {sorted: true}}`)",
         ),
     )
     if found := next((what for wrong, what in cannot if wrong), None):
-        raise BuildError(("cache",), f"is asked for, and the spec {found}; expected a spec without that, or without `cache`")
+        raise BuildError(
+            ("cache",), f"is asked for, and the spec {found}; expected a spec without that, or without `cache`"
+        )
 
 
 def _check_names(spec: Spec) -> None:
     """Raise BuildError for an input that has a name which modules with a cache need themselves."""
     if taken := next((i.name for i in spec.inputs() if i.name in OF_CACHE), None):
-        raise BuildError(spec.key_of(taken), f"declares `{taken}`, a name that modules with a cache have themselves; expected another one")
+        raise BuildError(
+            spec.key_of(taken),
+            f"declares `{taken}`, a name that modules with a cache have themselves; expected another one",
+        )
 
 
 def _append(spec: Spec, signature: Signature) -> Kernel:
@@ -155,14 +169,14 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
     return b.kernel()
 
 
-def _combine(spec: Spec, deal: Deal) -> Kernel:
+def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
     """Each row's output is a mean of its parts', by weights exp2(LSE2 of the part - the greatest of them).
 
     For `exact_parts` the weights are sum * exp2(maximum of the part - the greatest of them).
     """
     sink = sink_of(spec)
     b = KernelBuilder(spec, COMBINE._replace(reads=(*_parts(spec), *COMBINE.reads)), [] if sink is None else [sink])
-    b.deal = deal
+    b.kv_split = kv_split
     own = SHARINGS[spec.heads.sharing].owned
     b.tensors()
     b.sizes()
@@ -203,7 +217,8 @@ def _tensors(spec: Spec) -> dict[str, str]:
 
 
 def _stored(spec: Spec) -> dict[str, str]:
-    """The tensors of keys and values in the cache, with their columns. A latent of 8 bits is apart from the columns that are rotated."""
+    """The tensors of keys and values in the cache, with their columns. A latent of 8 bits is apart from the columns
+    that are rotated."""
     return {"K": "D_V", "K_ROPE": "D_ROPE"} if spec.factors == "columns" else _tensors(spec)
 
 
@@ -248,13 +263,15 @@ def _host_append(spec: Spec, cache: Cache) -> Host:
     _caches(spec, b, cache)
     _room(b, cache)
     b.branch("Appended", "stores", of=("K_NEW",))
-    heads = {"Hq": symbol("Hkv")} if SHARINGS[spec.heads.sharing].axis == "h" else {}  # each query head has a K/V head of its own
+    heads = (
+        {"Hq": symbol("Hkv")} if SHARINGS[spec.heads.sharing].axis == "h" else {}
+    )  # each query head has a K/V head of its own
     new = split_columns(b, "stores", "K_NEW", "K_NEW") if spec.rope else ()
     b.launch("append", "stores", (*new, *_in_cache(spec, b, "stores")), Nk=symbol("Nn"), **heads)
     return b.host()
 
 
-def _host_decode(spec: Spec, module: Module, cache: Cache, deal: Deal) -> Host:
+def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) -> Host:
     """The output and the LSE of queries over a cache."""
     b = HostBuilder("decode")
     b.tensor("Q")
@@ -276,9 +293,9 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, deal: Deal) -> Host:
     if spec.rope:
         few, of_part = FEW_LATENT, of_part * floordiv(symbol("Gq") + FEW_QUERIES - 1, sympy.Integer(FEW_QUERIES))
     b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), few), orelse="many_queries")
-    busy = sympy.Max(1, floordiv(deal.programs * symbol("processors"), sympy.Max(1, of_part)))
-    least = least_items(deal.each)
-    room = sympy.Max(1, least) if deal.each else sympy.Max(deal.waves * busy, least)
+    busy = sympy.Max(1, floordiv(kv_split.programs * symbol("processors"), sympy.Max(1, of_part)))
+    least = least_items(kv_split.each)
+    room = sympy.Max(1, least) if kv_split.each else sympy.Max(kv_split.waves * busy, least)
     b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")
     for name in _parts(spec):
         b.alloc(name, "few_queries", Type("f32", ("Hkv", "items", "Gq", *SHAPES[name][3:]), "hbm"))

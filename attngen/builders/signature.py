@@ -1,4 +1,5 @@
-"""What signatures of kernels say: what each reads and writes, the tiles its programs own, its grid. They stand beside their builders."""
+"""What signatures of kernels say: what each reads and writes, the tiles its programs own, its grid. They stand
+beside their builders."""
 
 from __future__ import annotations
 
@@ -9,19 +10,33 @@ from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.graph import Blocks, Cache, GridAxis, Input, Learned
 from attngen.ir.heads import SHARINGS
-from attngen.ir.names import BLOCK_LISTS, CACHED, FLAT, GRADIENTS, OUTPUTS, PAIRS, SCALES, SHAPES, SHARES, SUMS, block_lists, tensor_dtype
+from attngen.ir.names import (
+    BLOCK_LISTS,
+    CACHED,
+    FLAT,
+    GRADIENTS,
+    OUTPUTS,
+    PAIRS,
+    SCALES,
+    SHAPES,
+    SHARES,
+    SUMS,
+    block_lists,
+    tensor_dtype,
+)
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
 
 
 class Signature(NamedTuple):
-    """A kernel's name, the axis of which its programs own tiles, and its tensors; a gradient is shaped as what it is the gradient of.
+    """A kernel's name, the axis of which its programs own tiles, and its tensors; a gradient is shaped as what it is
+    the gradient of.
 
-    What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one tile.
-    One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
-    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part; if it `merges`, two of them
-    write the sum of theirs. To what it `adds` to, other programs add, too. If its heads are `apart`, a program has one of the query heads
-    that share a K/V head, and writes gradients for that. Its keys and values lie in `cache`, if it has one. Of a `latent`, what is named
-    after q or k has the columns of v.
+    What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one
+    tile. One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
+    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part; if it
+    `merges`, two of them write the sum of theirs. To what it `adds` to, other programs add, too. If its heads are
+    `apart`, a program has one of the query heads that share a K/V head, and writes gradients for that. Its keys and
+    values lie in `cache`, if it has one. Of a `latent`, what is named after q or k has the columns of v.
     """
 
     name: str
@@ -29,7 +44,7 @@ class Signature(NamedTuple):
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
-    packs: bool = False
+    pack_gqa: bool = False
     shares: str = ""
     adds: tuple[str, ...] = ()
     apart: bool = False
@@ -46,7 +61,7 @@ class Signature(NamedTuple):
     @property
     def by_key_head(self) -> bool:
         """Whether a program owns a K/V head, for all query heads that share it."""
-        return self.packs or "K" in self.writes or (self.transposed and not self.apart)
+        return self.pack_gqa or "K" in self.writes or (self.transposed and not self.apart)
 
     @property
     def scores(self) -> bool:
@@ -65,7 +80,8 @@ class Signature(NamedTuple):
 
 
 def with_sums(signature: Signature, exact: bool) -> Signature:
-    """The signature of a kernel that makes weights again, or what these are made of: in SUMS if that is to be `exact`, else in the LSE."""
+    """The signature of a kernel that makes weights again, or what these are made of: in SUMS if that is to be
+    `exact`, else in the LSE."""
     if not exact:
         return signature
     reads = tuple(part for name in signature.reads for part in (SUMS if name in ("LSE", "LSE2") else (name,)))
@@ -97,12 +113,13 @@ def tensor_type(name: str, signature: Signature) -> Type:
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS
     parts = [PAIRS if signature.merges else SHARES[signature.shares]] if signature.shares and written else []
-    heads = "Hkv" if signature.packs else "Hq" if written and signature.apart else heads
+    heads = "Hkv" if signature.pack_gqa else "Hq" if written and signature.apart else heads
     return Type(tensor_dtype(name), (batch, heads, *parts, *rest[:-1], _column(name, signature)))
 
 
 def cached_type(cache: Cache, name: str, column: str) -> Type:
-    """The type of a tensor of the cache, which has as many columns as `column` says: of 8-bit numbers, pairs of columns.
+    """The type of a tensor of the cache, which has as many columns as `column` says: of 8-bit numbers, pairs of
+    columns.
 
     Columns that are rotated have the element type of q in any cache.
     """
@@ -118,7 +135,8 @@ def _column(name: str, signature: Signature) -> str:
 
 
 def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]:
-    """The tensors that hold parts of inputs' gradients: an element for each query, score, distance or element (see Learned.by)."""
+    """The tensors that hold parts of inputs' gradients: an element for each query, score, distance or element (see
+    Learned.by)."""
     dtypes, shapes = {i.name: i.dtype for i in inputs}, {i.name: i.shape for i in inputs}
     types = {
         "query": lambda x: Type("f32", ("B", "Hq", "Nq")),
@@ -131,9 +149,14 @@ def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]
 
 
 def tensor_args(
-    signature: Signature, read: dict[str, Type], blocks: Blocks | None = None, dropout: bool = False, parts: Iterable[Arg] = ()
+    signature: Signature,
+    read: dict[str, Type],
+    blocks: Blocks | None = None,
+    dropout: bool = False,
+    parts: Iterable[Arg] = (),
 ) -> list[Arg]:
-    """The tensors of a kernel: what it reads, what mask and modifiers, its block lists and dropout read, what it writes."""
+    """The tensors of a kernel: what it reads, what mask and modifiers, its block lists and dropout read, what it
+    writes."""
 
     def tensors(names: Iterable[str], role: str) -> list[Arg]:
         return [Arg(name, role, tensor_type(name, signature)) for name in names]
@@ -142,20 +165,26 @@ def tensor_args(
     args += [Arg(name, "in", type_) for name, type_ in read.items()]
     if blocks and signature.scores:
         listed = block_lists(signature.own, blocks.data)
-        if "DQ_TURNS" in signature.adds:  # turns are made of the ranks in the lists of queries
+        if "DQ_SEMAPHORE" in signature.adds:  # turns are made of the ranks in the lists of queries
             ranks, *_ = BLOCK_LISTS["q"]
             listed[ranks] = BLOCK_LISTS["q"][ranks]
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
     if dropout and signature.drops:
         args.append(Arg("SEED", "in", Type("i64")))
-    return [*args, *tensors(signature.rewrites, "inout"), *tensors(signature.adds, "sum"), *tensors(signature.writes, "out"), *parts]
+    return [
+        *args,
+        *tensors(signature.rewrites, "inout"),
+        *tensors(signature.adds, "sum"),
+        *tensors(signature.writes, "out"),
+        *parts,
+    ]
 
 
 def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:
     """One program per tile, head and sequence; or per head and sequence, if it rewrites tensors for each of its tiles.
 
-    One that sums gradients of keys owns them for the whole group of query heads; so does one that packs heads. Several programs share each
-    of these, if it shares.
+    One that sums gradients of keys owns them for the whole group of query heads; so does one that packs heads. Several
+    programs share each of these, if it shares.
     """
     own = signature.own
     heads = SHARINGS[sharing].axis if signature.by_key_head else "h"

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect no cycles meanwhile. With torch in memory a collection looks at a million objects, and a compilation makes little garbage."""
+    """Collect no cycles meanwhile. With torch in memory a collection looks at a million objects, and a compilation
+    makes little garbage."""
     ran = gc.isenabled()
     gc.disable()
     try:

@@ -19,7 +19,8 @@ def digest() -> str:
 
 
 def _files(folder: str, inside: str = "") -> dict[str, bytes]:
-    """The bytes of all files below a folder but Python's caches, by their paths there after `inside`. Path objects take twice as long."""
+    """The bytes of all files below a folder but Python's caches, by their paths there after `inside`. Path objects
+    take twice as long."""
     found = {}
     for root, folders, names in os.walk(folder, followlinks=False):
         folders[:] = [name for name in folders if name != "__pycache__"]

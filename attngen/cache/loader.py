@@ -1,4 +1,5 @@
-"""Importing generated modules from source in memory, under names that callers choose: the bytes that were checked are those that run.
+"""Importing generated modules from source in memory, under names that callers choose: the bytes that were checked are
+those that run.
 
 Python's own way would read the files a second time, and take bytecode from `__pycache__` without looking at their text.
 """
@@ -38,7 +39,8 @@ class _Source(ExecutionLoader):
         return self.files[self.file_of(fullname)]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run a module. Triton, which compiles the text of functions, and tracebacks find the same text, not what the file has by then."""
+        """Run a module. Triton, which compiles the text of functions, and tracebacks find the same text, not what
+        the file has by then."""
         path, text = self.get_filename(module.__name__), self.get_source(module.__name__)
         entry = len(text), None, text.splitlines(keepends=True), path  # None: it is not compared with the file
         linecache.cache[path] = entry
@@ -47,9 +49,12 @@ class _Source(ExecutionLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of packages that `import_source` has imported. Nothing else finds them: the paths of these packages are empty."""
+    """Finds the modules of packages that `import_source` has imported. Nothing else finds them: the paths of these
+    packages are empty."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         parent = sys.modules.get(fullname.rpartition(".")[0])
         loader = getattr(parent, "__loader__", None)
         if isinstance(loader, _Source) and loader.file_of(fullname) in loader.files:
@@ -61,13 +66,15 @@ sys.meta_path.append(_Finder())
 
 
 def read_source(folder: Path) -> dict[str, bytes]:
-    """The Python files of a generated module, by name. OSError if they cannot be read, or if the one that is imported is missing."""
+    """The Python files of a generated module, by name. OSError if they cannot be read, or if the one that is
+    imported is missing."""
     others = sorted(path for path in folder.glob("*.py") if path.is_file())
     return {path.name: path.read_bytes() for path in dict.fromkeys((folder / "__init__.py", *others))}
 
 
 def spec_of(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleSpec:
-    """What Python's import takes to import a package from the text of its files; `folder` is where they are said to be."""
+    """What Python's import takes to import a package from the text of its files; `folder` is where they are said to
+    be."""
     spec = importlib.util.spec_from_loader(name, _Source(name, folder, files))
     assert spec is not None
     spec.submodule_search_locations = []
@@ -75,7 +82,8 @@ def spec_of(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleSpec:
 
 
 def import_source(name: str, folder: Path, files: Mapping[str, bytes]) -> ModuleType:
-    """Import a generated module from the text of its files, under an absolute name, anew. Nothing of it stays if that fails."""
+    """Import a generated module from the text of its files, under an absolute name, anew. Nothing of it stays if
+    that fails."""
     forget(name)
     spec = spec_of(name, folder, files)
     assert spec.loader is not None
@@ -101,7 +109,8 @@ def forget(name: str) -> None:
 
 
 def _forget_text(name: str, path: str, entry: Any) -> None:
-    """Remove the text of a module that nothing holds any longer, and its kernels from where Triton, in this version, keeps them."""
+    """Remove the text of a module that nothing holds any longer, and its kernels from where Triton, in this version,
+    keeps them."""
     if linecache.cache.get(path) is entry:  # and not that of a newer copy
         del linecache.cache[path]
     registry = getattr(sys.modules.get("triton.runtime.jit"), "_triton_jit_function_registry", {})

@@ -1,18 +1,19 @@
-"""The cache of built modules: a folder of the user, from which a later process imports what an earlier one has compiled.
+"""The cache of built modules: a folder of the user, from which a later process imports what an earlier one has
+compiled.
 
     modules/causal_mqa_0123456789abcdef/    a module, under its name and a digest of its code
     modules/.receipts/KEY                   the name of that folder; KEY is a digest of what was asked for and of attngen's own files
     modules/.locks/HH.lock                  held by the process that compiles a spec whose hash begins so
 
-A module is written beside its place and moved there. Its code is read once, held against the digest in its name, and run from memory: what
-is half-written or damaged counts as absent, whatever is in its place, and bytecode beside it is not read. What another version of attngen
-has built is found by no key of this one.
+A module is written beside its place and moved there. Its code is read once, held against the digest in its name, and
+run from memory: what is half-written or damaged counts as absent, whatever is in its place, and bytecode beside it is
+not read. What another version of attngen has built is found by no key of this one.
 
-At most MOST modules are kept. One more takes the place of that which was used longest ago, of any version: the time of a folder is when a
-process last imported it.
+At most MOST modules are kept. One more takes the place of that which was used longest ago, of any version: the time of
+a folder is when a process last imported it.
 
-The digest tells damage, not malice: whoever can write in the folder can have this user's processes run their code. So the folder is this
-user's alone, and one in which others can write is refused. docs/security.md says what is trusted.
+The digest tells damage, not malice: whoever can write in the folder can have this user's processes run their code. So
+the folder is this user's alone, and one in which others can write is refused. docs/security.md says what is trusted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from attngen.errors import AttngenError
 VARIABLE = "ATTNGEN_CACHE_DIR"  # in the environment: the folder that holds modules/
 TRUST = "ATTNGEN_TRUST_CACHE"  # in the environment: 1 where a folder that others own or can write is trusted
 PATIENCE = 5.0  # seconds of waiting for another build, after which a line says so
-_TAG = "CACHEDIR.TAG"  # which tells programs that make backups what is a cache (https://bford.info/cachedir/), and us that it is ours
+# which tells programs that make backups what is a cache (https://bford.info/cachedir/), and us that it is ours
+_TAG = "CACHEDIR.TAG"
 _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Modules that attngen has built. `attngen cache --clear` removes them.\n"
 _NAME = re.compile(r"[A-Za-z0-9_]+_([0-9a-f]{16})")  # of a module's folder
 MOST = 512  # modules that are kept, of about 0.2 MB each
@@ -51,7 +53,8 @@ class Kept(NamedTuple):
 
 
 def root() -> Path:
-    """The folder of built modules: in that of ATTNGEN_CACHE_DIR, or in the user's cache folder, as ~/.cache/attngen/modules.
+    """The folder of built modules: in that of ATTNGEN_CACHE_DIR, or in the user's cache folder, as
+    ~/.cache/attngen/modules.
 
     AttngenError if what the variable has cannot be a folder's path.
     """
@@ -70,21 +73,36 @@ def root() -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         shown = repr(given if given and len(given) < 100 else f"{given[:100]}..." if given else "")
-        raise AttngenError(f"{VARIABLE} is {shown}, which cannot be a folder ({why}); expected a path, such as /tmp/mine") from None
+        raise AttngenError(
+            f"{VARIABLE} is {shown}, which cannot be a folder ({why}); expected a path, such as /tmp/mine"
+        ) from None
     return place / "modules"
 
 
 def _check() -> None:
-    """AttngenError if users other than this one and root can have written what is in the cache. ATTNGEN_TRUST_CACHE=1 allows it."""
+    """AttngenError if users other than this one and root can have written what is in the cache.
+    ATTNGEN_TRUST_CACHE=1 allows it."""
     try:
         found = root().stat()
     except OSError:
         return  # there is none, or none that can be read
     others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not stat.S_ISDIR(found.st_mode) or (_is_own(found) and (not others or not _has_users())) or os.environ.get(TRUST) == "1":
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or (_is_own(found) and (not others or not _has_users()))
+        or os.environ.get(TRUST) == "1"
+    ):
         return
-    what = "others than its owner can write in it" if _is_own(found) else f"it belongs to another user ({_owner(found.st_uid)})"
-    mend = "after a look at what is in it, `chmod go-w` it" if _is_own(found) else f"name a folder of your own in {VARIABLE}"
+    what = (
+        "others than its owner can write in it"
+        if _is_own(found)
+        else f"it belongs to another user ({_owner(found.st_uid)})"
+    )
+    mend = (
+        "after a look at what is in it, `chmod go-w` it"
+        if _is_own(found)
+        else f"name a folder of your own in {VARIABLE}"
+    )
     raise AttngenError(
         f"{root()}: {what} (mode {stat.S_IMODE(found.st_mode):04o}), and what is in it runs as code of yours; "
         f"{mend}, or set {TRUST}=1 if you trust all who can write there"
@@ -111,7 +129,8 @@ def _owner(uid: int) -> str:
 
 
 def _read(path: Path, most: int) -> bytes:
-    """The bytes of a file of the cache. OSError if it is none: a link, a pipe, a folder, another user's, longer than `most`."""
+    """The bytes of a file of the cache. OSError if it is none: a link, a pipe, a folder, another user's, longer than
+    `most`."""
     plain = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(path, os.O_RDONLY | plain), "rb") as file:
         found = os.fstat(file.fileno())  # of the file that is read, whatever its name leads to by now
@@ -172,7 +191,8 @@ def keep(name: str, files: dict[str, str]) -> Kept:
 
 
 def _make_room(kept: Path) -> None:
-    """Remove the modules beyond MOST that were used longest ago, but not the one that is kept now; and receipts that lead nowhere."""
+    """Remove the modules beyond MOST that were used longest ago, but not the one that is kept now; and receipts that
+    lead nowhere."""
     used = sorted((_used(folder), folder) for folder in modules() if folder != kept)
     if len(used) < MOST:
         return
@@ -201,7 +221,8 @@ def note(key: str, folder: Path) -> None:
 
 @contextmanager
 def building(spec_hash: str) -> Iterator[None]:
-    """Hold the lock of a spec, so that of many processes one compiles it. The system releases it if the process is killed.
+    """Hold the lock of a spec, so that of many processes one compiles it. The system releases it if the process is
+    killed.
 
     AttngenError if the folder cannot be written, or if others can write it.
     """
@@ -213,7 +234,9 @@ def building(spec_hash: str) -> Iterator[None]:
         _clear_way(root() / _TAG)
         if not (root() / _TAG).exists():
             write_file(root() / _TAG, _TAG_TEXT)
-        held = _own_folder(root() / ".locks") / f"{spec_hash.rpartition(':')[2][:2]}.lock"  # so there are 256 files at most
+        held = (
+            _own_folder(root() / ".locks") / f"{spec_hash.rpartition(':')[2][:2]}.lock"
+        )  # so there are 256 files at most
         _clear_way(held)
         lock = FileLock(held)
         try:
@@ -233,11 +256,14 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise AttngenError(f"{root()}: cannot be written ({error.strerror}); name another folder in {VARIABLE}") from None
+        raise AttngenError(
+            f"{root()}: cannot be written ({error.strerror}); name another folder in {VARIABLE}"
+        ) from None
 
 
 def _own_folder(path: Path) -> Path:
-    """A folder of the cache's own, in place of whatever else has its name. The cache is made if need be, for this user alone."""
+    """A folder of the cache's own, in place of whatever else has its name. The cache is made if need be, for this
+    user alone."""
     root().mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.is_symlink() or not path.is_dir():
         _remove(path)
@@ -261,7 +287,8 @@ def _remove(path: Path) -> None:
 
 
 def unwritable() -> str:
-    """Why modules cannot be kept in the cache, as a sentence; empty if they can. Its nearest parent counts where it is missing."""
+    """Why modules cannot be kept in the cache, as a sentence; empty if they can. Its nearest parent counts where it
+    is missing."""
     nearest = next(path for path in (root(), *root().parents) if os.path.lexists(path))
     if nearest.is_dir():
         try:
@@ -291,13 +318,16 @@ def size(folder: Path) -> int:
 def clear() -> None:
     """Remove all modules. AttngenError if the folder is not one that attngen made, or something cannot be removed.
 
-    The folder stays, with its tag and its locks, and so does what other processes are writing: these may build at the same time.
+    The folder stays, with its tag and its locks, and so does what other processes are writing: these may build at the
+    same time.
     """
     if not root().exists():
         return
     stay = (_TAG, ".locks", ".receipts")
     if not (root() / _TAG).is_file() and any(path.name not in stay and not in_use(path) for path in root().iterdir()):
-        raise AttngenError(f"{root()} is not a cache of attngen (it has no {_TAG}); expected {VARIABLE} to name a folder for caches")
+        raise AttngenError(
+            f"{root()} is not a cache of attngen (it has no {_TAG}); expected {VARIABLE} to name a folder for caches"
+        )
     try:
         for path in (*_own_folder(root() / ".receipts").iterdir(), *root().iterdir()):
             if path.name not in stay and not in_use(path):

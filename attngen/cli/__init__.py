@@ -62,13 +62,18 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     if not out.is_terminal:
         out.width = UNLIMITED
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point: an error that attngen raises on purpose is a line on stderr and exit code 1; usage errors exit with 2."""
+    """Entry point: an error that attngen raises on purpose is a line on stderr and exit code 1; usage errors exit
+    with 2."""
     try:
         app(args, prog_name="attngen")
     except AttngenError as error:

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from attngen.bench.run import Setup, Work
 
 Grids = Annotated[
-    list[str] | None, typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants, decode, mods or a YAML file")
+    list[str] | None,
+    typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants, decode, mods or a YAML file"),
 ]
-Words = typer.Option(metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind")
+Words = typer.Option(
+    metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind"
+)
 Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")
 Rows = typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")
 Compare = typer.Option(help="results.json of another run: show what moved, fail if ours got slower")
@@ -34,43 +37,59 @@ def bench(
     only: Annotated[str | None, Words] = None,
     peers: Annotated[str | None, Peers] = None,
     n: Annotated[str, Rows] = "1024,4096,16384",
-    batch: Annotated[int | None, typer.Option(min=1, max=2**16, help="of SPECS: sequences [default: 16384 / rows]")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, max=2**16, help="of SPECS: sequences [default: 16384 / rows]")
+    ] = None,
     heads: Annotated[int, typer.Option(min=1, max=2**16, help="of SPECS: query heads")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="of SPECS: K/V heads of gqa [default: heads / 4]")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=2**16, help="of SPECS: K/V heads of gqa [default: heads / 4]")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="of SPECS: element type [default: the spec's first]")] = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="folder for results.json, results.csv and plots")] = Path("bench"),
+    out_dir: Annotated[Path, typer.Option("--out", help="folder for results.json, results.csv and plots")] = Path(
+        "bench"
+    ),
     compare: Annotated[Path | None, Compare] = None,
-    from_: Annotated[Path | None, typer.Option("--from", help="measure nothing; show the results.json of a run")] = None,
-    dry: Annotated[bool, typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do")] = False,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="measure nothing; show the results.json of a run")
+    ] = None,
+    dry: Annotated[
+        bool, typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="times are medians of so many rounds")] = 5,
     jobs: Annotated[int | None, Jobs] = None,
     limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
-    host: Annotated[bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")
+    ] = False,
     masks: Annotated[bool, typer.Option("--masks", help="what preparing masks takes, too: plans, block masks")] = False,
 ) -> None:
     """Measure modules beside their peers on this GPU, in one run.
 
-    Forward, backward and both, of each cell (a spec and its sizes) in a process of its own, the peers in turn: milliseconds (medians of
-    rounds, the L2 flushed), TFLOP/s, the fraction of the roof that this run measured, the spread; peak memory of a forward and backward,
-    host time of a forward call, seconds to the first result with empty caches. Peers: ours, flash, cudnn, efficient, math (SDPA's
-    backends), flex (FlexAttention, written from the spec), flex_flash (its backend of FlashAttention-4), fa4 (FlashAttention-4; both where
-    that is installed), flashinfer, naive. Dropout is off, masks and plans are made before. A peer that fails or hangs loses its own figures
-    alone.
+    Forward, backward and both, of each cell (a spec and its sizes) in a process of its own, the peers in turn:
+    milliseconds (medians of rounds, the L2 flushed), TFLOP/s, the fraction of the roof that this run measured, the
+    spread; peak memory of a forward and backward, host time of a forward call, seconds to the first result with empty
+    caches. Peers: ours, flash, cudnn, efficient, math (SDPA's backends), flex (FlexAttention, written from the spec),
+    flex_flash (its backend of FlashAttention-4), fa4 (FlashAttention-4; both where that is installed), flashinfer,
+    naive. Dropout is off, masks and plans are made before. A peer that fails or hangs loses its own figures alone.
 
-    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and variants (what dropout
-    costs, and what block sparsity saves). The last two have tables of their own, as Markdown. And decode: steps of decoding over a cache;
-    mods: functions that people write for FlexAttention, which both sides get, as `attngen.flex_attention` takes them: a table, too.
+    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and
+    variants (what dropout costs, and what block sparsity saves). The last two have tables of their own, as Markdown.
+    And decode: steps of decoding over a cache;
+    mods: functions that people write for FlexAttention, which both sides get, as `attngen.flex_attention` takes them: a
+    table, too.
 
-    Specs with a cache are called over it, by `attention.with_kvcache`. Such a call is timed among many in a CUDA graph, whose inputs rotate
-    through more than the L2 holds. Beside microseconds stand the bytes of K and V that some query sees, the rate at which they are read,
-    in TB/s, and its part of the rate of a copy, which this run measured. SDPA's backends read contiguous caches, with a mask as a tensor
-    where some query does not see all rows; flashinfer, where it is installed, reads pages. --n 1:65536 is one query of each sequence.
+    Specs with a cache are called over it, by `attention.with_kvcache`. Such a call is timed among many in a CUDA graph,
+    whose inputs rotate through more than the L2 holds. Beside microseconds stand the bytes of K and V that some query
+    sees, the rate at which they are read, in TB/s, and its part of the rate of a copy, which this run measured. SDPA's
+    backends read contiguous caches, with a mask as a tensor where some query does not see all rows; flashinfer, where
+    it is installed, reads pages. --n 1:65536 is one query of each sequence.
 
-    With --host also the host's time of a forward call without gradients, of one under torch.compile with and without, and of one in a
-    CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and of a call that does it too.
+    With --host also the host's time of a forward call without gradients, of one under torch.compile with and without,
+    and of one in a CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and
+    of a call that does it too.
 
-    With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if one of ours
-    got slower or was lost. With --compare alone, the cells and peers are those of its file.
+    With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if
+    one of ours got slower or was lost. With --compare alone, the cells and peers are those of its file.
 
     \b
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
@@ -149,7 +168,17 @@ def _show_table(results: Results, out_dir: Path) -> None:
     """Print the table of a run, and write its files."""
     from attngen.bench import plots
     from attngen.bench.reports import reports
-    from attngen.bench.results import CACHE_HEADINGS, HEADINGS, HOST_HEADINGS, MASK_HEADINGS, cache_rows, host_rows, mask_rows, ratios, rows
+    from attngen.bench.results import (
+        CACHE_HEADINGS,
+        HEADINGS,
+        HOST_HEADINGS,
+        MASK_HEADINGS,
+        cache_rows,
+        host_rows,
+        mask_rows,
+        ratios,
+        rows,
+    )
     from attngen.codegen.files import write_file
 
     m = results.machine
@@ -164,7 +193,14 @@ def _show_table(results: Results, out_dir: Path) -> None:
     tables = reports(results)
     for text in tables.values():
         print(f"\n{text}")
-    files = {"results.json": results.text(), "results.csv": results.csv(), **tables, **(plots.plots(results) if plots.available() else {})}
+    files = {
+        "results.json": results.text(),
+        "results.csv": results.csv(),
+        **tables,
+        **(plots.plots(results) if plots.available() else {}),
+    }
     for name, text in files.items():
         write_file(out_dir / name, text)
-    print(f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}")
+    print(
+        f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}"
+    )

@@ -21,12 +21,14 @@ def build(
     specs: SpecPaths = None,
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets one folder per spec")] = GENERATED,
     every: Every = False,
-    check: Annotated[bool, typer.Option("--check", help="write nothing; fail, with a diff, if files are not what the specs give")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="write nothing; fail, with a diff, if files are not what the specs give")
+    ] = False,
 ) -> None:
     """Compile specs to Triton modules.
 
-    Each gets a folder with __init__.py, kernels.py, schedule.ir and report.json. All specs are compiled before anything is
-    written, so a wrong one leaves every file as it was; every wrong one is named.
+    Each gets a folder with __init__.py, kernels.py, schedule.ir and report.json. All specs are compiled before anything
+    is written, so a wrong one leaves every file as it was; every wrong one is named.
 
     \b
     attngen build specs/causal_mqa.yaml               writes generated/causal_mqa/
@@ -37,7 +39,9 @@ def build(
     complain("\n".join(unread))  # now: the others take a while
     names = [spec.name for _, spec in loaded]
     if twin := next((path for path, spec in loaded if names.count(spec.name) > 1), None):
-        raise SpecError(f"{twin}: another spec of this build is named `{dict(loaded)[twin].name}` too; names must differ")
+        raise SpecError(
+            f"{twin}: another spec of this build is named `{dict(loaded)[twin].name}` too; names must differ"
+        )
     _note(loaded)
     modules, unbuilt = make_each(make_module, loaded, out_dir)
     complain("\n".join(unbuilt))
@@ -90,24 +94,38 @@ def _tiles(module: Module, written: set[str]) -> str:
 
     Those of long calls come last, with their backend, where that is another one.
     """
-    launched = [kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.dots]
-    have = [k.name for k in launched if written & {a.name for a in k.args if a.role in ("out", "inout")}]
-    rows = [next((r for r in reversed(module.rows(name)) if r.device == "sm90"), None) for name in have]
-    long = [
-        row for k in module.kernels if k.dots and _gives(k, written) for _, row in module.stand_ins(k.name)[-1:] if row.device == "sm90"
+    launched = [
+        kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.dots
     ]
-    tiles = [" ".join(row.tile if row else "none" for row in rows), *dict.fromkeys(f"{row.backend} {row.tile}" for row in long)]
+    have = [k.name for k in launched if written & {a.name for a in k.args if a.role in ("out", "inout")}]
+    rows = [next((r for r in reversed(module.configs(name)) if r.device == "sm90"), None) for name in have]
+    long = [
+        row
+        for k in module.kernels
+        if k.dots and _gives(k, written)
+        for _, row in module.stand_ins(k.name)[-1:]
+        if row.device == "sm90"
+    ]
+    tiles = [
+        " ".join(row.tile if row else "none" for row in rows),
+        *dict.fromkeys(f"{row.backend} {row.tile}" for row in long),
+    ]
     return ", ".join(filter(None, tiles))
 
 
 def _gives(kernel: Kernel, written: set[str]) -> bool:
     """Whether a kernel writes one of these tensors, or sums of which another one makes it."""
-    return any(a.role in ("out", "inout", "sum") and {a.name, a.name.removesuffix("_ACC")} & written for a in kernel.args)
+    return any(
+        a.role in ("out", "inout", "sum") and {a.name, a.name.removesuffix("_ACC")} & written for a in kernel.args
+    )
 
 
 def emit(
     ir: Annotated[
-        Path, typer.Argument(metavar="FILE", help="textual IR of the target phase, as in generated/NAME/schedule.ir", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE", help="textual IR of the target phase, as in generated/NAME/schedule.ir", show_default=False
+        ),
     ],
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the module's folder", show_default=False)],
     verbose: Annotated[bool, typer.Option("--verbose", help="print the IR too where it breaks a rule")] = False,
@@ -125,22 +143,31 @@ def emit(
 
     module = _read(ir, verbose)
     if module.phase != "target":
-        raise AttngenError(f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir")
+        raise AttngenError(
+            f"{ir}: the IR is in phase `{module.phase}`; expected phase `target`, the last, as in schedule.ir"
+        )
     files = keep(module, render(module), out_dir / module.name)
     write_module(files, out_dir / module.name)
     print(out_dir / module.name)
 
 
 def dump(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="a spec file; or IR, as generated/NAME/schedule.ir", show_default=False)],
-    after: Annotated[str | None, typer.Option(help="pass to stop after, `build` for the logical IR [default: the last]")] = None,
+    spec: Annotated[
+        Path,
+        typer.Argument(metavar="SPEC", help="a spec file; or IR, as generated/NAME/schedule.ir", show_default=False),
+    ],
+    after: Annotated[
+        str | None, typer.Option(help="pass to stop after, `build` for the logical IR [default: the last]")
+    ] = None,
     graph: Annotated[Path | None, typer.Option(help="write the kernels' graphs to a .dot or .svg file instead")] = None,
-    lanes: Annotated[Path | None, typer.Option(help="write what its roles do over time to this .svg file instead")] = None,
+    lanes: Annotated[
+        Path | None, typer.Option(help="write what its roles do over time to this .svg file instead")
+    ] = None,
 ) -> None:
     """Print the IR after a pass, or draw it.
 
-    --lanes draws the kernel whose warps have roles: what each does over time, the slots of rings, the products in flight. Durations are
-    assumed. Of a file of IR, edited by hand, it draws what the text says.
+    --lanes draws the kernel whose warps have roles: what each does over time, the slots of rings, the products in
+    flight. Durations are assumed. Of a file of IR, edited by hand, it draws what the text says.
 
     \b
     attngen dump specs/causal_mqa.yaml                          the final IR

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def complete_spec(incomplete: str) -> list[str]:
-    """What a shell may complete a spec's file to: the files of specs/ that start so; without any, folders and other *.yaml files."""
+    """What a shell may complete a spec's file to: the files of specs/ that start so; without any, folders and other
+    *.yaml files."""
     if found := [str(path) for path in sorted(SPECS.glob("*.yaml")) if str(path).startswith(incomplete)]:
         return found
     paths = [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob(f"{escape(incomplete)}*"))]
@@ -29,7 +30,9 @@ def complete_spec(incomplete: str) -> list[str]:
 
 
 SPECS, GENERATED = Path("specs"), Path("generated")
-_FILE = typer.Argument(metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec)
+_FILE = typer.Argument(
+    metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec
+)
 _FILES = typer.Argument(metavar="SPECS", help="spec files", show_default=False, autocompletion=complete_spec)
 SpecPath = Annotated[Path, _FILE]
 SpecPaths = Annotated[list[Path] | None, _FILES]
@@ -51,7 +54,9 @@ def all_specs() -> list[Path]:
     """Every file of specs/; SpecError if there is none."""
     found = sorted(SPECS.glob("*.yaml"))
     if not found:
-        raise SpecError(f"no *.yaml in {SPECS}/; run attngen in the folder that holds {SPECS}/, or write one with `attngen new NAME`")
+        raise SpecError(
+            f"no *.yaml in {SPECS}/; run attngen in the folder that holds {SPECS}/, or write one with `attngen new NAME`"
+        )
     return found
 
 
@@ -79,7 +84,8 @@ def load_specs(paths: Sequence[Path]) -> list[tuple[Path, Spec]]:
 def make_each(
     make: Callable[..., T], loaded: Sequence[tuple[Path, Spec]], *args: object, workers: int | None = None
 ) -> tuple[list[T], list[str]]:
-    """`make(path, spec, *args)` of each spec, and what is wrong with the others; many are made by as many processes as cores."""
+    """`make(path, spec, *args)` of each spec, and what is wrong with the others; many are made by as many processes
+    as cores."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 

@@ -27,15 +27,19 @@ def explain(
     n: Annotated[int, typer.Option("--seq", min=1, max=2**24, help="queries and keys")] = 16384,
     batch: Annotated[int, typer.Option(min=1, max=2**16, help="sequences")] = 1,
     heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="query heads [default: 16]")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")
+    ] = None,
     theory: Annotated[bool, typer.Option("--theory", help="theorems instead: closed forms, orders, limits")] = False,
     model: Annotated[str | None, typer.Option(help="with --theory, for a layer of this model, as in llama-70b")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="OUT", help="write a page to this .html file instead")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="OUT", help="write a page to this .html file instead")
+    ] = None,
 ) -> None:
     """Show formulas, SRAM fit, bytes, FLOPs, roofline and tiles.
 
-    For every device that attngen knows, at the problem size that the options give. The page of --html has charts and maps of
-    tiles too, the IR after each pass, and the generated code; it is one file that loads nothing.
+    For every device that attngen knows, at the problem size that the options give. The page of --html has charts and
+    maps of tiles too, the IR after each pass, and the generated code; it is one file that loads nothing.
 
     \b
     attngen explain specs/causal_mqa.yaml
@@ -63,8 +67,11 @@ def explain(
         out.print(part)
 
 
-def _head_counts(path: Path, spec: Spec, heads: int | None, kv_heads: int | None, model: Model | None) -> tuple[int, int]:
-    """How many query heads and K/V heads there are, by the options or the model; AttngenError if the spec has no such heads."""
+def _head_counts(
+    path: Path, spec: Spec, heads: int | None, kv_heads: int | None, model: Model | None
+) -> tuple[int, int]:
+    """How many query heads and K/V heads there are, by the options or the model; AttngenError if the spec has no
+    such heads."""
     from attngen.ir.heads import SHARINGS
 
     sharing, dim = spec.heads.sharing, spec.head_dim
@@ -89,7 +96,7 @@ def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[Renderabl
     """What is shown without --theory."""
     from attngen.certify.certificate import keep
     from attngen.codegen.render import render
-    from attngen.lowering.pipeline import stages, undivided
+    from attngen.lowering.pipeline import stages, unspecialized
     from attngen.report.explain import explain as explanation
     from attngen.spec import naming
 
@@ -97,7 +104,7 @@ def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[Renderabl
         steps = dict(stages(spec))
     *_, module = steps.values()
     report = json.loads(keep(module, render(module), GENERATED / module.name)["report.json"])
-    return explanation(module, problem, report, undivided(spec, steps["dce"]))
+    return explanation(module, problem, report, unspecialized(spec, steps["dce"]))
 
 
 def _write_page(path: Path, spec: Spec, problem: Problem, html: Path) -> None:

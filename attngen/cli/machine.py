@@ -1,4 +1,5 @@
-"""Commands about this machine: `doctor`, which says what is here to run modules with, and `cache`, where `attngen.build` keeps them."""
+"""Commands about this machine: `doctor`, which says what is here to run modules with, and `cache`, where
+`attngen.build` keeps them."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from attngen.errors import AttngenError
 def doctor() -> None:
     """Say what is here: torch, Triton, GPUs, the cache.
 
-    It says whether torch and Triton are a pair that is supported; of each GPU, the class of devices whose schedules it takes; without
-    one, that kernels run in Triton's interpreter; and where `attngen.build` keeps modules. It fails where modules cannot run, and says
-    what to do.
+    It says whether torch and Triton are a pair that is supported; of each GPU, the class of devices whose schedules it
+    takes; without one, that kernels run in Triton's interpreter; and where `attngen.build` keeps modules. It fails
+    where modules cannot run, and says what to do.
 
     \b
     attngen doctor
@@ -87,8 +88,16 @@ def _devices(triton: str, numpy: str) -> list[str]:
         _print("", "TRITON_INTERPRET=1 is set, so kernels run on the CPU all the same, in Triton's interpreter")
     elif not torch.cuda.device_count():
         built = "" if torch.version.cuda or torch.version.hip else " (this torch is built for CPUs alone)"
-        _print("gpu", f"none{built}: kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment")
-        _print("", "TRITON_INTERPRET=1 is set" if interpreted else "TRITON_INTERPRET is not set; `attngen test` sets it itself")
+        _print(
+            "gpu",
+            f"none{built}: kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment",
+        )
+        _print(
+            "",
+            "TRITON_INTERPRET=1 is set"
+            if interpreted
+            else "TRITON_INTERPRET is not set; `attngen test` sets it itself",
+        )
     if (interpreted or not torch.cuda.device_count()) and (why := interpreter_fails(triton, numpy)):
         wrong.append(why)
     return wrong
@@ -101,7 +110,10 @@ def _gpu(properties: Any) -> tuple[str, str]:
     from attngen.devices import class_of
 
     if torch.version.hip:
-        return f"{properties.name}, {properties.gcnArchName}: schedules of class {class_of(properties.gcnArchName).name}", ""
+        return (
+            f"{properties.name}, {properties.gcnArchName}: schedules of class {class_of(properties.gcnArchName).name}",
+            "",
+        )
     capability = properties.major, properties.minor
     about = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
     if capability < (8, 0):
@@ -112,9 +124,9 @@ def _gpu(properties: Any) -> tuple[str, str]:
 def cache(clear: Annotated[bool, typer.Option("--clear", help="remove all modules in it")] = False) -> None:
     """Show the modules that `attngen.build` keeps, or remove them.
 
-    They are in the user's cache folder, or in the one that ATTNGEN_CACHE_DIR names, of every version of attngen that has built some.
-    There are at most 512: one more takes the place of that which was used longest ago.
-    A cache that other users own or can write is not loaded, unless ATTNGEN_TRUST_CACHE=1 is set.
+    They are in the user's cache folder, or in the one that ATTNGEN_CACHE_DIR names, of every version of attngen that
+    has built some. There are at most 512: one more takes the place of that which was used longest ago. A cache that
+    other users own or can write is not loaded, unless ATTNGEN_TRUST_CACHE=1 is set.
 
     \b
     attngen cache

@@ -17,7 +17,9 @@ def specs_for(
     config: Annotated[Path, typer.Argument(help="a config.json of Hugging Face's transformers", show_default=False)],
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the specs")] = Path("specs"),
     use: Annotated[str, typer.Option("--for", help="training, serving or both")] = "both",
-    dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32; without it, what the configuration says")] = "",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="bf16, fp16 or fp32; without it, what the configuration says")
+    ] = "",
 ) -> None:
     """Write the specs of a model's attention layers.
 

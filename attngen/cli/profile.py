@@ -18,18 +18,25 @@ if TYPE_CHECKING:
 def profile(
     spec: SpecPath,
     seq: Annotated[str, typer.Option(help="lengths, queries and keys")] = "4096,8192",
-    tiles: Annotated[str, typer.Option(help="rows of tiles that stay on chip; `none`: only as specs are built")] = "16,32,64,128",
+    tiles: Annotated[
+        str, typer.Option(help="rows of tiles that stay on chip; `none`: only as specs are built")
+    ] = "16,32,64,128",
     direction: Annotated[str, typer.Option(help="forward, backward or both")] = "both",
     batch: Annotated[int, typer.Option(min=1, max=2**16, help="sequences")] = 8,
     heads: Annotated[int, typer.Option(min=1, max=2**16, help="query heads")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")
+    ] = None,
     budget: Annotated[int, typer.Option(min=1, help="seconds that ncu may take")] = 600,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="folder that gets profile.csv, profile.json and profile.svg")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="folder that gets profile.csv, profile.json and profile.svg")
+    ] = None,
 ) -> None:
     """Measure the bytes that kernels move, beside what is predicted.
 
-    On a machine with CUDA and ncu (NVIDIA Nsight Compute): bytes of device memory, and loads and stores as the kernels ask them of
-    the L2, of each kernel in either order of loops, and of naive attention. Caches are flushed before each kernel; clocks stay as they are.
+    On a machine with CUDA and ncu (NVIDIA Nsight Compute): bytes of device memory, and loads and stores as the kernels
+    ask them of the L2, of each kernel in either order of loops, and of naive attention. Caches are flushed before each
+    kernel; clocks stay as they are.
 
     \b
     attngen profile specs/causal_fa1.yaml
@@ -43,15 +50,21 @@ def profile(
 
     loaded = load_spec(spec)
     if direction not in (*DIRECTIONS, "both"):
-        raise typer.BadParameter(f"`{direction}` is no direction; {suggest(direction, (*DIRECTIONS, 'both'))}", param_hint="--direction")
+        raise typer.BadParameter(
+            f"`{direction}` is no direction; {suggest(direction, (*DIRECTIONS, 'both'))}", param_hint="--direction"
+        )
     if kv_heads is not None and loaded.heads.sharing != "gqa":
-        raise AttngenError(f"--kv-heads is for gqa; {spec} says {loaded.heads.sharing}, whose number of K/V heads is fixed")
+        raise AttngenError(
+            f"--kv-heads is for gqa; {spec} says {loaded.heads.sharing}, whose number of K/V heads is fixed"
+        )
     shared = kv_heads or SHARINGS[loaded.heads.sharing].kv_heads(heads, 4)
     lengths, rows = _numbers(seq, "--seq"), _numbers(tiles, "--tiles") if tiles != "none" else []
     if wrong := next((t for t in rows if t not in (16, 32, 64, 128, 256)), None):
         raise typer.BadParameter(f"{wrong} rows; expected 16, 32, 64, 128 or 256", param_hint="--tiles")
     if direction == "backward" and not loaded.trains:
-        raise AttngenError(f"--direction backward is for modules that have one; {spec} says `backward: false`; expected forward")
+        raise AttngenError(
+            f"--direction backward is for modules that have one; {spec} says `backward: false`; expected forward"
+        )
     directions = (DIRECTIONS if loaded.trains else DIRECTIONS[:1]) if direction == "both" else (direction,)
     with err.status("profiling") as status, naming(spec):
         found = run(loaded, spec, Problem(batch, heads, shared), lengths, rows, directions, budget, status.update)
@@ -64,14 +77,19 @@ def _show(found: Found) -> None:
     """Print a table of what was counted, and what failed."""
     from attngen.bench.profile_results import ORDERS, ratio
 
-    table = new_table("order", "on chip", "N", "kernel", "tile", "GB DRAM", "predicted", "ratio", "GB L2", "predicted", "ratio")
+    table = new_table(
+        "order", "on chip", "N", "kernel", "tile", "GB DRAM", "predicted", "ratio", "GB L2", "predicted", "ratio"
+    )
     for line in found.lines:
         moved = line.predicted
         kernel = f"{line.kernel} {line.direction}"
         cells = [ORDERS.get(line.order, line.order), str(line.tile or "as built"), str(line.n), kernel, line.tiles]
         for level in ("dram", "l2"):
             near = ratio(line, level)
-            cells += [f"{getattr(line.measured, level) / 1e9:.3f}", f"{getattr(moved, level) / 1e9:.3f}" if moved else ""]
+            cells += [
+                f"{getattr(line.measured, level) / 1e9:.3f}",
+                f"{getattr(moved, level) / 1e9:.3f}" if moved else "",
+            ]
             cells.append(f"{near:.2f}" if near is not None else "")
         table.add_row(*cells)
     out.print(f"{found.spec} on {found.device}: B={found.batch}, {found.heads} heads, {found.kv_heads} K/V heads")
@@ -87,5 +105,7 @@ def _numbers(text: str, option: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise typer.BadParameter(f"`{text}`; expected whole numbers with commas between them, as in 4096,16384", param_hint=option)
+        raise typer.BadParameter(
+            f"`{text}`; expected whole numbers with commas between them, as in 4096,16384", param_hint=option
+        )
     return found

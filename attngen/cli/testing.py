@@ -30,12 +30,12 @@ def test(
 ) -> None:
     """Test modules of specs against naive attention.
 
-    It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors of the results and of every gradient are
-    relative, against fp64. A case passes if none is above twice what naive attention has in the same dtype. Specs that cannot be read are
-    named, and the others are tested (not with --report, whose page is of all).
+    It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors of the results and of
+    every gradient are relative, against fp64. A case passes if none is above twice what naive attention has in the same
+    dtype. Specs that cannot be read are named, and the others are tested (not with --report, whose page is of all).
 
-    With --report every layout, calls over caches and, on CUDA, up to 32k queries and keys, in every element type; a second run must give
-    the same bits.
+    With --report every layout, calls over caches and, on CUDA, up to 32k queries and keys, in every element type; a
+    second run must give the same bits.
 
     \b
     attngen test specs/causal_mqa.yaml
@@ -56,7 +56,8 @@ def test(
 
 
 def _interpret_without_cuda() -> bool:
-    """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before triton is imported."""
+    """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before
+    triton is imported."""
     import torch
 
     from attngen.conformance.interpreter import check_interpreter, lighten
@@ -116,12 +117,20 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         dtypes = list(dict.fromkeys(dtype for _, dtype in work))
         work += [(case, d) for d in dtypes for case in (cache_cases(loaded, cuda) if loaded.cache else [])]
         longest = max(26, *(len(str(case)) for case, _ in work)) + 2
-        print(f"{'case':<{longest}}{'dtype':<7}{''.join(f'{name:<{width}}' for name, width in widths.items())}worst, over naive")
+        print(
+            f"{'case':<{longest}}{'dtype':<7}{''.join(f'{name:<{width}}' for name, width in widths.items())}worst, over naive"
+        )
         for case, dtype in work:
             status.update(f"{case} {dtype}")
             result = result_of(generated, loaded, case, dtype, device, seed)
             failed += not result.ok
-            errors = "".join(f"{result.ours[name]:<{width}.1e}" for name, width in widths.items() if name in result.ours)
+            errors = "".join(
+                f"{result.ours[name]:<{width}.1e}" for name, width in widths.items() if name in result.ours
+            )
             ratio = f"{result.worst} {result.ratio(result.worst):.2f}x"
             print(f"{case!s:<{longest}}{dtype:<7}{errors}{ratio:<14} {'ok' if result.ok else 'FAILED'}", flush=True)
-    return f"{count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error" if failed else ""
+    return (
+        f"{count(failed, 'case')} of {loaded.name} further from the truth than twice naive attention's error"
+        if failed
+        else ""
+    )

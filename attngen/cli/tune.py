@@ -21,26 +21,34 @@ def tune(
     specs: SpecPaths = None,
     every: Every = False,
     device: Annotated[str | None, typer.Option(help=f"of {', '.join(DEVICES)} [default: the GPU here]")] = None,
-    budget: Annotated[float | None, typer.Option(min=1, help="seconds of measuring [default: as many as it takes]")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="seconds of measuring [default: as many as it takes]")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show what would be measured, and why the rest would not; needs no GPU")
     ] = False,
     whole_grid: Annotated[
         int | None, typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
     ] = None,
-    results: Annotated[Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")] = None,
-    table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the table [default: that of the device's class, in attngen/schedule]")
+    results: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="the table [default: that of the device's class, in attngen/schedule]"),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")
+    ] = None,
 ) -> None:
     """Measure the schedules that the model left; keep the fastest.
 
-    What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by kernel, for 512,
-    1k, 4k and 16k queries and keys; where keys of a cache are dealt among programs, for 8 sequences of 16k keys, and for 4 and 64 rows of
-    queries that share a K/V head. The fastest go into a table, from which `attngen build` takes them for every kernel of their
-    class; where none is faster than the model's choice in all rounds but one, and by 2%, that stays. On Hopper, forwards whose warps have
-    roles compete from 1k on, if the compiler gives them their certificate; a build takes them where they beat the portable kernel.
+    What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by
+    kernel, for 512, 1k, 4k and 16k queries and keys; where keys of a cache are dealt among programs, for 8 sequences of
+    16k keys, and for 4 and 64 rows of queries that share a K/V head. The fastest go into a table, from which `attngen
+    build` takes them for every kernel of their class; where none is faster than the model's choice in all rounds but
+    one, and by 2%, that stays. On Hopper, forwards whose warps have roles compete from 1k on, if the compiler gives
+    them their certificate; a build takes them where they beat the portable kernel.
 
     \b
     attngen tune specs/causal_mha.yaml --dry-run         the candidates; needs no GPU
@@ -56,7 +64,9 @@ def tune(
     if len(sources) < len(loaded):
         raise SpecError("two of the specs have one name; expected each once")
     if whole_grid is not None and whole_grid not in (sizes := [rows for _, rows in RANGES]):
-        raise AttngenError(f"--whole-grid {whole_grid} is not a size that is measured; expected one of {', '.join(map(str, sizes))}")
+        raise AttngenError(
+            f"--whole-grid {whole_grid} is not a size that is measured; expected one of {', '.join(map(str, sizes))}"
+        )
     name, here = run.which_device(device, dry_run, results)
     plans, unbuilt = make_each(_plan, loaded, DEVICES[name].cls)
     if unbuilt:
@@ -108,7 +118,9 @@ def _measure(
     path = table or path_of(home)
     before = read_table(path) if path.is_file() else Table(home)
     if DEVICES[before.device].cls != of_class:
-        raise AttngenError(f"{path}: a table of {before.device}; expected one of the class {of_class}, as {device} is, or no file yet")
+        raise AttngenError(
+            f"{path}: a table of {before.device}; expected one of the class {of_class}, as {device} is, or no file yet"
+        )
     found = run.read_results(results, device, plans)
     print(summary.aligned(summary.MEASURED))
     for plan, known in run.known(plans, found):
@@ -120,4 +132,6 @@ def _measure(
     print("\n".join(summary.totals(run.known(plans, found))))
     after = run.tabled(before, plans, found)
     write_file(path, after.text())
-    print(f"{path} has {len(after.entries)} measured schedules\nnext: attngen build --all; attngen verify --all --write")
+    print(
+        f"{path} has {len(after.entries)} measured schedules\nnext: attngen build --all; attngen verify --all --write"
+    )

@@ -13,9 +13,12 @@ _SIGN = re.compile(r" (or|and|==|!=|<=|>=|<|>|\||&|\+|-|\*|//|/|%) ")
 
 
 def statement(text: str, most: int) -> str:
-    """Break a statement into lines of at most `most` characters, if possible. A value or condition broken at operators gets brackets."""
+    """Break a statement into lines of at most `most` characters, if possible. A value or condition broken at
+    operators gets brackets."""
     if len(text) > most and (asked := re.fullmatch(r"(if|while) (.*):", text)) and _cuts(without_texts(asked[2])):
-        return "\n".join([f"{asked[1]} (", *(f"    {line}" for line in expression(asked[2], most - 4).splitlines()), "):"])
+        return "\n".join(
+            [f"{asked[1]} (", *(f"    {line}" for line in expression(asked[2], most - 4).splitlines()), "):"]
+        )
     name, _, value = text.partition(" = ")
     if len(text) <= most or not re.fullmatch(r"\w+", name):
         return expression(text, most)
@@ -32,7 +35,9 @@ def expression(text: str, most: int) -> str:
     cuts = _cuts(plain)
     if cuts:
         pieces = [text[start:end] for start, end in zip([0, *(at + 1 for at in cuts)], [*cuts, len(text)])]
-        return "\n".join(expression(pieces[0], most) if i == 0 else _operand(piece, most) for i, piece in enumerate(pieces))
+        return "\n".join(
+            expression(pieces[0], most) if i == 0 else _operand(piece, most) for i, piece in enumerate(pieces)
+        )
     pairs = brackets(plain)
     if not pairs:
         return text
@@ -44,14 +49,16 @@ def expression(text: str, most: int) -> str:
 
 
 def parted(text: str, start: int, end: int) -> list[str]:
-    """What stands between the commas from `start` up to `end` that are in no brackets; the last is empty after a comma at the end."""
+    """What stands between the commas from `start` up to `end` that are in no brackets; the last is empty after a
+    comma at the end."""
     plain = without_texts(text)
     commas = [i for i in outermost(plain, start, end) if plain[i] == ","]
     return [text[a:b].strip() for a, b in zip([start, *(i + 1 for i in commas)], [*commas, end])]
 
 
 def comma_after(items: list[str], opening: str) -> str:
-    """What follows each item on a line of its own: a comma in lists and calls; `opening` is the bracket and what is before it."""
+    """What follows each item on a line of its own: a comma in lists and calls; `opening` is the bracket and what is
+    before it."""
     return "," if len(items) > 1 or (re.fullmatch(r"\w\(", opening) and " for " not in items[0]) else ""
 
 
@@ -62,12 +69,14 @@ def _operand(piece: str, most: int) -> str:
 
 
 def without_texts(text: str) -> str:
-    """The text with underscores in place of quoted strings, because brackets, commas and operators in them do not count."""
+    """The text with underscores in place of quoted strings, because brackets, commas and operators in them do not
+    count."""
     return re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), text)
 
 
 def outermost(plain: str, start: int, end: int) -> list[int]:
-    """The positions from `start` up to `end` that are in no brackets; the outermost brackets themselves are among them."""
+    """The positions from `start` up to `end` that are in no brackets; the outermost brackets themselves are among
+    them."""
     places, depth = [], 0
     for i in range(start, end):
         depth -= plain[i] in ")]"
@@ -86,6 +95,10 @@ def brackets(plain: str) -> list[tuple[int, int]]:
 def _cuts(plain: str) -> list[int]:
     """The positions of the spaces before those operators outside brackets that bind least."""
     outside = set(outermost(plain, 0, len(plain)))
-    found = [(match.start(), _LEVEL[match[1]]) for match in re.finditer(rf"(?={_SIGN.pattern})", plain) if match.start() in outside]
+    found = [
+        (match.start(), _LEVEL[match[1]])
+        for match in re.finditer(rf"(?={_SIGN.pattern})", plain)
+        if match.start() in outside
+    ]
     least = min((level for _, level in found), default=0)
     return [at for at, level in found if level == least]

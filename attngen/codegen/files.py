@@ -1,4 +1,5 @@
-"""Writes files whole or not at all. All files of a generated module are written or none, and only over what attngen wrote."""
+"""Writes files whole or not at all. All files of a generated module are written or none, and only over what attngen
+wrote."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from attngen.errors import AttngenError
 def write_module(files: dict[str, str], folder: Path) -> bool:
     """Write a generated module to `folder`, whole or not at all; True if anything changed.
 
-    The files are written to a temporary folder beside `folder`, which is then moved into place. If `folder` is a link, the
-    folder that it leads to is written. Raises AttngenError if `folder` holds something that attngen did not generate, or cannot be written.
+    The files are written to a temporary folder beside `folder`, which is then moved into place. If `folder` is a link,
+    the folder that it leads to is written. Raises AttngenError if `folder` holds something that attngen did not
+    generate, or cannot be written.
     """
     try:
         folder = folder.resolve() if folder.is_dir() else folder
@@ -42,7 +44,8 @@ def write_module(files: dict[str, str], folder: Path) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write one file whole or not at all. Its folder is made if need be; if `path` is a link, the file that it leads to is written.
+    """Write one file whole or not at all. Its folder is made if need be; if `path` is a link, the file that it leads to
+    is written.
 
     Raises AttngenError if it cannot be written.
     """
@@ -60,7 +63,8 @@ def write_file(path: Path, text: str) -> None:
 
 @contextmanager
 def scratch(target: Path) -> Iterator[Path]:
-    """A temporary hidden folder beside `target`; its name contains the target's name, the machine and the process id."""
+    """A temporary hidden folder beside `target`; its name contains the target's name, the machine and the process
+    id."""
     with tempfile.TemporaryDirectory(prefix=f"{_scratch_prefix(target)}{os.getpid()}-", dir=target.parent) as folder:
         yield Path(folder)
 
@@ -73,7 +77,11 @@ def _remove_leftovers(target: Path) -> None:
     """Remove hidden folders for `target` that killed processes of this machine left behind."""
     prefix = _scratch_prefix(target)
     for folder in target.parent.glob(".*"):
-        if folder.name.startswith(prefix) and folder.name.removeprefix(prefix).partition("-")[0].isdecimal() and not in_use(folder):
+        if (
+            folder.name.startswith(prefix)
+            and folder.name.removeprefix(prefix).partition("-")[0].isdecimal()
+            and not in_use(folder)
+        ):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -103,9 +111,13 @@ def _refuse_strangers(files: dict[str, str], folder: Path) -> None:
     found = {p.name for p in entries}
     if found and "schedule.ir" not in found:
         raise AttngenError(f"{folder} exists and is not a generated module (it has no schedule.ir); give another --out")
-    strangers = sorted(p.name for p in entries if not p.is_file() or p.is_symlink() or (p.name not in files and not _was_generated(p)))
+    strangers = sorted(
+        p.name for p in entries if not p.is_file() or p.is_symlink() or (p.name not in files and not _was_generated(p))
+    )
     if strangers:
-        raise AttngenError(f"{folder} holds {', '.join(strangers)}, which attngen does not write; move it elsewhere, or give another --out")
+        raise AttngenError(
+            f"{folder} holds {', '.join(strangers)}, which attngen does not write; move it elsewhere, or give another --out"
+        )
 
 
 def _was_generated(path: Path) -> bool:
@@ -128,7 +140,8 @@ def _swap(fresh: Path, folder: Path, old: Path) -> None:
 
 
 def read_module(folder: Path) -> dict[str, str]:
-    """The texts of a generated module's files by name, byte for byte, without Python's caches. What is no file has an empty text."""
+    """The texts of a generated module's files by name, byte for byte, without Python's caches. What is no file has
+    an empty text."""
     if not folder.is_dir():
         return {}
     found = sorted(p for p in folder.iterdir() if p.name != "__pycache__")
@@ -143,6 +156,10 @@ def diff_module(files: dict[str, str], folder: Path) -> str:
     parts = [f"{folder / name} is not written from the spec" for name in have if name not in files]
     for name, new in sorted(files.items()):
         old = have.get(name, "")
-        lines = [*difflib.unified_diff(old.splitlines(), new.splitlines(), f"{folder / name}", f"{name} from the spec", lineterm="", n=1)]
+        lines = [
+            *difflib.unified_diff(
+                old.splitlines(), new.splitlines(), f"{folder / name}", f"{name} from the spec", lineterm="", n=1
+            )
+        ]
         parts += lines or ([f"{folder / name} has other line ends, or an end without one"] if old != new else [])
     return "\n".join(parts)

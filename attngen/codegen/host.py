@@ -17,7 +17,21 @@ from attngen.codegen.torch_text import to_torch
 from attngen.ir.dtypes import TORCH
 from attngen.ir.expr import exp2, log2, parse, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
+from attngen.ir.host import (
+    COLUMNS,
+    HOST_KIND,
+    Alloc,
+    Copy,
+    CutBlocks,
+    Host,
+    If,
+    Launch,
+    ListBlocks,
+    Place,
+    Sum,
+    SumDistances,
+    View,
+)
 from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, stride_names
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, WHOLE, Arg, Load, Map, Type, Yield
 from attngen.targets.common.base import PrintedKernel
@@ -41,7 +55,8 @@ def sizes_of(wanted: Iterable[str]) -> list[str]:
 
 @dataclass
 class HostNode:
-    """A view of one op: `kind` names the macro that prints it, `text` holds the macro's strings, `branches` the nodes of an `if`."""
+    """A view of one op: `kind` names the macro that prints it, `text` holds the macro's strings, `branches` the
+    nodes of an `if`."""
 
     kind: str
     text: dict[str, Any]
@@ -77,11 +92,15 @@ def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
     """The handle of a kernel, with all that the runtime needs to know to launch it."""
     args = ["kernels", f'"{kernel.name}"']
     if not kernel.walks:
-        args.append(f'"{AXIS_DIM[kernel.own_axis]}"')
+        args.append(f'"{AXIS_DIM[kernel.program_axis]}"')
     tensors = [a.name for a in kernel.args if a.role != "scalar"]
-    described = [f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile]
+    described = [
+        f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile
+    ]
     numbers = _numbers(kernel)
-    wholes = {at: a.name for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized}
+    wholes = {
+        at: a.name for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized
+    }
     few = {name for name, n in INTEGERS.items() if n.is_("few")}
     heads = [str(at) for at, name in wholes.items() if name in few]
     specialised = [str(at) for at, name in wholes.items() if name not in few]
@@ -98,7 +117,10 @@ def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
 
 def _flags(view: PrintedKernel) -> dict[str, str]:
     """The flags that a kernel is compiled for, each with the Python expression that gives its value at a call."""
-    return {**({"DROPOUT": "seed is not None"} if view.dropout else {}), **({"LEARN": "need_inputs"} if view.learns else {})}
+    return {
+        **({"DROPOUT": "seed is not None"} if view.dropout else {}),
+        **({"LEARN": "need_inputs"} if view.learns else {}),
+    }
 
 
 def _numbers(kernel: Kernel) -> list[Arg]:
@@ -108,7 +130,8 @@ def _numbers(kernel: Kernel) -> list[Arg]:
 
 
 def _described(kernel: Kernel, tensor: str) -> str:
-    """The name of the tile size, as in `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty if it does not."""
+    """The name of the tile size, as in `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty if it does
+    not."""
     for op in kernel.ops():
         if isinstance(op, Load) and op.via and kernel.accessed(op)[0].name == tensor:
             return AXIS_DIM[op.src.axes()[0]]
@@ -129,18 +152,25 @@ class HostContext:
     def view(self) -> HostView:
         """The view of the whole program."""
         nodes = self._block("entry")
-        params = [a.name if a.name in SIZES else variable(a.name) for a in self.host.args] + ["shapes=None"] * self.given_shapes
+        params = [a.name if a.name in SIZES else variable(a.name) for a in self.host.args] + [
+            "shapes=None"
+        ] * self.given_shapes
         results = [variable(ref) for ref in self.host.results.values()]
         returned = f"return {', '.join(results)}" if results else ""
         returned = returned if len(returned) < LONGEST else fitted("return ", results, "")
         return HostView(params, self._definitions(), nodes, returned, self._remembered())
 
     def _remembered(self) -> int:
-        """The number of the program's tensors if it is the backward, and does nothing but make tensors, by the runtime, and launch."""
+        """The number of the program's tensors if it is the backward, and does nothing but make tensors, by the
+        runtime, and launch."""
         plain = all(
             isinstance(op, (Arg, If, Launch, Yield))
             or (isinstance(op, Map) and not op.type.dims)
-            or (isinstance(op, Alloc) and not set(op.type.dims) & {"*", "Td"} and (op.fill is None or (op.fill == 0 and not op.like)))
+            or (
+                isinstance(op, Alloc)
+                and not set(op.type.dims) & {"*", "Td"}
+                and (op.fill is None or (op.fill == 0 and not op.like))
+            )
             for op in self.host.ops()
         )
         return sum(a.role == "in" for a in self.host.args) if plain and self.host.name == "backward" else 0
@@ -221,8 +251,14 @@ class HostContext:
     def _fields(self, op: If, block: str) -> list[HostNode]:
         """The assignments by which a branch of an `if` gives its results."""
         last = self.host.block(block).ops[-1]
-        pairs = [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
-        return [HostNode("fields", {"names": [name for name, _ in pairs], "values": [value for _, value in pairs]})] if pairs else []
+        pairs = (
+            [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
+        )
+        return (
+            [HostNode("fields", {"names": [name for name, _ in pairs], "values": [value for _, value in pairs]})]
+            if pairs
+            else []
+        )
 
     def _yield(self, op: Yield) -> dict[str, Any]:
         return {}
@@ -232,7 +268,10 @@ class HostContext:
         if op.otherwise:
             self._python(symbol("Hkv"))
             parts = self._python(symbol(dims[2]))
-            return {"var": f"{var}, {var}_strides", "expr": f"runtime.room_for_splits({variable(op.otherwise)}, {parts})"}
+            return {
+                "var": f"{var}, {var}_strides",
+                "expr": f"runtime.room_for_splits({variable(op.otherwise)}, {parts})",
+            }
         dtype = TORCH[op.type.dtype]
         like = variable(op.like) if op.like else self.first
         nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing({like}, {len(dims)}, {dtype})"
@@ -244,7 +283,9 @@ class HostContext:
         if op.like:
             made = f"runtime.empty_rows({like}, {_WIDTHS[dims[-1]]}{'' if op.type.dtype == 'T' else f', {dtype}'})"
         elif set(dims) & {"*"}:
-            made = f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
+            made = (
+                f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
+            )
             return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}
         else:
             made = f"runtime.{'zeros' if op.fill == 0 else 'empty'}({like}, {', '.join(self._dense(dims))}, {dtype})"
@@ -271,10 +312,11 @@ class HostContext:
         return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{options})"}
 
     def _is_described(self, op: View) -> bool:
-        """Whether a kernel that packs heads gets columns of this view, which a copy engine then reads in the kernel's divided form."""
+        """Whether a kernel that packs heads gets columns of this view, which a copy engine then reads in the
+        kernel's divided form."""
         columns = {o.name for o in self.host.ops() if isinstance(o, View) and o.by in COLUMNS and o.src == op.name}
         launched = {o.kernel for o in self.host.ops() if isinstance(o, Launch) and columns & {ref for _, ref in o.args}}
-        return any(kernel.name in launched for kernel in self.module.divided)
+        return any(kernel.name in launched for kernel in self.module.warp_specialized)
 
     def _copy(self, op: Copy) -> dict[str, Any]:
         return {"src": variable(op.src), "into": variable(op.into)}
@@ -306,15 +348,23 @@ class HostContext:
         where = parse(op.at[at])
         self._python(where)
         index = to_torch(where, {"distance": distance})
-        return {"var": variable(op.name), "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})"}
+        return {
+            "var": variable(op.name),
+            "expr": f"runtime.by_distance({variable(op.value)}, {variable(op.like)}, {at}, {kept}, {index})",
+        }
 
     def _map(self, op: Map) -> dict[str, Any]:
         if not op.type.dims:
-            return {"var": op.name, "expr": self._python(op.expr), "comment": INTEGERS[op.name].about if op.name in INTEGERS else ""}
+            return {
+                "var": op.name,
+                "expr": self._python(op.expr),
+                "comment": INTEGERS[op.name].about if op.name in INTEGERS else "",
+            }
         return {"var": variable(op.name), "expr": self._elementwise(op.expr, dict(op.uses), op.type)}
 
     def _elementwise(self, e: Any, uses: dict[str, str], type_: Type) -> str:
-        """The Python source of an expression of tensors; each tensor is broadcast to the named dimensions of the result."""
+        """The Python source of an expression of tensors; each tensor is broadcast to the named dimensions of the
+        result."""
         if e.is_Symbol and str(e) in uses:
             dims = self.host.type_of(uses[str(e)]).dims
             index = [":" if d in dims else "None" for d in type_.dims]
@@ -333,7 +383,9 @@ class HostContext:
         if e.is_Add or e.is_Mul:
             terms = sorted(e.args, key=lambda a: (a.could_extract_minus_sign(), not a.is_Function, str(a)))
             texts = [self._elementwise(a, uses, type_) for a in terms]
-            text = " + ".join(texts) if e.is_Add else " * ".join(f"({x})" if a.is_Add else x for a, x in zip(terms, texts))
+            text = (
+                " + ".join(texts) if e.is_Add else " * ".join(f"({x})" if a.is_Add else x for a, x in zip(terms, texts))
+            )
             return text.replace("+ -", "- ") if e.is_Add else text
         return to_text(e)
 
@@ -347,7 +399,10 @@ class HostContext:
         masks = [f"runtime.turned({mask})" if op.own == "kv" else mask for mask in masks]
         fields = ("full_rank", "rank", "list") if op.full else ("rank", "list")
         function = "list_cut_blocks" if op.full else "list_blocks"
-        return {"var": ", ".join(variable(f"{op.name}.{f}") for f in fields), "expr": f"runtime.{function}({', '.join(masks)})"}
+        return {
+            "var": ", ".join(variable(f"{op.name}.{f}") for f in fields),
+            "expr": f"runtime.{function}({', '.join(masks)})",
+        }
 
     # ------------------------------------------------------------------ launches
 
@@ -355,18 +410,22 @@ class HostContext:
         kernel, view = self.module.kernel(op.kernel), self.views[op.kernel]
         given, sizes = dict(op.args), dict(op.sizes)
         tensors = [a for a in kernel.args if a.role != "scalar"]
-        extent = "Nc" if kernel.own_axis == "kv" and kernel.reads_cache else AXIS_EXTENT[kernel.own_axis]
+        extent = "Nc" if kernel.program_axis == "kv" and kernel.reads_cache else AXIS_EXTENT[kernel.program_axis]
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
         if "part" in axes:  # programs take one after another
-            axes = {"part": kernel.deal.programs * symbol("processors")} if kernel.deal else axes
+            axes = {"part": kernel.kv_split.programs * symbol("processors")} if kernel.kv_split else axes
         heads, rows = sympy.Mul(*axes.values()), sizes.get(extent, symbol(extent))
-        if kernel.joins_parts:  # of which a program has one, whatever its head
+        if kernel.combines_splits:  # of which a program has one, whatever its head
             heads, rows = sympy.Integer(1), heads * rows
-        numbers = [self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)]
+        numbers = [
+            self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)
+        ]
         strides: list[str] = []
         for a in tensors:
             names = stride_names(a.name, a.type.dims)
-            strides += self._strides(given.get(a.name, a.name), [i for i, s in enumerate(names) if s in view.params], len(names))
+            strides += self._strides(
+                given.get(a.name, a.name), [i for i, s in enumerate(names) if s in view.params], len(names)
+            )
         flags = list(_flags(view).values())
         return {
             "handle": op.kernel.upper(),
@@ -380,7 +439,8 @@ class HostContext:
         }
 
     def _shares(self, kernel: Kernel, rows: Any) -> list[str]:
-        """The Python source of the number of programs that share the columns of a sum, by the schedule that the launch takes."""
+        """The Python source of the number of programs that share the columns of a sum, by the schedule that the
+        launch takes."""
         if (axis := kernel.shared_columns) is None:
             return []
         own = OWN[axis.var]
@@ -388,7 +448,8 @@ class HostContext:
         return [f'-(-{_WIDTHS[WHOLE[own]]} // {schedule}["{own}"])']
 
     def _is_contiguous(self, ref: str) -> bool:
-        """Whether it is allocated as a contiguous tensor, or is a view of one that launches alone take: strides follow from dimensions."""
+        """Whether it is allocated as a contiguous tensor, or is a view of one that launches alone take: strides
+        follow from dimensions."""
         op = self.host.by_name[ref]
         if isinstance(op, View) and op.by in ("heads", "group"):
             users = (user for user in self.host.ops() if ref in user.operands())
@@ -396,7 +457,8 @@ class HostContext:
         return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
 
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
-        """The Python source of the strides that a kernel takes: `taken` are their dimensions, of `count` dimensions without the last."""
+        """The Python source of the strides that a kernel takes: `taken` are their dimensions, of `count` dimensions
+        without the last."""
         var, op = variable(ref), self.host.by_name[ref]
         if isinstance(op, View) and op.by in COLUMNS:  # its rows are those of what it is a view of
             return self._strides(op.src, taken, count)

@@ -1,4 +1,5 @@
-"""Lays out generated source in lines that fit: calls, assignments and lists that are too long are broken at their commas."""
+"""Lays out generated source in lines that fit: calls, assignments and lists that are too long are broken at their
+commas."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def fold(line: str, most: int = LONGEST) -> str:
 
 
 def short(parts: str, line: str) -> str:
-    """`parts`, a statement broken at its brackets, if all its lines fit; else the statement `line`, broken at its operators too."""
+    """`parts`, a statement broken at its brackets, if all its lines fit; else the statement `line`, broken at its
+    operators too."""
     return statement(line, LONGEST) if any(len(part) > MOST for part in parts.splitlines()) else parts
 
 
@@ -50,7 +52,8 @@ def unpack(names: list[str], value: str) -> str:
 
 
 def broken(text: str, most: int) -> str:
-    """Text broken at the widest of its outermost brackets, one item a line; items that are still too long are broken in the same way.
+    """Text broken at the widest of its outermost brackets, one item a line; items that are still too long are broken in
+    the same way.
 
     Brackets of an index are left as they are.
     """
@@ -62,7 +65,8 @@ def broken(text: str, most: int) -> str:
     comma = comma_after(items, text[start - 1 : start + 1])
     items = [item for item in items if item]
     lines = (
-        "    " + broken(item, most - 4).replace("\n", "\n    ") + (comma or "," * (k < len(items) - 1)) for k, item in enumerate(items)
+        "    " + broken(item, most - 4).replace("\n", "\n    ") + (comma or "," * (k < len(items) - 1))
+        for k, item in enumerate(items)
     )
     return "\n".join([text[: start + 1], *lines, text[end:]])
 

@@ -1,7 +1,7 @@
 """The last step of emitting Python: no line has more than LIMIT characters, whatever a spec says.
 
-Templates and layout.py make lines that fit most specs. A line is still too long where a spec is: by its mask in words, by the names of its
-inputs, or by the reasons why nothing fits on a device.
+Templates and layout.py make lines that fit most specs. A line is still too long where a spec is: by its mask in words,
+by the names of its inputs, or by the reasons why nothing fits on a device.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ def within(source: str) -> str:
         else:
             indent, end = _indent(line), comments.get(row, len(line))
             made += textwrap.wrap(line[end:], LIMIT, initial_indent=indent, subsequent_indent=f"{indent}# ")
-            made += textwrap.indent(_code(line[:end].strip(), LIMIT - len(indent), depths[row] > 0), indent).splitlines()
+            made += textwrap.indent(
+                _code(line[:end].strip(), LIMIT - len(indent), depths[row] > 0), indent
+            ).splitlines()
     return "\n".join(made) + "\n"
 
 
 def _scan(source: str, count: int) -> tuple[list[int], set[int], dict[int, int]]:
-    """In how many brackets each line starts, which lines are of docstrings, and the column of each line's comment; lines count from 1."""
+    """In how many brackets each line starts, which lines are of docstrings, and the column of each line's comment;
+    lines count from 1."""
     change, prose, comments = [0] * (count + 2), set(), {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         row, column = token.start
@@ -58,13 +61,17 @@ def _indent(line: str) -> str:
 
 
 def _docstring(line: str) -> list[str]:
-    """A line of a docstring, on lines that fit; what follows a label or the name of an argument stands apart from it."""
+    """A line of a docstring, on lines that fit; what follows a label or the name of an argument stands apart from
+    it."""
     indent, text = _indent(line), line.strip()
     label = re.match(r"[a-z ]+: {2,}", text)
     hang = len(label[0]) if label else 4 if indent and re.match(r"\w+: ", text) else 0
     end = [f'{indent}"""'] if text.startswith('"""') and text.endswith('"""') else []
     text = text.removesuffix('"""') if end else text
-    return textwrap.wrap(text, LIMIT, initial_indent=indent, subsequent_indent=indent + " " * hang, break_on_hyphens=False) + end
+    return (
+        textwrap.wrap(text, LIMIT, initial_indent=indent, subsequent_indent=indent + " " * hang, break_on_hyphens=False)
+        + end
+    )
 
 
 def _filled(items: list[str]) -> str:
@@ -75,12 +82,15 @@ def _filled(items: list[str]) -> str:
 def _code(text: str, room: int, nested: bool) -> str:
     """A line of code on lines of at most `room` characters, if possible; `nested` says that it stands in brackets.
 
-    A text that stands outside of the line's brackets becomes pieces in brackets of its own; else the line is broken at its brackets.
+    A text that stands outside of the line's brackets becomes pieces in brackets of its own; else the line is broken at
+    its brackets.
     """
     if len(text) <= room:
         return text
     if not nested and (unpacked := re.fullmatch(f"({_NAMES}) = (.*)", text)):
-        return " = ".join(_filled(side.split(", ")) if re.fullmatch(_NAMES, side) else fold(side) for side in unpacked.groups())
+        return " = ".join(
+            _filled(side.split(", ")) if re.fullmatch(_NAMES, side) else fold(side) for side in unpacked.groups()
+        )
     plain = without_texts(text)
     if any(plain.count(left) != plain.count(right) for left, right in ("()", "[]")) or plain.startswith((")", "]")):
         return text  # a piece of a statement that is broken already
@@ -98,4 +108,6 @@ def _code(text: str, room: int, nested: bool) -> str:
     lines = (expression(text.removesuffix(","), room - 1) + comma if nested else fold(text, room)).splitlines()
     if len(lines) == 1:
         return text
-    return "\n".join(textwrap.indent(_code(line.strip(), room - len(_indent(line)), True), _indent(line)) for line in lines)
+    return "\n".join(
+        textwrap.indent(_code(line.strip(), room - len(_indent(line)), True), _indent(line)) for line in lines
+    )

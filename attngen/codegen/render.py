@@ -1,4 +1,5 @@
-"""Renders target modules to files. Jinja prints the views and does nothing else. The same module gives the same bytes."""
+"""Renders target modules to files. Jinja prints the views and does nothing else. The same module gives the same
+bytes."""
 
 from __future__ import annotations
 
@@ -23,25 +24,28 @@ from attngen.ir.host import Alloc
 from attngen.ir.text import print_module
 from attngen.runtime import bundle
 from attngen.targets.common.base import PrintedKernel
-from attngen.targets.registry import DIVIDERS, backend_of
+from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.verify.inputs import verify_interface
 
 
 def render(module: Module) -> dict[str, str]:
-    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`, `report.json`."""
+    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`,
+    `report.json`."""
     verify_interface(module)
     printed = backend_of(module).printed(module)
     env = _environment()
-    dividers = [DIVIDERS[name] for name in sorted({kernel.backend for kernel in module.divided})]
-    divided = {d.file: within(env.get_template(d.template).render(d.context(module))) for d in dividers}
+    specializers = [SPECIALIZERS[name] for name in sorted({kernel.backend for kernel in module.warp_specialized})]
+    warp_specialized = {d.file: within(env.get_template(d.template).render(d.context(module))) for d in specializers}
     return {
         "__init__.py": within(
             env.get_template("triton/module.py.jinja").render(
-                _module_context(module, printed.kernels, ["kernels", *(file.removesuffix(".py") for file in divided)])
+                _module_context(
+                    module, printed.kernels, ["kernels", *(file.removesuffix(".py") for file in warp_specialized)]
+                )
             )
         ),
         "kernels.py": within(env.get_template(printed.template).render(printed.context)),
-        **divided,
+        **warp_specialized,
         "runtime.py": bundle(),
         "schedule.ir": print_module(module),
         "report.json": json.dumps(report(module), indent=2) + "\n",
@@ -72,7 +76,9 @@ def _environment() -> jinja2.Environment:
 
 def _module_context(module: Module, views: Mapping[str, PrintedKernel], files: list[str]) -> dict[str, Any]:
     wrapper = Wrapper(module)
-    derived = {d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program}
+    derived = {
+        d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program
+    }
     titles = {**TITLES, "forward": f"Launch the forward kernels: ({', '.join(['out', *wrapper.rows])}).", **derived}
     hosts = [(host.name, titles[host.name], HostContext(module, host, views).view()) for host in module.hosts]
     taken = [i for i in (wrapper.data_inputs if wrapper.data else []) if not i.is_size]

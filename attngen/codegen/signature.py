@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Signature:
-    """A function of a module: how it is called, what it is for, and its arguments (name, type, default, meaning), if explained."""
+    """A function of a module: how it is called, what it is for, and its arguments (name, type, default, meaning), if
+    explained."""
 
     name: str
     code: str
@@ -26,7 +27,11 @@ def signatures(code: str) -> Iterator[Signature]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     public = {"attention": "attention"}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and ast.unparse(node.targets[0]).startswith("attention."):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name)
+            and ast.unparse(node.targets[0]).startswith("attention.")
+        ):
             public[ast.unparse(node.targets[0])] = node.value.id
     for shown, name in public.items():
         if name in functions:
@@ -40,11 +45,18 @@ def _signature(shown: str, node: ast.FunctionDef) -> Signature:
     defaults: list[ast.expr | None] = [None] * (len(own.args) - len(own.defaults)) + list(own.defaults)
     named = [*zip(own.args, defaults), *zip(own.kwonlyargs, own.kw_defaults)]
     rows = [
-        [a.arg, ast.unparse(a.annotation) if a.annotation else "", ast.unparse(default) if default else "", meanings.get(a.arg, "")]
+        [
+            a.arg,
+            ast.unparse(a.annotation) if a.annotation else "",
+            ast.unparse(default) if default else "",
+            meanings.get(a.arg, ""),
+        ]
         for a, default in named
     ]
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    lines = [f"{name}{f': {kind}' if kind else ''}{f' = {default}' if default else ''}" for name, kind, default, _ in rows]
+    lines = [
+        f"{name}{f': {kind}' if kind else ''}{f' = {default}' if default else ''}" for name, kind, default, _ in rows
+    ]
     star = ["*"] if own.kwonlyargs else []
     listed = [*lines[: len(own.args)], *star, *lines[len(own.args) :]]
     text = f"{shown}(\n" + "".join(f"    {line},\n" for line in listed) + f"){returns}"

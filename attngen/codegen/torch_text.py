@@ -1,4 +1,5 @@
-"""PyTorch source of indices by distance, for host programs that sum gradients. `distance` is a tensor of integers, sizes are numbers."""
+"""PyTorch source of indices by distance, for host programs that sum gradients. `distance` is a tensor of integers,
+sizes are numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ from attngen.ir.expr import (
 )
 
 _DISTANCE = symbol("distance")
-_REALS = {exp2: "torch.exp2", log2: "torch.log2", sqrt: "torch.sqrt", erf: "torch.erf", sin: "torch.sin", cos: "torch.cos"}
+_REALS = {
+    exp2: "torch.exp2",
+    log2: "torch.log2",
+    sqrt: "torch.sqrt",
+    erf: "torch.erf",
+    sin: "torch.sin",
+    cos: "torch.cos",
+}
 _REALS |= {floor: "torch.floor", nearest: "torch.round", trunc: "torch.trunc"}
 _SIGNS: tuple[tuple[Any, str], ...] = (
     (sympy.Add, " + "),
@@ -65,7 +73,11 @@ def to_torch(e: Any, sizes: Mapping[str, str]) -> str:
     if isinstance(e, sympy.Not):
         return f"~{args[0]}" if e.has(_DISTANCE) else f"(not {args[0]})"
     if isinstance(e, select):
-        return f"torch.where({', '.join(args)})" if e.args[0].has(_DISTANCE) else f"({args[1]} if {args[0]} else {args[2]})"
+        return (
+            f"torch.where({', '.join(args)})"
+            if e.args[0].has(_DISTANCE)
+            else f"({args[1]} if {args[0]} else {args[2]})"
+        )
     if isinstance(e, clamp) and e.args[0].has(_DISTANCE):
         return f"{args[0]}.clamp({args[1]}, {args[2]})"
     if isinstance(e, sympy.Abs):
@@ -85,7 +97,9 @@ def _real(text: str) -> str:
 def _extreme(e: Any, args: list[str]) -> str:
     """Source of a minimum or maximum: tensors are combined two at a time, and a tensor with a number by a clamp."""
     least = isinstance(e, sympy.Min)
-    tensors, numbers = ([text for a, text in zip(e.args, args) if a.has(_DISTANCE) == wanted] for wanted in (True, False))
+    tensors, numbers = (
+        [text for a, text in zip(e.args, args) if a.has(_DISTANCE) == wanted] for wanted in (True, False)
+    )
     if not tensors:
         return f"{'min' if least else 'max'}({', '.join(numbers)})"
     text = reduce(lambda x, y: f"torch.{'minimum' if least else 'maximum'}({x}, {y})", tensors)

@@ -1,4 +1,5 @@
-"""The template's view of the part of a wrapper that each module has of its own: signature, inputs and their checks, plans."""
+"""The template's view of the part of a wrapper that each module has of its own: signature, inputs and their checks,
+plans."""
 
 from __future__ import annotations
 
@@ -109,7 +110,11 @@ class Wrapper:
     @property
     def unordered(self) -> list[str]:
         """Inputs whose gradients are added atomically."""
-        return [i.name for i in self.module.inputs if any(x.input == i.name and x.by == "element" for x in self.module.learned)]
+        return [
+            i.name
+            for i in self.module.inputs
+            if any(x.input == i.name and x.by == "element" for x in self.module.learned)
+        ]
 
     # ------------------------------------------------------------------ inputs
 
@@ -120,7 +125,8 @@ class Wrapper:
 
     @property
     def planned(self) -> list[str]:
-        """Inputs from which the wrapper derives what kernels read. This takes some time, so calls may share the result as a plan."""
+        """Inputs from which the wrapper derives what kernels read. This takes some time, so calls may share the
+        result as a plan."""
         if self.module.blocks and not self.data:
             return []
         return [i.name for i in self.module.inputs if i.shape and any(i.name in d.sources for d in self.module.derived)]
@@ -128,14 +134,22 @@ class Wrapper:
     def help(self, i: Input) -> str:
         if not i.shape:
             return f"{_NUMBERS[i.dtype]}, {i.help}"
-        shape = [f"{d} or 1" if i.broadcast and at < 2 else "any" if d in self.lengths else d for at, d in enumerate(i.shape)]
+        shape = [
+            f"{d} or 1" if i.broadcast and at < 2 else "any" if d in self.lengths else d for at, d in enumerate(i.shape)
+        ]
         also = {"i32": "torch.int32 or torch.int64", "f32": "torch.float32 or a 16-bit type"}  # that `take` converts
         dtype = {"T": "of the dtype of q,", **also}.get(i.dtype, TORCH[i.dtype])
-        learned = f", differentiable{', in no fixed order' * (i.name in self.unordered)}" if i.grad and self.module.trains else ""
+        learned = (
+            f", differentiable{', in no fixed order' * (i.name in self.unordered)}"
+            if i.grad and self.module.trains
+            else ""
+        )
         return f"{dtype} [{', '.join(shape)}], {i.help}{learned}"
 
     def given_type(self, i: Input) -> str:
-        return "torch.Tensor | None = None" if i.name in self.planned else "torch.Tensor" if i.shape else _NUMBERS[i.dtype]
+        return (
+            "torch.Tensor | None = None" if i.name in self.planned else "torch.Tensor" if i.shape else _NUMBERS[i.dtype]
+        )
 
     @property
     def keywords(self) -> list[str]:
@@ -143,11 +157,16 @@ class Wrapper:
         found = [f"{i.name}: {self.given_type(i)}" for i in self.module.inputs if not i.is_size]
         found += ["plan: Plan | None = None"] if self.planned or self.data else []
         if self.module.blocks and not self.data:
-            found.append("block_mask: torch.Tensor | BlockPlan" + (" | None = None" if self.module.blocks.pattern else ""))
-        return found + (["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"] if self.module.dropout else [])
+            found.append(
+                "block_mask: torch.Tensor | BlockPlan" + (" | None = None" if self.module.blocks.pattern else "")
+            )
+        return found + (
+            ["dropout_p: float = 0.0", "seed: int | torch.Tensor | None = None"] if self.module.dropout else []
+        )
 
     def take(self, i: Input) -> str:
-        """The statement that checks an input; it also converts a tensor to what kernels read. A size is that of a tensor taken before."""
+        """The statement that checks an input; it also converts a tensor to what kernels read. A size is that of a
+        tensor taken before."""
         if i.is_size:
             tensor = next(tensor for tensor in self.module.inputs if i.name in tensor.shape)
             length = f"{i.name} := {tensor.name}.shape[{tensor.shape.index(i.name)}]"
@@ -169,7 +188,8 @@ class Wrapper:
 
     @property
     def promising(self) -> bool:
-        """Whether the data of a call without a cache promises something: numbers of inputs, or lists of blocks that a plan has."""
+        """Whether the data of a call without a cache promises something: numbers of inputs, or lists of blocks that
+        a plan has."""
         return self.module.blocks is not None or any(i.promises for i in self.module.inputs) or bool(self.of_plan)
 
     @property
@@ -185,14 +205,16 @@ class Wrapper:
 
     @property
     def of_plan(self) -> list[str]:
-        """The promises of a plan that a call gives: of its tensors whose numbers never fall, and of its lists of blocks."""
+        """The promises of a plan that a call gives: of its tensors whose numbers never fall, and of its lists of
+        blocks."""
         names = [f'"{name}"' for d in self.module.derived for name in d.rising if name in self.fields]
         rising = [f"runtime.promised_of_plan({', '.join(['plan', *names])})"] if names else []
         return rising + ["runtime.listed(plan)"] * self.data
 
     @property
     def first_read(self) -> str:
-        """The source of the first key of each sequence that a call over a cache reads; empty where the mask hides no key from all queries.
+        """The source of the first key of each sequence that a call over a cache reads; empty where the mask hides no
+        key from all queries.
 
         Where that is data, it is taken to be the first query's own position.
         """
@@ -200,13 +222,20 @@ class Wrapper:
         if not starts:
             return ""
         keys = next((e.args[0] for e in starts[0].expr.atoms(floordiv) if e.args[1] == symbol("BLOCK_KV")), sympy.Max())
-        back = next((symbol("Nk") - symbol("queries") - e for e in keys.args if (symbol("Nk") - symbol("queries") - e).is_Integer), 0)
+        back = next(
+            (
+                symbol("Nk") - symbol("queries") - e
+                for e in keys.args
+                if (symbol("Nk") - symbol("queries") - e).is_Integer
+            ),
+            0,
+        )
         return f"(keys - q.shape[2] - {back}).clamp(min=0)" if back else "(keys - q.shape[2]).clamp(min=0)"
 
     @property
     def promises_in_cache(self) -> list[str]:
-        """The promises of a call over a cache: of the cache, and of inputs. Of one with a number for each key, those past the last key
-        promise nothing."""
+        """The promises of a call over a cache: of the cache, and of inputs. Of one with a number for each key, those
+        past the last key promise nothing."""
         table = ["page_table", *([self.first_read] if self.first_read else [])] if self.page is not None else ["None"]
         args = ["caches", "cache_seqlens", table[0], "new", *(f"first={first}" for first in table[1:])]
         of_cache = f"runtime.promised_of_cache({', '.join([*args, *(f'{name}={name}' for name in self.scales)])})"
@@ -231,7 +260,9 @@ class Wrapper:
         return replace(i, shape=tuple("Nc" if d == "Nk" else d for d in i.shape))
 
     def help_in_cache(self, i: Input) -> str:
-        text = self.help(replace(self._in_cache(i), options=tuple(o for o in i.options if o != "grad"))).replace("Nc", "S")
+        text = self.help(replace(self._in_cache(i), options=tuple(o for o in i.options if o != "grad"))).replace(
+            "Nc", "S"
+        )
         return text + "; what is past a sequence's last key does not matter" * ("Nk" in i.shape)
 
     @property
@@ -270,7 +301,9 @@ class Wrapper:
     def scales_and_inputs(self) -> list[str]:
         """The last arguments of the check of a call over a cache."""
         inputs = tuple_text(self.tensors_in_cache)
-        return ([tuple_text(self.scales)] if self.scales else []) + ([inputs if self.scales else f"inputs={inputs}"] if inputs else [])
+        return ([tuple_text(self.scales)] if self.scales else []) + (
+            [inputs if self.scales else f"inputs={inputs}"] if inputs else []
+        )
 
     @property
     def of_cache(self) -> str:
@@ -312,7 +345,8 @@ class Wrapper:
 
     @property
     def derived_in_cache(self) -> list[tuple[list[str], str]]:
-        """(names, call) of functions that derive what kernels read of these. Programs are part of the host program `decode`."""
+        """(names, call) of functions that derive what kernels read of these. Programs are part of the host program
+        `decode`."""
         return [(list(d.names), _call(d, {"device": "q.device"})) for d in self.module.derived if not d.program]
 
     @property
@@ -332,23 +366,35 @@ class Wrapper:
         return [a.name.lower() for a in self.module.host("decode").args if a.name not in cached]
 
     def derive(self, wanted: Any = None) -> list[tuple[list[str], str]]:
-        """(names, call) of functions that derive what kernels read: those that give `wanted` names, else those without planned inputs."""
+        """(names, call) of functions that derive what kernels read: those that give `wanted` names, else those
+        without planned inputs."""
         found = [
-            d for d in self.module.derived if (set(d.names) & wanted if wanted is not None else not set(d.sources) & set(self.planned))
+            d
+            for d in self.module.derived
+            if (set(d.names) & wanted if wanted is not None else not set(d.sources) & set(self.planned))
         ]
         return [(list(d.names), _call(d, {"device": "q.device"})) for d in found]
 
     @property
     def sizes(self) -> list[str]:
         """Statements that define the sizes which the other statements use."""
-        used = [*self.taken, *self.plan_types, *(self.take(i) for i in self.module.inputs), *(call for _, call in self.derive())]
+        used = [
+            *self.taken,
+            *self.plan_types,
+            *(self.take(i) for i in self.module.inputs),
+            *(call for _, call in self.derive()),
+        ]
         used += [size for i in self.module.inputs for size in i.promises.values() if i.name not in self.planned]
-        return sizes_in(" ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else []), *self.by_sizes]))
+        return sizes_in(
+            " ".join([*used, *self.plan_sizes, *(self.count_shape[:2] if self.data else []), *self.by_sizes])
+        )
 
     @property
     def plan_inputs(self) -> list[str]:
         """Statements that define the sizes used by the function that makes a plan from data."""
-        return sizes_in(" ".join(["Nq Nk", *(self.take(i) for i in self.data_inputs), *(call for _, call in self.data_derived)]))
+        return sizes_in(
+            " ".join(["Nq Nk", *(self.take(i) for i in self.data_inputs), *(call for _, call in self.data_derived)])
+        )
 
     # ------------------------------------------------------------------ plans
 
@@ -357,11 +403,16 @@ class Wrapper:
         """The names of the lists of blocks in a plan, and what their last two dimensions count."""
         if not self.module.blocks:
             return {}
-        return {name.lower(): dims[2:] for own in ("q", "kv") for name, dims in block_lists(own, self.module.blocks.data).items()}
+        return {
+            name.lower(): dims[2:]
+            for own in ("q", "kv")
+            for name, dims in block_lists(own, self.module.blocks.data).items()
+        }
 
     @property
     def fields(self) -> list[str]:
-        """The tensors of a plan that stand for the planned inputs: inputs that kernels read themselves, and tensors derived from inputs."""
+        """The tensors of a plan that stand for the planned inputs: inputs that kernels read themselves, and tensors
+        derived from inputs."""
         read = {a.name.lower() for kernel in self.module.kernels if not kernel.prepares for a in kernel.args}
         derived = [n for d in self.module.derived for n in d.names if set(d.sources) & set(self.planned)]
         return [n for n in self.planned if n in read] + derived
@@ -453,7 +504,11 @@ class Wrapper:
         if self.learned:
             args.append(f"learned={tuple_text([str(names.index(name)) for name in self.learned])}")
             args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
-        args += [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"] if self.unordered else []
+        args += (
+            [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"]
+            if self.unordered
+            else []
+        )
         args += [f"results={TORCH[self.results]}"] if self.results != "T" else []
         dims = [
             f'"{" ".join(("B", "Hq", *a.type.dims[2:]) if a.name.lower() in self.lists else a.type.dims)}"'
@@ -469,7 +524,8 @@ class Wrapper:
 
     @property
     def shards(self) -> list[str]:
-        """The source of the names of q's dimensions along which ranks may share a call: the mask and the scores do not count along these.
+        """The source of the names of q's dimensions along which ranks may share a call: the mask and the scores do not
+        count along these.
 
         A tensor that is read at a position along such a dimension, and nowhere else, is sharded with q.
         """
@@ -481,7 +537,11 @@ class Wrapper:
         whole += [index for pairs in read for index, dim in pairs if index != NATURAL.get(dim)]
         used = {str(s) for e in whole if e is not None for s in e.free_symbols}
         counted = {"B": {"b", "B"}, "Hq": {"h", "hkv", "Hq", "Hkv"}, "Nq": {"q_idx", "Nq"}}
-        return [f'"{dim}"' for dim, names in counted.items() if not names & used and not (dim == "Nq" and self.module.blocks)]
+        return [
+            f'"{dim}"'
+            for dim, names in counted.items()
+            if not names & used and not (dim == "Nq" and self.module.blocks)
+        ]
 
     # ------------------------------------------------------------------ masks of blocks and of data
 
@@ -513,7 +573,9 @@ class Wrapper:
     @property
     def by_sizes(self) -> list[str]:
         """The sizes that a plan follows from, where the mask reads no data; else none."""
-        return ["Nq", "Nk", *(d for d in self.count_shape[:2] if d != "1")] if self.data and not self.data_inputs else []
+        return (
+            ["Nq", "Nk", *(d for d in self.count_shape[:2] if d != "1")] if self.data and not self.data_inputs else []
+        )
 
     @property
     def count_shape(self) -> list[str]:
@@ -527,7 +589,9 @@ class Wrapper:
         blocks = self.module.blocks
         assert blocks is not None
         sizes = [f"-(-{n} // BLOCK)" for n in ("n_q", "n_kv")]
-        return f"{blocks.pattern}({', '.join([*sizes, 'device', *(f'{name}={value}' for name, value in blocks.params)])})"
+        return (
+            f"{blocks.pattern}({', '.join([*sizes, 'device', *(f'{name}={value}' for name, value in blocks.params)])})"
+        )
 
     @property
     def functions(self) -> list[str]:
@@ -557,7 +621,10 @@ class Program:
     @property
     def schema(self) -> str:
         """The declaration of the operator to torch."""
-        given = (f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {name}" for a, name in zip(self.host.args, self.params))
+        given = (
+            f"{'Tensor' if a.role == 'in' else _SCHEMA[a.type.dtype]} {name}"
+            for a, name in zip(self.host.args, self.params)
+        )
         return f"({', '.join(given)}) -> ({', '.join(['Tensor'] * len(self.derived.names))})"
 
     @property
@@ -573,7 +640,8 @@ class Program:
 
 
 def _promise(i: Input, names: dict[str, str], rows: str = "") -> str:
-    """The source of the promises of an input; `names` are those of sizes that have others there, `rows` the numbers of it that count."""
+    """The source of the promises of an input; `names` are those of sizes that have others there, `rows` the numbers
+    of it that count."""
     given = {name: names.get(value, value) for name, value in i.promises.items()} | ({"rows": rows} if rows else {})
     return f'runtime.promised("{i.name}", {i.name}, "{i.help}", {", ".join(f"{name}={value}" for name, value in given.items())})'
 
@@ -588,7 +656,8 @@ def _declared(operands: list[Arg]) -> str:
 
 
 def _call(d: Derived, names: dict[str, str]) -> str:
-    """The Python source of a call that computes what is derived; `names` are those of its sources that have others there."""
+    """The Python source of a call that computes what is derived; `names` are those of its sources that have others
+    there."""
     function = d.program.upper() if d.program else d.function
     return f"{function}({', '.join(names.get(s, _size(s)) for s in d.sources)})"
 
@@ -608,7 +677,9 @@ def _source(function: str) -> str:
     """The source of a function that a mask or modifier declares; AttngenError if none does."""
     known = derive_functions()
     if function not in known:
-        raise AttngenError(f"`derive` names the function `{function}`, which no mask or modifier declares; {suggest(function, known)}")
+        raise AttngenError(
+            f"`derive` names the function `{function}`, which no mask or modifier declares; {suggest(function, known)}"
+        )
     return inspect.getsource(known[function])
 
 

@@ -1,4 +1,5 @@
-"""What a call derives from its inputs before kernels run, computed here on the CPU: for peers in benchmarks, and for tests."""
+"""What a call derives from its inputs before kernels run, computed here on the CPU: for peers in benchmarks, and for
+tests."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ TILE = 4096  # positions that an executed program takes at a time
 
 
 def function(name: str) -> Any:
-    """A function that a mask or modifier declares. Its file does not import torch, as the modules do that its source is printed into."""
+    """A function that a mask or modifier declares. Its file does not import torch, as the modules do that its source
+    is printed into."""
     import torch
 
     f = derive_functions()[name]
@@ -31,9 +33,11 @@ def function(name: str) -> Any:
 def derive(
     spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.device | str, programs: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The tensors that a spec's masks and modifiers derive, by name, on the device; without `programs`, those of Python functions alone.
+    """The tensors that a spec's masks and modifiers derive, by name, on the device; without `programs`, those of Python
+    functions alone.
 
-    given: the inputs of a call; with `cache_seqlens`, int32 [B], of one over a cache: then what programs find over a cache.
+    given: the inputs of a call; with `cache_seqlens`, int32 [B], of one over a cache: then what programs find over a
+    cache.
     """
     import torch
 
@@ -44,7 +48,9 @@ def derive(
             found |= {name: x.to(device) for name, x in make(d, sizes, given).items()}
         if d.program:
             continue
-        sources = [given[s] if s in given else torch.device(device) if s == "device" else sizes.of(s) for s in d.sources]
+        sources = [
+            given[s] if s in given else torch.device(device) if s == "device" else sizes.of(s) for s in d.sources
+        ]
         made = function(d.function)(*sources)
         found |= dict(zip(d.names, made if isinstance(made, tuple) else (made,)))
     return found

@@ -51,9 +51,9 @@ def torch_dtype(dtype: str) -> torch.dtype:
 class Case:
     """One problem: sizes of the tensors, and how q, k, v and the gradients of the results lie in memory.
 
-    Layouts: `bhnd` contiguous; `bnhd` with the heads inside the rows; `packed` slices of one tensor (needs n_q == n_kv), dO with a
-    strided last dimension; `expanded` one K/V head shared by stride 0, gradients as from `out.sum()`; `island` slices of buffers
-    that hold NaN everywhere else.
+    Layouts: `bhnd` contiguous; `bnhd` with the heads inside the rows; `packed` slices of one tensor (needs n_q ==
+    n_kv), dO with a strided last dimension; `expanded` one K/V head shared by stride 0, gradients as from `out.sum()`;
+    `island` slices of buffers that hold NaN everywhere else.
     """
 
     batch: int
@@ -72,10 +72,10 @@ class Case:
 class Result:
     """Errors of one case, ours and naive's in the same dtype, both against fp64.
 
-    Keys: `out lse dq dk dv`, and what else a spec asks for, are relative errors of whole tensors; the same with ` row` are those of the
-    worst row, over the row's size or the typical one if that is larger (absolute for numbers of each query, as the LSE), which a mistake
-    in few rows cannot hide from. `rounding` is what rounding alone gives: storing the exact results in the dtype, and fp32's own for the
-    statistics.
+    Keys: `out lse dq dk dv`, and what else a spec asks for, are relative errors of whole tensors; the same with ` row`
+    are those of the worst row, over the row's size or the typical one if that is larger (absolute for numbers of each
+    query, as the LSE), which a mistake in few rows cannot hide from. `rounding` is what rounding alone gives: storing
+    the exact results in the dtype, and fp32's own for the statistics.
     """
 
     case: Case
@@ -119,7 +119,8 @@ def load_module(folder: Path) -> ModuleType:
 
 
 def result_names(spec: Spec) -> tuple[str, ...]:
-    """The results and gradients of a spec's module: the output, what else it gives, and the gradients, also of learned inputs."""
+    """The results and gradients of a spec's module: the output, what else it gives, and the gradients, also of
+    learned inputs."""
     return ("out", *spec.outputs, *(GRADIENTS if spec.trains else ()), *(f"d{i.name}" for i in spec.learned()))
 
 
@@ -129,7 +130,8 @@ def tangent_names(spec: Spec) -> tuple[str, ...]:
 
 
 def asked(spec: Spec) -> dict[str, Any]:
-    """The arguments by which a call asks for all that a spec's module gives: it comes in the order of `result_names`."""
+    """The arguments by which a call asks for all that a spec's module gives: it comes in the order of
+    `result_names`."""
     return {f"return_{name}": True for name in spec.outputs}
 
 
@@ -165,7 +167,9 @@ def make_inputs(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: i
     return q, k, v, make_mask_inputs(spec, counts, dtype, device, generator)
 
 
-def make_mask_inputs(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str, generator: torch.Generator) -> dict[str, Any]:
+def make_mask_inputs(
+    spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> dict[str, Any]:
     """What masks and modifiers read in a call of these sizes, and a random mask of blocks: keyword arguments."""
     inputs = _placed(spec, dtype, device, lambda part: part.sample(sizes, generator))
     blocks = spec.mask.blocks()
@@ -176,7 +180,8 @@ def make_mask_inputs(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str, 
 
 
 def make_workload(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """The same as a common user's are, for measuring, always alike: half of the blocks count, those on the diagonal among them."""
+    """The same as a common user's are, for measuring, always alike: half of the blocks count, those on the diagonal
+    among them."""
     generator = torch.Generator().manual_seed(0)
     inputs = _placed(spec, dtype, device, lambda part: part.workload(sizes, generator))
     blocks = spec.mask.blocks()
@@ -187,7 +192,9 @@ def make_workload(spec: Spec, sizes: Sizes, dtype: torch.dtype, device: str) -> 
     return inputs
 
 
-def _placed(spec: Spec, dtype: torch.dtype, device: str, draw: Callable[[Part], Mapping[str, torch.Tensor | float]]) -> dict[str, Any]:
+def _placed(
+    spec: Spec, dtype: torch.dtype, device: str, draw: Callable[[Part], Mapping[str, torch.Tensor | float]]
+) -> dict[str, Any]:
     """What is drawn for the mask and each modifier, on a device; what has the elements' type, in `dtype`."""
     own = {i.name for i in spec.inputs() if i.dtype == "T"}
     drawn = {name: value for part in (spec.mask, *spec.score) for name, value in draw(part).items()}
@@ -197,7 +204,9 @@ def _placed(spec: Spec, dtype: torch.dtype, device: str, draw: Callable[[Part], 
     }
 
 
-def make_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def make_gradients(
+    spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(dO, gradient of the LSE) of a case, in the memory layout that it names."""
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (case.batch, case.q_heads, case.n_q)
@@ -217,8 +226,11 @@ def make_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed
     return grad_out, grad_lse
 
 
-def make_all_gradients(spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """The gradients of all results of a spec's module that have one: those of make_gradients, and that of the entropy."""
+def make_all_gradients(
+    spec: Spec, case: Case, dtype: torch.dtype, device: str, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of all results of a spec's module that have one: those of make_gradients, and that of the
+    entropy."""
     grads = make_gradients(spec, case, dtype, device, seed)
     if "entropy" not in spec.outputs:
         return grads
@@ -249,18 +261,21 @@ def run_case(
     tangents: bool = False,
     of_lse: float = torch.finfo(torch.float32).eps,
 ) -> Result:
-    """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64. Without a backward, the results alone.
+    """Forward and all gradients, ours and naive's in the same dtype, against naive in fp64. Without a backward, the
+    results alone.
 
-    With `tangents` forward mode is held too, along random tangents of q, k, v and learned inputs: `tout`, `tlse` and the like.
+    With `tangents` forward mode is held too, along random tangents of q, k, v and learned inputs: `tout`, `tlse` and
+    the like.
 
-    Where outputs have a dtype of their own, naive attention computes in that, and rounds its weights to the dtype of q, k and v. Where
-    products are in TF32, so are naive attention's; the interpreter multiplies in fp32 there.
+    Where outputs have a dtype of their own, naive attention computes in that, and rounds its weights to the dtype of q,
+    k and v. Where products are in TF32, so are naive attention's; the interpreter multiplies in fp32 there.
 
-    Gradients flow into the output, the LSE, and what else has one. `inputs` replaces mask inputs, which are random otherwise. Modules with
-    dropout drop by SEED, and naive attention what the oracle says that this drops.
+    Gradients flow into the output, the LSE, and what else has one. `inputs` replaces mask inputs, which are random
+    otherwise. Modules with dropout drop by SEED, and naive attention what the oracle says that this drops.
 
-    of_lse: the error, as a part of the LSE, that weights made anew may have: of its rounding to fp32. Modules for fp32 have none, where the
-    products of all kernels are the same bits: NumPy's differ in the last one between tiles of other sizes.
+    of_lse: the error, as a part of the LSE, that weights made anew may have: of its rounding to fp32. Modules for fp32
+    have none, where the products of all kernels are the same bits: NumPy's differ in the last one between tiles of
+    other sizes.
     """
     in_dtype, out_dtype = torch_dtype(dtype), torch_dtype(result_of(dtype))
     q, k, v, drawn = make_inputs(spec, case, in_dtype, device, seed)
@@ -279,7 +294,12 @@ def run_case(
         return results
 
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor | None, *x: torch.Tensor
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor,
+        weight: torch.Tensor | None,
+        *x: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         modify, sink = reference_scores(spec.score, q, k, {**drawn, **dict(zip(learned, x))})
         rounded = in_dtype if q.dtype == out_dtype else None
@@ -305,19 +325,30 @@ def run_case(
         exact, *changes = _exact_tangents(attend, leaves, along, mask, weight, names[: len(grads)], operand, of_lse)
         wide_along = (*(x.to(out_dtype) for x in along[:3]), *along[3:])
         with whole_products():
-            naive |= errors(_tangents(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, wide_along, names[: len(grads)]), exact)
+            naive |= errors(
+                _tangents(lambda q, k, v, *x: attend(q, k, v, mask, weight, *x), wide, wide_along, names[: len(grads)]),
+                exact,
+            )
         found |= errors(_tangents(ours, leaves, along, names[: len(grads)]), exact)
         truth, rounded = truth | exact, [*rounded, *changes]
-    fp32 = {*OUTPUTS, *(f"t{name}" for name in OUTPUTS), *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32)}
-    stored = {key: x.to(torch.float32 if key in fp32 else out_dtype if key in ("out", "tout") else in_dtype) for key, x in truth.items()}
+    fp32 = {
+        *OUTPUTS,
+        *(f"t{name}" for name in OUTPUTS),
+        *(f"d{name}" for name, x in learned.items() if x.dtype == torch.float32),
+    }
+    stored = {
+        key: x.to(torch.float32 if key in fp32 else out_dtype if key in ("out", "tout") else in_dtype)
+        for key, x in truth.items()
+    }
     return Result(case, dtype, found, naive, rounding_of(truth, stored, rounded, operand))
 
 
 def fp32_products(spec: Spec, dtype: str, device: str, queries: int) -> tuple[Callable[..., torch.Tensor], float]:
-    """Naive attention's product of fp32 tensors as the spec asks for it, and the error of its operands: TF32's bits are fp16's, truncated.
+    """Naive attention's product of fp32 tensors as the spec asks for it, and the error of its operands: TF32's bits are
+    fp16's, truncated.
 
-    The interpreter multiplies in fp32 whatever the spec says, and tiles of 16 rows at least. dtype: that of a call. queries: how many it
-    has.
+    The interpreter multiplies in fp32 whatever the spec says, and tiles of 16 rows at least. dtype: that of a call.
+    queries: how many it has.
     """
     on_cpu = device.startswith("cpu")
     if by_precision([dtype]) and spec.fp32_precision == "tf32" and not on_cpu:
@@ -327,11 +358,18 @@ def fp32_products(spec: Spec, dtype: str, device: str, queries: int) -> tuple[Ca
 
 
 def rounding_of(
-    truth: dict[str, torch.Tensor], stored: dict[str, torch.Tensor], changes: list[dict[str, torch.Tensor]], operand: float
+    truth: dict[str, torch.Tensor],
+    stored: dict[str, torch.Tensor],
+    changes: list[dict[str, torch.Tensor]],
+    operand: float,
 ) -> dict[str, float]:
-    """What rounding alone gives: of the exact results as they are `stored`, by changes that a fused backward makes, and of operands."""
+    """What rounding alone gives: of the exact results as they are `stored`, by changes that a fused backward makes,
+    and of operands."""
     single = torch.finfo(torch.float32).eps
-    rounding = {key: max(e, single, 0.0 if key.removesuffix(" row") in OUTPUTS else operand) for key, e in errors(stored, truth).items()}
+    rounding = {
+        key: max(e, single, 0.0 if key.removesuffix(" row") in OUTPUTS else operand)
+        for key, e in errors(stored, truth).items()
+    }
     for change in changes:
         for key, e in errors({key: x + change.get(key, 0.0) for key, x in truth.items()}, truth).items():
             rounding[key] = max(rounding[key], e)
@@ -344,7 +382,8 @@ Attend = Callable[..., tuple[torch.Tensor, ...]]
 def _gradients(
     attend: Attend, inputs: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], names: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
-    """The results of `attend` and the gradients of q, k, v and learned inputs, under their names; those that have one."""
+    """The results of `attend` and the gradients of q, k, v and learned inputs, under their names; those that have
+    one."""
     leaves = [x.detach().requires_grad_(set(GRADIENTS) <= set(names)) for x in inputs]
     results = attend(*leaves)
     smooth = results[: len(grads)]  # those without a gradient come last
@@ -357,7 +396,8 @@ def _gradients(
 def _tangents(
     attend: Attend, inputs: tuple[torch.Tensor, ...], along: tuple[torch.Tensor, ...], names: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
-    """The tangents of the first results of `attend`, by their names with a `t` before them, along tangents of its inputs."""
+    """The tangents of the first results of `attend`, by their names with a `t` before them, along tangents of its
+    inputs."""
     found = torch.func.jvp(lambda *x: attend(*x)[: len(names)], inputs, along)[1]
     return {f"t{name}": x for name, x in zip(names, found)}
 
@@ -374,9 +414,9 @@ def _exact_tangents(
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Tangents of naive attention in fp64, and what roundings of a fused forward mode alone add to them.
 
-    tO = P tV + tP V - tLSE * O: where a query sees few keys the last two cancel, and what stays is the rounding of the stored output, and
-    of tP, to the dtype of V. P is made anew from the stored LSE: `of_lse` of that, half a unit in its last place in fp32, is a factor.
-    `operand` is the relative error of products' operands.
+    tO = P tV + tP V - tLSE * O: where a query sees few keys the last two cancel, and what stays is the rounding of the
+    stored output, and of tP, to the dtype of V. P is made anew from the stored LSE: `of_lse` of that, half a unit in
+    its last place in fp32, is a factor. `operand` is the relative error of products' operands.
     """
     q, k, v, *rest = (x.double() for x in inputs)
     whole = tuple(x.double() for x in along)
@@ -402,10 +442,11 @@ def _exact(
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Naive attention and its gradients in fp64, and what two roundings of a fused backward alone add to the gradients.
 
-    dS = P (dP - delta) with delta = rowsum(O dO), which a fused backward computes from the stored O, apart from dP: where a query
-    sees few keys the two cancel, and the rounding of delta stays, and that of dP, by `operand`, the relative error of products'
-    operands. And it makes P anew, from the stored LSE and from a product of its own: half a unit in the last place of each, in
-    fp32, is a factor, which is `of_lse` times the LSE. Some query rows at a time, so that large cases fit; all at once if `whole`.
+    dS = P (dP - delta) with delta = rowsum(O dO), which a fused backward computes from the stored O, apart from dP:
+    where a query sees few keys the two cancel, and the rounding of delta stays, and that of dP, by `operand`, the
+    relative error of products' operands. And it makes P anew, from the stored LSE and from a product of its own: half a
+    unit in the last place of each, in fp32, is a factor, which is `of_lse` times the LSE. Some query rows at a time, so
+    that large cases fit; all at once if `whole`.
     """
     single = torch.finfo(torch.float32).eps
     q, *others = inputs
@@ -413,18 +454,29 @@ def _exact(
     rows = max(1, q.shape[2] if whole else TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * rest[0].shape[2]))
     results = [name for name in names if name in ("out", *OUTPUTS)]
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in results}
-    gradients: list[list[Any]] = [[[], *([0.0] * len(rest))] for _ in range(3)]  # dq by rows, the others: exact, by delta, by the LSE
+    gradients: list[list[Any]] = [
+        [[], *([0.0] * len(rest))] for _ in range(3)
+    ]  # dq by rows, the others: exact, by delta, by the LSE
     for start in range(0, max(1, q.shape[2]), rows):
         at = slice(start, start + rows)
         grad_out, *grad_rows = whole_grads = [g[:, :, at].double() for g in grads]
         part = q[:, :, at].double().requires_grad_()
-        part_mask, part_weight = (mask[:, :, at] if mask.shape[2] > 1 else mask), (None if weight is None else weight[:, :, at])
+        part_mask, part_weight = (
+            (mask[:, :, at] if mask.shape[2] > 1 else mask),
+            (None if weight is None else weight[:, :, at]),
+        )
         made = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
         out, lse, *_ = smooth = made[: len(grads)]
         terms = out.detach() * grad_out
-        delta = (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1) + single * terms.abs().sum(-1) + operand * terms.norm(dim=-1)
+        delta = (
+            (out.detach().to(q.dtype).double() * grad_out - terms).sum(-1)
+            + single * terms.abs().sum(-1)
+            + operand * terms.norm(dim=-1)
+        )
         half = of_lse * lse.detach().abs().nan_to_num(posinf=0.0)
-        for entropy, grad_entropy in zip(smooth[2:], grad_rows[1:]):  # dS = -P (ln P + H): ln P is off by `half`, H is stored
+        for entropy, grad_entropy in zip(
+            smooth[2:], grad_rows[1:]
+        ):  # dS = -P (ln P + H): ln P is off by `half`, H is stored
             delta += (half + single * entropy.detach()) * grad_entropy.abs()
         upstream = (
             whole_grads,

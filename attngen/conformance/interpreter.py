@@ -13,7 +13,8 @@ from attngen.errors import AttngenError
 
 
 def check_interpreter() -> None:
-    """AttngenError, with what to install, if kernels are to be interpreted, and the interpreter does not work with the installed numpy."""
+    """AttngenError, with what to install, if kernels are to be interpreted, and the interpreter does not work with
+    the installed numpy."""
     from attngen.runtime.launch import interpreter_fails
 
     if os.environ.get("TRITON_INTERPRET") == "1" and (why := interpreter_fails(version("triton"), version("numpy"))):
@@ -21,12 +22,14 @@ def check_interpreter() -> None:
 
 
 def lighten() -> None:
-    """Take from the interpreter what it computes and throws away, more than half of its time; results are the same to the bit.
+    """Take from the interpreter what it computes and throws away, more than half of its time; results are the same to
+    the bit.
 
-    For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode alone. For each cast
-    it makes a table of all types. For each call of a function on the device it looks through all names of Triton's language for those
-    to replace. And for each tensor it makes its type, and what that says of its shape, anew. A version of Triton that has other parts is
-    left as it is. It does nothing where kernels are not interpreted.
+    For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode
+    alone. For each cast it makes a table of all types. For each call of a function on the device it looks through all
+    names of Triton's language for those to replace. And for each tensor it makes its type, and what that says of its
+    shape, anew. A version of Triton that has other parts is left as it is. It does nothing where kernels are not
+    interpreted.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -47,7 +50,13 @@ def _is_known(interpreter: Any) -> bool:
     try:
         core, options = interpreter.tl.core, interpreter.interpreter_builder.options
         made = [[*inspect.signature(c.__init__).parameters] for c in (core.block_type, core.tensor)]
-        parts = interpreter._patch_builtin, interpreter._patch_attr, interpreter._get_np_dtype, core.is_builtin, core.constexpr
+        parts = (
+            interpreter._patch_builtin,
+            interpreter._patch_attr,
+            interpreter._get_np_dtype,
+            core.is_builtin,
+            core.constexpr,
+        )
         plain = options.sanitize_overflow in (True, False) and vars(core.float32) is not None
     except (AttributeError, TypeError):
         return False

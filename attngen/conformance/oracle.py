@@ -27,11 +27,11 @@ def naive_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
 
-    q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to
-    [B, Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight); modify: what
-    is done to the scores before the mask; sink [Hq]: a logit that joins every row; rounded: the dtype to which weights are rounded
-    before they meet v; multiply: how matrices are multiplied. Returns (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees
-    nothing gives zeros and LSE -inf, and zero gradients.
+    q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to [B,
+    Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight);
+    modify: what is done to the scores before the mask; sink [Hq]: a logit that joins every row; rounded: the dtype to
+    which weights are rounded before they meet v; multiply: how matrices are multiplied. Returns (out [B, Hq, Nq, Dv],
+    natural-log LSE [B, Hq, Nq]). A row that sees nothing gives zeros and LSE -inf, and zero gradients.
     """
     scores = _masked_scores(q, k, mask, scale, modify, multiply)
     v = v.repeat_interleave(q.shape[1] // v.shape[1] if v.shape[1] else 1, 1)
@@ -60,7 +60,8 @@ def naive_max_score(
     modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """The largest score that each query sees, [B, Hq, Nq], -inf for one that sees nothing; arguments as those of naive_attention."""
+    """The largest score that each query sees, [B, Hq, Nq], -inf for one that sees nothing; arguments as those of
+    naive_attention."""
     scores = _masked_scores(q, k, mask, scale, modify, multiply).detach()
     return scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
 
@@ -74,7 +75,8 @@ def naive_entropy(
     sink: torch.Tensor | None = None,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """The entropy in nats of each query's weights and its sink's, -sum p ln p, [B, Hq, Nq]; arguments as those of naive_attention.
+    """The entropy in nats of each query's weights and its sink's, -sum p ln p, [B, Hq, Nq]; arguments as those of
+    naive_attention.
 
     Dropout has no part in it. It is 0 for a query that sees nothing, which has zero gradients.
     """
@@ -100,7 +102,9 @@ def naive_key_mass(
     """The weight that all queries give each key, before dropout, [B, Hq, Nk]; arguments as those of naive_attention."""
     scores = _masked_scores(q, k, mask, scale, modify, multiply).detach()
     if sink is not None:
-        scores = torch.cat([scores, sink.detach().to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+        scores = torch.cat(
+            [scores, sink.detach().to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], -1
+        )
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
     return weights[..., : k.shape[2]].sum(2)
@@ -154,8 +158,9 @@ def _truncated(x: torch.Tensor) -> torch.Tensor:
 def truncated_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [..., N, D] @ b [..., D, M] of fp32 tensors as tensor cores compute it in TF32, with sums in fp32.
 
-    They read the sign, 8 bits of exponent and the first 10 of the fraction, and ignore the rest, unless a program has rounded it
-    away (PTX ISA, "Alternate floating-point data formats"). Triton's programs do not. cuBLAS's do, for the sizes where they use TF32.
+    They read the sign, 8 bits of exponent and the first 10 of the fraction, and ignore the rest, unless a program has
+    rounded it away (PTX ISA, "Alternate floating-point data formats"). Triton's programs do not. cuBLAS's do, for the
+    sizes where they use TF32.
     """
     product: torch.Tensor = _TruncatedProduct.apply(a, b)  # type: ignore[no-untyped-call]
     return product
@@ -164,18 +169,22 @@ def truncated_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def rows_matmul(a: torch.Tensor, b: torch.Tensor, rows: int = 2) -> torch.Tensor:
     """a [..., N, D] @ b [..., D, M] by the sums of a product of matrices with so many rows at least.
 
-    For one row libraries multiply a vector by a matrix, and OpenBLAS has a kernel for few rows, with other sums: in fp32 of less than half
-    the error.
+    For one row libraries multiply a vector by a matrix, and OpenBLAS has a kernel for few rows, with other sums: in
+    fp32 of less than half the error.
     """
     copies = -(-rows // max(1, a.shape[-2]))
     return (torch.cat([a] * copies, -2) @ b)[..., : a.shape[-2], :]
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Philox4x32 of seven rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): four words of 32 bits, in int64."""
+    """Philox4x32 of seven rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): four words of
+    32 bits, in int64."""
     words, (k0, k1) = list(counter), key
     for _ in range(7):
-        products = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57  # wraps at 64 bits, which keeps the bits that are wanted
+        products = (
+            words[0] * 0xD2511F53,
+            words[2] * 0xCD9E8D57,
+        )  # wraps at 64 bits, which keeps the bits that are wanted
         (high0, low0), (high1, low1) = (((p >> 32) & 0xFFFFFFFF, p & 0xFFFFFFFF) for p in products)
         words = [high1 ^ words[1] ^ k0, low1, high0 ^ words[3] ^ k1, low0]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
@@ -187,13 +196,15 @@ def _threshold(p: float) -> int:
     return min(round(p * 65536), 65535)
 
 
-def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def dropout_keep(
+    shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Which weights dropout keeps, score by score: bool (B, Hq, Nq, Nk).
 
-    Score (b, h, q, kv) takes two bytes of philox(counter=(h, q without bits 0 and 3, b, kv likewise), key=the halves of the seed). Bit 0
-    of q chooses the first or the last two words, and bit 0 of kv of these the second (even) or the first. With n = 2 * (bit 3 of q) +
-    (bit 3 of kv), the number drawn is 256 * byte n + byte n - 1 of that word, or byte 3 for n = 0. It is kept where this is at least
-    65536 p.
+    Score (b, h, q, kv) takes two bytes of philox(counter=(h, q without bits 0 and 3, b, kv likewise), key=the halves of
+    the seed). Bit 0 of q chooses the first or the last two words, and bit 0 of kv of these the second (even) or the
+    first. With n = 2 * (bit 3 of q) + (bit 3 of kv), the number drawn is 256 * byte n + byte n - 1 of that word, or
+    byte 3 for n = 0. It is kept where this is at least 65536 p.
     """
     batch, heads, n_q, n_kv = shape
     threshold = _threshold(p)
@@ -213,8 +224,11 @@ def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, device: 
     return keep
 
 
-def dropout_weight(shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """What dropout multiplies probabilities by, fp32: 0 where it drops, 1 / (1 - p) elsewhere, with p rounded as `dropout_keep` does."""
+def dropout_weight(
+    shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """What dropout multiplies probabilities by, fp32: 0 where it drops, 1 / (1 - p) elsewhere, with p rounded as
+    `dropout_keep` does."""
     return dropout_keep(shape, p, seed, device) * (65536 / (65536 - _threshold(p)))
 
 
@@ -224,7 +238,8 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor) -> Sizes:
 
 
 def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mask of a call by the masks' hand-written oracles: bool, of four dimensions, broadcastable to [B, Hq, Nq, Nk]."""
+    """The mask of a call by the masks' hand-written oracles: bool, of four dimensions, broadcastable to [B, Hq, Nq,
+    Nk]."""
     found = mask.reference(sizes_of(q, k), q.device, inputs)
     return found[(None,) * (4 - found.dim())]
 
@@ -232,7 +247,8 @@ def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[st
 def reference_scores(
     parts: tuple[Score, ...], q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
-    """(what modifiers do to the scores of a call, the sink's logits) by their hand-written oracles; None where there is no such."""
+    """(what modifiers do to the scores of a call, the sink's logits) by their hand-written oracles; None where there
+    is no such."""
     sinks = [sink for sink in (part.reference_sink(inputs) for part in parts) if sink is not None]
 
     def modify(s: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Calls of a generated module over a cache of keys and values, beside naive attention: what `attngen test` and the test suite share."""
+"""Calls of a generated module over a cache of keys and values, beside naive attention: what `attngen test` and the
+test suite share."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ LARGEST = 448  # number of 8 bits
 class CacheCase:
     """One call over a cache: the keys that each sequence has before it, how many the call appends, and queries.
 
-    room: keys for which each sequence has room. page: keys of a page, 0 without pages. Pages are in no order, what no key has been
-    stored to holds NaN, and entries of the table past a sequence's last key name no page.
-    heads_first: heads lie before rows in memory. shared: the first two sequences share the pages that both have filled before the call.
+    room: keys for which each sequence has room. page: keys of a page, 0 without pages. Pages are in no order, what no
+    key has been stored to holds NaN, and entries of the table past a sequence's last key name no page.
+    heads_first: heads lie before rows in memory. shared: the first two sequences share the pages that both have filled
+    before the call.
     """
 
     q_heads: int
@@ -61,14 +63,16 @@ class CacheCase:
 
     def __str__(self) -> str:
         few = ",".join(map(str, self.lengths[:4])) + (",..." if len(self.lengths) > 4 else "")
-        more = f"{f' pages {self.page}' if self.page else ''}{' heads first' * self.heads_first}{' shared' * self.shared}"
+        more = (
+            f"{f' pages {self.page}' if self.page else ''}{' heads first' * self.heads_first}{' shared' * self.shared}"
+        )
         return f"B{len(self.lengths)} Nq{self.n_q} cache {few}+{self.new}{more}"
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call, and for naive attention what each sequence has after it: k and v [1, Hkv, keys, D], and mask inputs, which
-    are those of all sequences, for its number of keys."""
+    """The arguments of a call, and for naive attention what each sequence has after it: k and v [1, Hkv, keys, D],
+    and mask inputs, which are those of all sequences, for its number of keys."""
 
     q: torch.Tensor
     caches: tuple[torch.Tensor, ...]
@@ -89,7 +93,11 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
     together = min(case.lengths[:2]) // case.page if case.shared else 0  # pages
     for x in whole:
         x[1:2, : together * case.page] = x[:1, : together * case.page]
-    table = torch.randperm(batch * max(1, case.pages) + 3, generator=generator)[: batch * case.pages].view(batch, case.pages).int()
+    table = (
+        torch.randperm(batch * max(1, case.pages) + 3, generator=generator)[: batch * case.pages]
+        .view(batch, case.pages)
+        .int()
+    )
     table[1:2, :together] = table[:1, :together]
     caches, new, scales, held = [], [], {}, []
     for name, x in zip(("k", "v"), whole):
@@ -109,7 +117,10 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
     sizes = Sizes(batch, case.q_heads, case.kv_heads, case.n_q, case.room)
     inputs = make_mask_inputs(spec, sizes, dtype, device, generator)
     _spread_ids(spec, case, inputs)
-    arguments: dict[str, Any] = {"cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device), **inputs}
+    arguments: dict[str, Any] = {
+        "cache_seqlens": torch.tensor(case.lengths, dtype=torch.int32, device=device),
+        **inputs,
+    }
     arguments |= {name: scale.to(device) for name, scale in scales.items()}
     arguments |= dict(zip(("k", "v"), new)) if case.new else {}
     if case.page:
@@ -139,8 +150,8 @@ def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tens
 
 
 def latent_rows(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a cache of 8-bit latents, as bytes, and what is kept in them, in fp64. x: keys [B, room, 1, D], of which `width` columns are
-    the latent."""
+    """Rows of a cache of 8-bit latents, as bytes, and what is kept in them, in fp64. x: keys [B, room, 1, D], of
+    which `width` columns are the latent."""
     latents, rotated = x[..., :width], x[..., width:]
     groups = latents.float().unflatten(-1, (-1, LATENT_GROUP))
     factors = groups.abs().amax(-1, keepdim=True) * (1 / LARGEST)
@@ -158,8 +169,11 @@ def latents_of(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tens
     return torch.cat([latents.to(dtype), rows[..., end:].view(dtype)], -1)
 
 
-def _factors(spec: Spec, case: CacheCase, table: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of a cache of 8 bits, and those of each row and head, [B, room, Hkv, 1]; NaN for pages that no sequence has."""
+def _factors(
+    spec: Spec, case: CacheCase, table: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of a cache of 8 bits, and those of each row and head, [B, room, Hkv, 1]; NaN for pages that no
+    sequence has."""
     assert spec.cache is not None
     batch = len(case.lengths)
     if spec.factors != "page":
@@ -172,7 +186,8 @@ def _factors(spec: Spec, case: CacheCase, table: torch.Tensor, generator: torch.
 
 
 def _spread_ids(spec: Spec, case: CacheCase, inputs: dict[str, Any]) -> None:
-    """Spread the ids of documents over the keys that each sequence has. Past these are ids, in no order, which nothing should read."""
+    """Spread the ids of documents over the keys that each sequence has. Past these are ids, in no order, which
+    nothing should read."""
     for ids in (inputs[i.name] for i in spec.inputs() if (i.dtype, i.shape) == ("i32", ("B", "Nk"))):
         for b, keys in enumerate(case.keys):
             ids[b, :keys] = ids[b, torch.arange(keys) * case.room // max(1, keys)]
@@ -187,8 +202,11 @@ def _of_keys(spec: Spec, name: str, x: Any, keys: int) -> Any:
     return x
 
 
-def attend_sequence(spec: Spec, call: Call, b: int, dtype: torch.dtype, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Naive attention of one sequence of a call, [1, Hq, Nq, Dv] and its LSE. Mask and scores are those of sequence `b` among all."""
+def attend_sequence(
+    spec: Spec, call: Call, b: int, dtype: torch.dtype, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Naive attention of one sequence of a call, [1, Hq, Nq, Dv] and its LSE. Mask and scores are those of sequence
+    `b` among all."""
     k, v, inputs = call.sequences[b]
     every = k.expand(len(call.sequences), *k.shape[1:])
     mask = reference_mask(spec.mask, call.q, every, inputs)
@@ -201,13 +219,16 @@ def attend_sequence(spec: Spec, call: Call, b: int, dtype: torch.dtype, scale: f
     mine = mask if len(mask) == 1 else mask[b : b + 1]
     q, k, v = (x.to(dtype) for x in (call.q[b : b + 1], k, v))
     multiply = fp32_products(spec, "fp32", q.device.type, q.shape[2])[0] if dtype == torch.float32 else torch.matmul
-    return naive_attention(q, k, v, mine, scale or spec.head_dim.qk**-0.5, None, modify if change else None, sink, None, multiply)
+    return naive_attention(
+        q, k, v, mine, scale or spec.head_dim.qk**-0.5, None, modify if change else None, sink, None, multiply
+    )
 
 
 def run_cache_case(
     module: ModuleType, spec: Spec, case: CacheCase, dtype: str, device: str, seed: int = 0, check: bool | None = None
 ) -> Result:
-    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64. `check` is that of the call."""
+    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64. `check` is
+    that of the call."""
     of_dtype = torch_dtype(dtype)
     call = make_call(spec, case, of_dtype, device, seed)
     out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True, check=check)
@@ -226,14 +247,16 @@ def run_cache_case(
 
 
 def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:
-    """The errors of a case, of a call over a cache or without one; of one without, tangents too, if the spec has a backward."""
+    """The errors of a case, of a call over a cache or without one; of one without, tangents too, if the spec has a
+    backward."""
     if isinstance(case, CacheCase):
         return run_cache_case(module, spec, case, dtype, device, seed)
     return run_case(module, spec, case, dtype, device, seed, tangents=spec.trains)
 
 
 def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:
-    """What `attngen test` runs of a spec with a cache: edges of pages and tiles, one long sequence among short ones, chunked prefill."""
+    """What `attngen test` runs of a spec with a cache: edges of pages and tiles, one long sequence among short ones,
+    chunked prefill."""
     heads = heads_for(spec)
     assert spec.cache is not None
     sizes = {"": [0], "page_rows": [16, 48]}.get(spec.cache.page) or [int(spec.cache.page)]
@@ -252,5 +275,8 @@ def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:
     if cuda:
         long = -(-70000 // page) * page if page else 70000
         heads = (128, 1) if spec.rope else heads
-        cases += [CacheCase(*heads, 1, (65536, 100, 0, 4097), 1, long, page), CacheCase(*heads, 16, (65536, 100, 20), 16, long, page)]
+        cases += [
+            CacheCase(*heads, 1, (65536, 100, 0, 4097), 1, long, page),
+            CacheCase(*heads, 16, (65536, 100, 20), 16, long, page),
+        ]
     return cases

@@ -1,9 +1,11 @@
-"""Every case of every spec on a device, forward and backward, beside naive attention in the same dtype: `attngen test --report`.
+"""Every case of every spec on a device, forward and backward, beside naive attention in the same dtype: `attngen test
+--report`.
 
-Errors are ||x - truth|| / ||truth|| against fp64. A case fails where ours is above twice naive's (which counts as at least what
-rounding alone gives, see attngen.conformance.harness.Result), where one row is far off, where anything is NaN, or where a second run differs in
-one bit. Specs run in processes of their own, because most of the time goes into compiling kernels; the largest cases take turns.
-TRITON_INTERPRET decides when triton is imported: set it before this file is.
+Errors are ||x - truth|| / ||truth|| against fp64. A case fails where ours is above twice naive's (which counts as at
+least what rounding alone gives, see attngen.conformance.harness.Result), where one row is far off, where anything is
+NaN, or where a second run differs in one bit. Specs run in processes of their own, because most of the time goes into
+compiling kernels; the largest cases take turns. TRITON_INTERPRET decides when triton is imported: set it before this
+file is.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from types import ModuleType
 import torch
 import triton
 
-from attngen.conformance.harness import KEYS, Case, asked, heads_for, load_module, make_all_gradients, make_inputs, torch_dtype
+from attngen.conformance.harness import (
+    KEYS,
+    Case,
+    asked,
+    heads_for,
+    load_module,
+    make_all_gradients,
+    make_inputs,
+    torch_dtype,
+)
 from attngen.conformance.interpreter import lighten
 from attngen.conformance.over_cache import CacheCase, cache_cases, make_call, result_of
 from attngen.heuristics import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
@@ -59,7 +70,10 @@ class Table:
 def jobs(specs: Sequence[tuple[Path, Spec]], folder: Path, device: str) -> list[Job]:
     """One for each spec and dtype; Triton's interpreter cannot multiply bf16. `folder` holds the modules, by name."""
     return [
-        Job(path, folder / s.name, dtype) for path, s in specs for dtype in s.dtype if device == "cuda" or ELEMENTS[dtype].is_interpreted
+        Job(path, folder / s.name, dtype)
+        for path, s in specs
+        for dtype in s.dtype
+        if device == "cuda" or ELEMENTS[dtype].is_interpreted
     ]
 
 
@@ -99,18 +113,22 @@ def run_job(job: Job, device: str, seed: int) -> Table:
         worst, row = (f"{k.removesuffix(' row')} {result.ratio(k):.2f}" for k in (result.worst, result.worst_row))
         ok = result.ok and same
         lines.append((f"| {case} | {errors} | {worst} | {row} | {'yes' if same else 'NO'} |", ok))
-        print(f"{spec.name} {job.dtype} {case}: {worst}, row {row}{'' if ok else '  FAILED'}", file=sys.stderr, flush=True)
+        print(
+            f"{spec.name} {job.dtype} {case}: {worst}, row {row}{'' if ok else '  FAILED'}", file=sys.stderr, flush=True
+        )
     return Table(f"{spec.name}, {job.dtype}", tuple(lines))
 
 
 def _is_large(spec: Spec, case: Case | CacheCase) -> bool:
-    """Whether its oracle, which keeps all scores and the keys of each query head, has no room beside that of another case."""
+    """Whether its oracle, which keeps all scores and the keys of each query head, has no room beside that of another
+    case."""
     keys = case.q_heads * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
     return case.n_q * keys >= TURNS or spec.head_dim.qk * keys >= WIDE_TURNS
 
 
 def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:
-    """Ragged and unequal sizes, other layouts; on a device of so many multiprocessors many sequences, and N up to 32k, or MODIFIED."""
+    """Ragged and unequal sizes, other layouts; on a device of so many multiprocessors many sequences, and N up to
+    32k, or MODIFIED."""
     heads = heads_for(spec)
     for n_q, n_kv in RAGGED if processors else RAGGED[:4]:
         yield Case(2, *heads, n_q, n_kv)
@@ -125,10 +143,11 @@ def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:
 
 
 def crowded(spec: Spec, processors: int) -> Case:
-    """Ragged sequences, so many that a device of so many multiprocessors takes the backward in one pass where there is one.
+    """Ragged sequences, so many that a device of so many multiprocessors takes the backward in one pass where there is
+    one.
 
-    If query heads share keys, they are so many that a program has as many of them as it may have. Of inputs with a number for each score
-    the copy engine can read the rows.
+    If query heads share keys, they are so many that a program has as many of them as it may have. Of inputs with a
+    number for each score the copy engine can read the rows.
     """
     by_score = any({"Nq", "Nk"} <= set(i.shape) for i in spec.inputs())
     heads, rows = heads_for(spec), FUSED_ROWS + (ALIGNED_KEYS if by_score else 5)

@@ -21,7 +21,9 @@ def tile_flops(dot: Dot) -> Expr:
 
 def flops(kernel: Kernel, times: Callable[[str], Expr]) -> Expr:
     """FLOPs of a kernel's products. times(block) is the number of times that a block runs."""
-    return sympy.Add(*(tile_flops(op) * times(block.name) for block in kernel.blocks for op in block.ops if isinstance(op, Dot)))
+    return sympy.Add(
+        *(tile_flops(op) * times(block.name) for block in kernel.blocks for op in block.ops if isinstance(op, Dot))
+    )
 
 
 def executed_flops(kernel: Kernel) -> Expr:
@@ -30,9 +32,11 @@ def executed_flops(kernel: Kernel) -> Expr:
 
 
 def useful_flops(module: Module, direction: str) -> Expr:
-    """FLOPs of the algorithm, as a formula in `tiles`: 4 N^2 d in the forward, 10 N^2 d in the backward, which recomputes the scores once.
+    """FLOPs of the algorithm, as a formula in `tiles`: 4 N^2 d in the forward, 10 N^2 d in the backward, which
+    recomputes the scores once.
 
-    Each product counts once, however many kernels recompute it. FlashAttention-2, section 3.1, counts five products in the backward.
+    Each product counts once, however many kernels recompute it. FlashAttention-2, section 3.1, counts five products in
+    the backward.
     """
     kernels = module.kernels_of(direction)
     products = {op.name: tile_flops(op) for kernel in kernels for op in kernel.dots}

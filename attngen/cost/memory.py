@@ -1,4 +1,5 @@
-"""Bytes of device memory that a call takes beside its arguments and results, from the allocations in its host programs."""
+"""Bytes of device memory that a call takes beside its arguments and results, from the allocations in its host
+programs."""
 
 from __future__ import annotations
 

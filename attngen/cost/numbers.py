@@ -1,4 +1,5 @@
-"""The closed forms of theory.py, evaluated for one problem: bytes moved, FLOPs and bytes saved, by schedule and device class.
+"""The closed forms of theory.py, evaluated for one problem: bytes moved, FLOPs and bytes saved, by schedule and device
+class.
 
 For a module without a backward they are those of the forward, of other algorithms too.
 """
@@ -43,7 +44,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Done:
-    """FLOPs of one layer; and the names of the tensors kept only for its backward, with their size in bytes, `saved`."""
+    """FLOPs of one layer; and the names of the tensors kept only for its backward, with their size in bytes,
+    `saved`."""
 
     schedule: str
     forward: float
@@ -53,52 +55,82 @@ class Done:
 
 
 def moved(module: Module, problem: Problem) -> Iterator[Moved]:
-    """Bytes of standard attention; then, for each device class, of FlashAttention-1, ours, and ours on one tile in SPARSE.
+    """Bytes of standard attention; then, for each device class, of FlashAttention-1, ours, and ours on one tile in
+    SPARSE.
 
     Standard attention and FlashAttention-1 visit all tiles, ours those that the mask leaves.
     """
     numbers = textbook_values(module, problem, ONE)
     heads = problem.batch * problem.q_heads
-    yield Moved("standard", "", (), *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in module.directions))
+    yield Moved(
+        "standard",
+        "",
+        (),
+        *(heads * float(evaluate(standard_bytes(direction), numbers)) for direction in module.directions),
+    )
     for cls in CLASSES:
         numbers = textbook_values(module, problem, tile := flash1_tile(module, cls))
-        flash1 = (sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d)) for d in module.directions)
+        flash1 = (
+            sum(_value(traffic(k, tile_bytes, partial(runs, k)), numbers) for k in kernels("flash1", d))
+            for d in module.directions
+        )
         yield Moved("FlashAttention-1", cls, (tile,), *flash1)
-        rows = [row_of(module, kernel, cls, problem.n_q) for d in module.directions for kernel in module.kernels_of(d) if kernel.loops]
+        rows = [
+            row_of(module, kernel, cls, problem.n_q)
+            for d in module.directions
+            for kernel in module.kernels_of(d)
+            if kernel.loops
+        ]
         tiles = tuple((row.block_q, row.block_kv) for row in rows if row)
         if len(tiles) < len(rows):  # no tile fits
             continue
         yield Moved("ours", cls, tiles, *(emitted_bytes(module, d, cls, problem) for d in module.directions))
-        yield Moved(f"ours, s = 1/{SPARSE}", cls, tiles, *(emitted_bytes(module, d, cls, problem, 1 / SPARSE) for d in module.directions))
+        yield Moved(
+            f"ours, s = 1/{SPARSE}",
+            cls,
+            tiles,
+            *(emitted_bytes(module, d, cls, problem, 1 / SPARSE) for d in module.directions),
+        )
 
 
 def done(module: Module, problem: Problem) -> Iterator[Done]:
     """FLOPs of standard attention, of FlashAttention-1, and of ours twice: with each product counted once, and as run.
 
-    Our backward computes some products twice, and programs that share the columns of a wide sum compute all scores each.
+    Our backward computes some products twice, and programs that share the columns of a wide sum compute all scores
+    each.
     """
     numbers = textbook_values(module, problem, ONE)
     for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
-        forward, backward = (kernels(name, direction) if direction in module.directions else () for direction in DIRECTIONS)
+        forward, backward = (
+            kernels(name, direction) if direction in module.directions else () for direction in DIRECTIONS
+        )
         work = [sum(_value(flops(k, partial(runs, k)), numbers) for k in some) for some in (forward, backward)]
         yield Done(shown, work[0], work[1], *_kept(forward, backward, numbers))
     forward, backward = (module.kernels_of(direction) for direction in DIRECTIONS)
     kept, saved = _kept(forward, backward, numbers)
-    of = {kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in (*forward, *backward) if kernel.loops}
+    of = {
+        kernel.name: _emitted_values(module, kernel, CLASS, problem) for kernel in (*forward, *backward) if kernel.loops
+    }
     last = {d: next(k.name for k in reversed(module.kernels_of(d)) if k.loops) for d in module.directions}
     useful = {d: _value(useful_flops(module, d), of[name]) for d, name in last.items()}
-    run = [sum(_value(executed_flops(kernel), of[kernel.name]) for kernel in some if kernel.loops) for some in (forward, backward)]
+    run = [
+        sum(_value(executed_flops(kernel), of[kernel.name]) for kernel in some if kernel.loops)
+        for some in (forward, backward)
+    ]
     yield Done("ours", useful["forward"], useful.get("backward", 0.0), kept, saved)
     yield Done("ours, as run", run[0], run[1], kept, saved)
 
 
-def _kept(forward: Iterable[Kernel], backward: Iterable[Kernel], numbers: dict[str, Any]) -> tuple[tuple[str, ...], float]:
+def _kept(
+    forward: Iterable[Kernel], backward: Iterable[Kernel], numbers: dict[str, Any]
+) -> tuple[tuple[str, ...], float]:
     args = saved_tensors(forward, backward)
     return tuple(arg.name for arg in args), sum(_value(tile_bytes(arg.type), numbers) for arg in args)
 
 
 def flash1_tile(module: Module, cls: str) -> tuple[int, int]:
-    """B_r queries and B_c keys of a tile of FlashAttention-1 (Algorithm 1, line 1) on a device class; d is the larger head dimension."""
+    """B_r queries and B_c keys of a tile of FlashAttention-1 (Algorithm 1, line 1) on a device class; d is the
+    larger head dimension."""
     width = max(module.head_dim_qk, module.head_dim_v)
     columns = -(-(CLASSES[cls].smem_per_block // elem_sizes(module)[0]) // (4 * width))
     return min(columns, width), columns
@@ -114,13 +146,14 @@ def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, sh
 
 
 def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> dict[str, int]:
-    """Values for the symbols of `standard` and `flash1`. `tile` is (queries, keys). Every query head has its own K and V."""
+    """Values for the symbols of `standard` and `flash1`. `tile` is (queries, keys). Every query head has its own K
+    and V."""
     sizes = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.q_heads, "Nq": problem.n_q, "Nk": problem.n_kv}
     return {**sizes, **module.widths, "elem": elem_sizes(module)[0], "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}
 
 
 def _emitted_values(module: Module, kernel: Kernel, cls: str, problem: Problem) -> dict[str, Any]:
-    rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
+    rows = problem.n_q if kernel.program_axis == "q" else problem.n_kv
     row = row_of(module, kernel, cls, rows)
     assert row is not None
     return values(module, kernel, row, problem)

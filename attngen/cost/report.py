@@ -9,12 +9,17 @@ from attngen.cost.flops import executed_flops, total_tiles, useful_flops
 from attngen.cost.io import hbm_bytes
 from attngen.devices import CLASSES
 from attngen.ir.expr import to_text
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.targets.registry import maker_of
 from attngen.tiles.tiles import tile_loops
 
 # A row leaves out these fields where they have these values.
-UNSAID = {"measured": Row.measured, "backend": Row.backend, "min_rows": Row.min_rows, "columns": Row.columns}
+UNSAID = {
+    "measured": Config.measured,
+    "backend": Config.backend,
+    "min_rows": Config.min_rows,
+    "columns": Config.columns,
+}
 
 
 def report(module: Module) -> dict[str, Any]:
@@ -35,25 +40,31 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
         "flops": to_text(executed_flops(kernel)),
         "hbm_bytes": to_text(hbm_bytes(kernel)),
         "schedules": [
-            *(_row(module, kernel, row) for row in module.rows(kernel.name)),
-            *(_row(module, k, row) | ({"kernel": k.name} if k.of else {}) for k, row in module.stand_ins(kernel.name)),
-            *({"device": u.device, "elem_bytes": u.elem_bytes, "none": u.reason} for u in module.unfit(kernel.name)),
+            *(_row(module, kernel, config) for config in module.configs(kernel.name)),
+            *(
+                _row(module, k, config) | ({"kernel": k.name} if k.of else {})
+                for k, config in module.stand_ins(kernel.name)
+            ),
+            *(
+                {"device": u.device, "elem_bytes": u.elem_bytes, "none": u.reason}
+                for u in module.not_fitting(kernel.name)
+            ),
         ],
     }
 
 
-def schedule(row: Row) -> dict[str, Any]:
+def schedule(config: Config) -> dict[str, Any]:
     """The fields of a schedule row; those of UNSAID only where they differ from their defaults."""
-    return {name: value for name, value in asdict(row).items() if name not in UNSAID or value != UNSAID[name]}
+    return {name: value for name, value in asdict(config).items() if name not in UNSAID or value != UNSAID[name]}
 
 
-def _row(module: Module, kernel: Kernel, row: Row) -> dict[str, Any]:
-    footprint = maker_of(row).footprint
+def _row(module: Module, kernel: Kernel, config: Config) -> dict[str, Any]:
+    resources = maker_of(config).resources
     return {
-        **schedule(row),
-        "sram_formula": to_text(footprint.formula(module, kernel, row)),
-        "sram_bytes": footprint.sram_bytes(module, kernel, row),
-        "sram_limit": CLASSES[row.device].smem_per_block,
-        "registers_per_thread": footprint.registers(module, kernel, row),
+        **schedule(config),
+        "sram_formula": to_text(resources.formula(module, kernel, config)),
+        "sram_bytes": resources.sram_bytes(module, kernel, config),
+        "sram_limit": CLASSES[config.device].smem_per_block,
+        "registers_per_thread": resources.registers(module, kernel, config),
         "reading": None,  # attngen/certify fills it in
     }

@@ -12,7 +12,7 @@ from attngen.devices import CLASSES, Device
 from attngen.heuristics import UNIT
 from attngen.interp.numeric import compiled
 from attngen.ir.dtypes import ELEMENTS, of_size
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.names import SHARES
 from attngen.ir.ops import WHOLE, Arg, Map
 from attngen.targets.registry import backend_of
@@ -51,7 +51,7 @@ class Estimate(Roofs):
     """One kernel on one device: its schedule, shared memory, traffic, FLOPs, and times under the two roofs."""
 
     kernel: str
-    row: Row
+    config: Config
     sram: int  # bytes of shared memory that a program needs
     limit: int  # bytes of shared memory that a program may have
     loaded: float  # bytes that programs load and store
@@ -67,36 +67,39 @@ class Estimate(Roofs):
 
 
 def scheduled_rows(kernel: Kernel, problem: Problem) -> int:
-    """The rows for which a call chooses a kernel's schedule: of its own axis, with those of all heads that its tiles pack, and where parts
-    are joined of all heads and sequences."""
-    if kernel.joins_parts:
+    """The rows for which a call chooses a kernel's schedule: of its own axis, with those of all heads that its tiles
+    pack, and where parts are joined of all heads and sequences."""
+    if kernel.combines_splits:
         return problem.batch * problem.q_heads * problem.n_q
-    if kernel.packs:
+    if kernel.pack_gqa:
         return problem.q_heads // problem.kv_heads * problem.n_q
-    return problem.n_q if kernel.own_axis == "q" else problem.n_kv
+    return problem.n_q if kernel.program_axis == "q" else problem.n_kv
 
 
-def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Row | None:
-    """The schedule row that the generated code takes on a device, at the smallest element size; None if no tile fits there."""
+def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Config | None:
+    """The schedule row that the generated code takes on a device, at the smallest element size; None if no tile fits
+    there."""
     return row_of(module, kernel, device.cls, rows)
 
 
-def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Row | None:
-    """The schedule row that the generated code takes on a device class, at the smallest element size; None if no tile fits it."""
+def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Config | None:
+    """The schedule row that the generated code takes on a device class, at the smallest element size; None if no
+    tile fits it."""
     size = min(elem_sizes(module, kernel))
-    mine = [r for r in module.rows(kernel.name) if (r.device, r.elem_bytes) == (cls, size)]
+    mine = [r for r in module.configs(kernel.name) if (r.device, r.elem_bytes) == (cls, size)]
     return next((r for r in mine if r.max_rows is None or rows <= r.max_rows), None)
 
 
-def values(module: Module, kernel: Kernel, row: Row, problem: Problem) -> dict[str, Any]:
-    """Values for the symbols of one kernel's formulas: sizes, tile sizes and tiles visited. Programs are taken not to share loops."""
-    own, loop = (problem.n_q, problem.n_kv) if kernel.own_axis == "q" else (problem.n_kv, problem.n_q)
+def values(module: Module, kernel: Kernel, config: Config, problem: Problem) -> dict[str, Any]:
+    """Values for the symbols of one kernel's formulas: sizes, tile sizes and tiles visited. Programs are taken not
+    to share loops."""
+    own, loop = (problem.n_q, problem.n_kv) if kernel.program_axis == "q" else (problem.n_kv, problem.n_q)
     group, heads = problem.q_heads // problem.kv_heads, problem.q_heads
-    if kernel.packs:
+    if kernel.pack_gqa:
         own, heads = group * own, problem.kv_heads
-    tiles = count_tiles(kernel, own, loop, row.block_q, row.block_kv, queries=problem.n_q) if kernel.loops else 0
+    tiles = count_tiles(kernel, own, loop, config.block_q, config.block_kv, queries=problem.n_q) if kernel.loops else 0
     return {
-        **sizes(module, row),
+        **sizes(module, config),
         "B": problem.batch,
         "Hq": problem.q_heads,
         "Hkv": problem.kv_heads,
@@ -116,11 +119,23 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
     """
     ops = [op for host in module.hosts for op in host.ops()]
     needed = {op.name: True for op in ops if isinstance(op, Arg) and op.role == "flag"}
-    alone = (row for kernel in module.divided if kernel.adds for row in module.rows(kernel.name, kernel.backend))
-    fused = any(row.device == device.cls and known["Nk"] > row.min_rows for row in alone)
+    alone = (
+        config
+        for kernel in module.warp_specialized
+        if kernel.adds
+        for config in module.configs(kernel.name, kernel.backend)
+    )
+    fused = any(config.device == device.cls and known["Nk"] > config.min_rows for config in alone)
     page = int(module.cache.page) if module.cache and module.cache.page.isdigit() else UNIT
     of_cache = {"Nc": known["Nk"], "Nn": 0, "page_rows": page, "max_pages": -(-known["Nk"] // page)}
-    found = {**of_cache, **known, **needed, "fused": fused, "processors": device.sms, "Gq": known["group"] * known["Nq"]}
+    found = {
+        **of_cache,
+        **known,
+        **needed,
+        "fused": fused,
+        "processors": device.sms,
+        "Gq": known["group"] * known["Nq"],
+    }
     made: dict[str, int] = {}
     for op in ops:
         if isinstance(op, Map) and not op.type.dims:
@@ -128,39 +143,40 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
     return made
 
 
-def chip(module: Module, kernel: Kernel, row: Row, device: Device) -> dict[str, Any]:
-    """Values that `dram_bytes` needs besides `values`: the cache in bytes, programs in flight, and head dimensions without padding."""
-    parts = {own: module.widths[whole] for own, whole in WHOLE.items() if row.columns and whole in module.widths}
+def chip(module: Module, kernel: Kernel, config: Config, device: Device) -> dict[str, Any]:
+    """Values that `dram_bytes` needs besides `values`: the cache in bytes, programs in flight, and head dimensions
+    without padding."""
+    parts = {own: module.widths[whole] for own, whole in WHOLE.items() if config.columns and whole in module.widths}
     return {
         **module.widths,
-        **{own: Fraction(width, -(-width // row.columns)) for own, width in parts.items()},
+        **{own: Fraction(width, -(-width // config.columns)) for own, width in parts.items()},
         str(CACHE): device.cache_bytes,
-        str(IN_FLIGHT): device.sms * backend_of(row).cost.occupancy(module, kernel, row),
+        str(IN_FLIGHT): device.sms * backend_of(config).cost.occupancy(module, kernel, config),
     }
 
 
-def peak(module: Module, row: Row, device: Device) -> float:
+def peak(module: Module, config: Config, device: Device) -> float:
     """FLOP/s of a device, at most, in the element type of a schedule row."""
-    element = ELEMENTS[of_size(module.dtypes, row.elem_bytes)]
+    element = ELEMENTS[of_size(module.dtypes, config.elem_bytes)]
     return device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
 
 
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
     """The roofline estimate of one kernel on one device; None if no tile fits there."""
-    row = row_for(module, kernel, device, scheduled_rows(kernel, problem))
-    if row is None:
+    config = row_for(module, kernel, device, scheduled_rows(kernel, problem))
+    if config is None:
         return None
-    known = values(module, kernel, row, problem)
+    known = values(module, kernel, config, problem)
     numbers = known | counts(module, known, device)
-    rate = peak(module, row, device)
+    rate = peak(module, config, device)
     flops, loaded = float(evaluate(executed_flops(kernel), numbers)), float(evaluate(hbm_bytes(kernel), numbers))
-    footprint = backend_of(row).footprint
-    assert footprint.misfit(module, kernel, row) is None
-    moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, kernel, row, device)))
+    resources = backend_of(config).resources
+    assert resources.why_not_fit(module, kernel, config) is None
+    moved = float(evaluate(dram_bytes(kernel).total, numbers | chip(module, kernel, config, device)))
     return Estimate(
         kernel.name,
-        row,
-        footprint.sram_bytes(module, kernel, row),
+        config,
+        resources.sram_bytes(module, kernel, config),
         CLASSES[device.cls].smem_per_block,
         loaded,
         moved,
@@ -170,7 +186,7 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
     )
 
 
-def standard_total(module: Module, direction: str, row: Row, problem: Problem) -> float:
+def standard_total(module: Module, direction: str, config: Config, problem: Problem) -> float:
     """Bytes that standard attention moves for the whole problem: all sequences and query heads."""
-    numbers = {**sizes(module, row), "Nq": problem.n_q, "Nk": problem.n_kv}
+    numbers = {**sizes(module, config), "Nq": problem.n_q, "Nk": problem.n_kv}
     return float(evaluate(standard_bytes(direction), numbers)) * problem.batch * problem.q_heads

@@ -1,8 +1,9 @@
-"""Theorems on attention's traffic, work and memory. Counts come from the loops, loads and stores of the IR, orders from sympy's limits.
+"""Theorems on attention's traffic, work and memory. Counts come from the loops, loads and stores of the IR, orders from
+sympy's limits.
 
-A count is for one head with N queries and N keys. Both head dimensions are d (they differ by a constant factor at most). Ceilings are
-relaxed to divisions, as if tiles divided N. M is the on-chip memory of a program, in elements. A count is Theta(order) if the limit of
-count / order is finite and positive in every regime that the theorem names.
+A count is for one head with N queries and N keys. Both head dimensions are d (they differ by a constant factor at
+most). Ceilings are relaxed to divisions, as if tiles divided N. M is the on-chip memory of a program, in elements. A
+count is Theta(order) if the limit of count / order is finite and positive in every regime that the theorem names.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ PAPER, PAPER_2 = "FlashAttention", "FlashAttention-2"  # Dao et al. 2022, with i
 
 @dataclass(frozen=True)
 class Regime:
-    """A path to infinity. First the pairs in `where` replace symbols, one after another; then the symbols in `grow` go to
-    infinity, one after another."""
+    """A path to infinity. First the pairs in `where` replace symbols, one after another; then the symbols in `grow`
+    go to infinity, one after another."""
 
     name: str
     where: tuple[tuple[Expr, Expr], ...] = ()
@@ -59,7 +60,8 @@ class Regime:
 
 @cache
 def _limit(ratio: Expr, grow: tuple[Expr, ...]) -> Expr:
-    """The limit of a ratio of polynomials as symbols grow, one after another. Cached, because modules share most ratios."""
+    """The limit of a ratio of polynomials as symbols grow, one after another. Cached, because modules share most
+    ratios."""
     for variable in grow:
         ratio = sympy.limit(sympy.factor(ratio), variable, sympy.oo)
     found = sympy.simplify(ratio)
@@ -95,7 +97,8 @@ class Theorem:
 
 
 def one_head(e: Expr) -> Expr:
-    """An expression of the IR, written for one head of N rows and width d, with ceilings and floors relaxed to divisions."""
+    """An expression of the IR, written for one head of N rows and width d, with ceilings and floors relaxed to
+    divisions."""
     relaxed = e.replace(lambda x: isinstance(x, (cdiv, floordiv)), lambda x: x.args[0] / x.args[1])
     return sympy.expand(relaxed.subs(ONE_HEAD))
 
@@ -117,12 +120,13 @@ def _or_tiles(kernel: Kernel, block: str) -> Expr:
 
 
 def visible_share(kernel: Kernel) -> Expr:
-    """The limit, as N grows, of the share of tiles that an emitted kernel visits. Run-time lengths are taken to hide nothing.
+    """The limit, as N grows, of the share of tiles that an emitted kernel visits. Run-time lengths are taken to hide
+    nothing.
 
-    Rounding to tiles adds less than one tile at each end of a range. This vanishes in the limit, so tiles of one row are counted. A
-    program at row x*N visits height(x)*N of them. The share is the integral of height(x) from 0 to 1.
+    Rounding to tiles adds less than one tile at each end of a range. This vanishes in the limit, so tiles of one row
+    are counted. A program at row x*N visits height(x)*N of them. The share is the integral of height(x) from 0 to 1.
     """
-    place, own = sympy.Symbol("x", positive=True), symbol(f"{kernel.own_axis}_start")
+    place, own = sympy.Symbol("x", positive=True), symbol(f"{kernel.program_axis}_start")
     lengths = {symbol(name): sympy.oo if value == NO_BOUND else value for name, value in unbounded(kernel).items()}
     sizes = {symbol("Nq"): N, symbol("Nk"): N, symbol("BLOCK_Q"): 1, symbol("BLOCK_KV"): 1, own: place * N}
     if visited(kernel).subs(sizes).has(floordiv, select):
@@ -132,11 +136,12 @@ def visible_share(kernel: Kernel) -> Expr:
 
 
 def _sampled_share(kernel: Kernel) -> Expr:
-    """`visible_share` to three digits, from programs spread evenly over many rows: for masks whose bounds divide or select."""
+    """`visible_share` to three digits, from programs spread evenly over many rows: for masks whose bounds divide or
+    select."""
     rows, programs = 2**28, 1024
     sizes = {**unbounded(kernel), "BLOCK_Q": 1, "BLOCK_KV": 1, "Nq": rows, "Nk": rows}
     starts = range(rows // programs // 2, rows, rows // programs)
-    seen = sum(int(evaluate(visited(kernel), {**sizes, f"{kernel.own_axis}_start": start})) for start in starts)
+    seen = sum(int(evaluate(visited(kernel), {**sizes, f"{kernel.program_axis}_start": start})) for start in starts)
     return sympy.Rational(round(1000 * seen / programs / rows), 1000)
 
 
@@ -156,10 +161,15 @@ def saved_tensors(forward: Iterable[Kernel], backward: Iterable[Kernel]) -> list
 
 
 def on_chip(module: Module, kernel: Kernel, cls: str) -> Expr:
-    """Elements of shared memory that a program takes on a device class, by the module's own SRAM formula and ring depth (num_stages)."""
+    """Elements of shared memory that a program takes on a device class, by the module's own SRAM formula and ring
+    depth (num_stages)."""
     elem, row = elem_sizes(module)[0], row_of(module, kernel, cls, NO_BOUND)
     assert row is not None, f"no tile fits {cls}"
-    formula = backend_of(row).footprint.formula(module, kernel, row).subs({symbol("elem"): elem, symbol("stages"): row.num_stages})
+    formula = (
+        backend_of(row)
+        .resources.formula(module, kernel, row)
+        .subs({symbol("elem"): elem, symbol("stages"): row.num_stages})
+    )
     return sympy.expand(one_head(formula) / elem)
 
 
@@ -169,7 +179,8 @@ EXACT = Regime("every N and d")  # the count is a constant times the order, or t
 
 
 def theorems(module: Module, cls: str = "sm90") -> dict[str, list[Theorem]]:
-    """All theorems by subject. `module`, in the target phase, is the emitted schedule; its tiles are sized for a device class."""
+    """All theorems by subject. `module`, in the target phase, is the emitted schedule; its tiles are sized for a
+    device class."""
     return {
         "Traffic of standard attention": standard(),
         "Traffic of FlashAttention-1": flash1(),
@@ -185,7 +196,9 @@ def standard() -> list[Theorem]:
     regimes = (Regime("d fixed", tiles), Regime("N = d", (*tiles, (N, D)), (D,)))
     given = "tiles of beta*d by beta*d, which need M = Omega(d**2)"
     return [
-        Theorem(direction, f"{PAPER}, theorem {number}", moved(kernels("standard", direction)), N * D + N**2, regimes, given)
+        Theorem(
+            direction, f"{PAPER}, theorem {number}", moved(kernels("standard", direction)), N * D + N**2, regimes, given
+        )
         for direction, number in (("forward", 2), ("backward", 5))
     ]
 
@@ -205,26 +218,34 @@ def flash1() -> list[Theorem]:
 
 
 def emitted(module: Module, cls: str) -> list[Theorem]:
-    """Theorems on each kernel. Kernels without a loop over tiles get one, on their traffic. Others get up to three: a program's tile has
-    Theta(M / d) rows; the traffic at the share of tiles that the mask leaves, unless it tends to 0; the traffic at any share s.
+    """Theorems on each kernel. Kernels without a loop over tiles get one, on their traffic. Others get up to three: a
+    program's tile has Theta(M / d) rows; the traffic at the share of tiles that the mask leaves, unless it tends to 0;
+    the traffic at any share s.
 
     A kernel that adds to what others add to has none: its tiles are its backend's, and do not grow with M.
     """
     found = []
     for kernel in (k for k in module.kernels if not k.adds):
         if not tile_loops(kernel):
-            found.append(Theorem(f"@{kernel.name}", "", moved([kernel]), N if kernel.prepares else N * D, (Regime("any M"),)))
+            found.append(
+                Theorem(f"@{kernel.name}", "", moved([kernel]), N if kernel.prepares else N * D, (Regime("any M"),))
+            )
             continue
         biased = any({"Nq", "Nk"} <= set(i.shape) for i in module.inputs)
         dense = N**2 if biased else sympy.Integer(0)  # of an input as large as the scores
         room, share = on_chip(module, kernel, cls), visible_share(kernel)
-        regimes, rows = _regimes(kernel, room), TILE[kernel.own_axis]
+        regimes, rows = _regimes(kernel, room), TILE[kernel.program_axis]
         given = f"tiles that fill M = {to_text(room)}, the SRAM of {cls}"
         found.append(Theorem(f"@{kernel.name}, rows of a program", f"{PAPER}, theorem 2", rows, M / D, regimes, given))
         if share.is_positive:
             claim = f"@{kernel.name}, whose mask leaves {'at most ' if module.inputs else ''}{_share_text(share)}"
-            found.append(Theorem(claim, f"{PAPER}, theorems 2 and 5", moved_at_share(kernel, share), FLASH + dense, regimes))
-        claim, none = f"@{kernel.name}, block-sparse, a share s of the tiles", Regime("s = 0", ((SHARE, sympy.Integer(0)),))
+            found.append(
+                Theorem(claim, f"{PAPER}, theorems 2 and 5", moved_at_share(kernel, share), FLASH + dense, regimes)
+            )
+        claim, none = (
+            f"@{kernel.name}, block-sparse, a share s of the tiles",
+            Regime("s = 0", ((SHARE, sympy.Integer(0)),)),
+        )
         claim += "" if share.is_positive else ", which tends to 0 under its mask"
         count, order = moved_at_share(kernel, SHARE), N * D + SHARE * (FLASH + dense)
         found.append(Theorem(claim, f"{PAPER}, proposition 4", count, order, (*regimes, none)))
@@ -236,9 +257,9 @@ def _share_text(share: Expr) -> str:
 
 
 def _regimes(kernel: Kernel, room: Expr) -> tuple[Regime, ...]:
-    """Regimes from the smallest chip to one that holds all rows. Tiles fill the chip. They are square up to order d rows; then
-    the loop's side stays at d and the program's own side grows."""
-    own, other = (TILE[axis] for axis in (("q", "kv") if kernel.own_axis == "q" else ("kv", "q")))
+    """Regimes from the smallest chip to one that holds all rows. Tiles fill the chip. They are square up to order d
+    rows; then the loop's side stays at d and the program's own side grows."""
+    own, other = (TILE[axis] for axis in (("q", "kv") if kernel.program_axis == "q" else ("kv", "q")))
 
     def regime(name: str, rows: Expr, columns: Expr) -> Regime:
         tiles = ((own, rows), (other, columns))
@@ -253,14 +274,15 @@ def _regimes(kernel: Kernel, room: Expr) -> tuple[Regime, ...]:
 
 
 def _at_large(e: Expr) -> Expr:
-    """The expression with each maximum replaced by its largest part for N >> d >> beta = 1, because sympy takes no limits of maxima."""
+    """The expression with each maximum replaced by its largest part for N >> d >> beta = 1, because sympy takes no
+    limits of maxima."""
     sizes = {N: 2**60, D: 2**20, BETA: 1}
     return e.replace(sympy.Max, lambda *parts: max(parts, key=lambda part: part.subs(sizes)))
 
 
 def lower_bound(module: Module) -> list[Theorem]:
-    """The bound N**2 d**2 / M at both ends, M = d and M = N*d; what any algorithm has to move at M = N*d; and the traffic of standard
-    attention, with the M from which it exceeds the bound."""
+    """The bound N**2 d**2 / M at both ends, M = d and M = N*d; what any algorithm has to move at M = N*d; and the
+    traffic of standard attention, with the M from which it exceeds the bound."""
     tensors = [arg for arg in module.kernel("fwd").args if set(arg.type.dims) & {"D_QK", "D_V"}]
     once = one_head(sympy.Add(*(elements(arg.type) for arg in tensors)))
     source, flash = f"{PAPER}, proposition 3", to_text(FLASH)
@@ -296,7 +318,11 @@ def work(module: Module) -> list[Theorem]:
         ("backward of ours as run: each kernel computes the scores and dP that it needs", "", run),
     )
     all_tiles = {TILES: N**2 / (B_R * B_C)}
-    return [Theorem(claim, source, one_head(count).subs(all_tiles), N**2 * D, (EXACT,)) for claim, source, count in counts if count != 0]
+    return [
+        Theorem(claim, source, one_head(count).subs(all_tiles), N**2 * D, (EXACT,))
+        for claim, source, count in counts
+        if count != 0
+    ]
 
 
 def memory(module: Module) -> list[Theorem]:

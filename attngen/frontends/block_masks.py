@@ -18,7 +18,8 @@ SHORT = 1 << 28  # scores that are evaluated at a time, to hold a block mask aga
 
 @dataclass
 class Masked:
-    """What a block mask says: the function with its lists, where they say more than the function, and plans by module and sizes.
+    """What a block mask says: the function with its lists, where they say more than the function, and plans by module
+    and sizes.
 
     lists: for how many sequences and heads there are lists, where they say more; 1 for those that all share.
     """
@@ -67,7 +68,8 @@ def _is_for_any_length(block_mask: Any) -> bool:
 
 
 def _with_lists(block_mask: Any) -> Masked:
-    """The function of a block mask; where its lists are not those of the function, one that reads which blocks they have, too."""
+    """The function of a block mask; where its lists are not those of the function, one that reads which blocks they
+    have, too."""
     mask_mod: Mod | None = block_mask.mask_mod
     if _is_for_any_length(block_mask):
         return Masked(mask_mod)
@@ -92,9 +94,12 @@ def _with_lists(block_mask: Any) -> Masked:
 
 
 def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bool [B, H, rows, columns]: which blocks a list has. ValueError if it lacks rows, or names blocks beyond the columns."""
+    """Bool [B, H, rows, columns]: which blocks a list has. ValueError if it lacks rows, or names blocks beyond the
+    columns."""
     if indices.shape[-2] < rows:
-        raise ValueError(f"flex_attention: block_mask lists {indices.shape[-2]} rows of blocks; expected {rows}, by its lengths")
+        raise ValueError(
+            f"flex_attention: block_mask lists {indices.shape[-2]} rows of blocks; expected {rows}, by its lengths"
+        )
     at = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     if bool((at & ((indices < 0) | (indices >= columns))).any()):
         raise ValueError(
@@ -105,7 +110,9 @@ def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int)
     return made[:, :, :rows, :columns]
 
 
-def _agree(mask_mod: Mod, listed: torch.Tensor, full: torch.Tensor, block: tuple[int, int], lengths: tuple[int, int]) -> bool:
+def _agree(
+    mask_mod: Mod, listed: torch.Tensor, full: torch.Tensor, block: tuple[int, int], lengths: tuple[int, int]
+) -> bool:
     """Whether lists hide nothing that a function shows, and their full blocks show nothing that it hides."""
     (rows, columns), (n_q, n_kv), device = block, lengths, listed.device
     each = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
@@ -118,7 +125,8 @@ def _agree(mask_mod: Mod, listed: torch.Tensor, full: torch.Tensor, block: tuple
         seen = each(b, h, q, kv)
         span = slice(start // rows, -(-(start + len(q)) // rows))
         in_lists, in_full = (
-            x[:, :, span].repeat_interleave(rows, 2)[:, :, : len(q)].repeat_interleave(columns, 3)[..., :n_kv] for x in (listed, full)
+            x[:, :, span].repeat_interleave(rows, 2)[:, :, : len(q)].repeat_interleave(columns, 3)[..., :n_kv]
+            for x in (listed, full)
         )
         if bool((seen & ~in_lists).any()) or bool((in_full & ~seen).any()):
             return False

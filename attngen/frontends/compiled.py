@@ -1,7 +1,8 @@
-"""`flex_attention` inside torch.compile. While it traces a call, the functions' module is found or built, as a constant of the graph.
+"""`flex_attention` inside torch.compile. While it traces a call, the functions' module is found or built, as a constant
+of the graph.
 
-torch.compile follows `leaves`, so it sees the tensors that the functions hold, which become inputs of the graph, and traces again where a
-number is another one.
+torch.compile follows `leaves`, so it sees the tensors that the functions hold, which become inputs of the graph, and
+traces again where a number is another one.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from attngen.frontends.block_masks import is_block_mask
 from attngen.frontends.trace import Mod, leaves
 from attngen.ir.sizes import Sizes
 
-# For each call that was traced: the module, the plan of its block mask, tensors that say which blocks are in its lists, and whether its
-# score forgets products. torch.compile
-# reads a dict once for a whole graph, and attributes of a module when they are asked for.
+# For each call that was traced: the module, the plan of its block mask, tensors that say which blocks are in its lists,
+# and whether its score forgets products. torch.compile reads a dict once for a whole graph, and attributes of a module
+# when they are asked for.
 KEPT = ModuleType("kept")
-OLD = TorchVersion(torch.__version__) < "2.12"  # it takes no block mask for a constant, and does not follow what a module holds
+OLD = (
+    TorchVersion(torch.__version__) < "2.12"
+)  # it takes no block mask for a constant, and does not follow what a module holds
 Found = tuple[str, tuple[tuple[str, int], ...], str]
 
 
@@ -48,7 +51,9 @@ def call(
     try:
         held = [x for mod in (score_mod, mask_mod) if mod is not None for _, x in leaves(mod)]
     except AttributeError:  # of what the compiled function defines, torch.compile has no code to look into
-        torch._dynamo.graph_break(msg="flex_attention: a function is defined inside of what is compiled; expected one from outside of it")
+        torch._dynamo.graph_break(
+            msg="flex_attention: a function is defined inside of what is compiled; expected one from outside of it"
+        )
         return _outside(*arguments)
     tensors = [x for x in held if isinstance(x, torch.Tensor)]
     numbers = tuple(_known(x) for x in held if not isinstance(x, torch.Tensor))
@@ -60,7 +65,14 @@ def call(
         lse, largest = return_aux.lse, return_aux.max_scores
     widths = (query.shape[3], value.shape[3])
     kept, places, reason = _found(
-        *pairs.owned(score_mod), *pairs.owned(block_mask), numbers, query.dtype, str(query.device), widths, sizes, largest
+        *pairs.owned(score_mod),
+        *pairs.owned(block_mask),
+        numbers,
+        query.dtype,
+        str(query.device),
+        widths,
+        sizes,
+        largest,
     )
     if reason:
         torch._dynamo.graph_break(msg=reason)
@@ -94,14 +106,20 @@ def _found(
     sizes: tuple[int, ...],
     largest: bool,
 ) -> Found:
-    """The name of what is kept for a call; for each input the place of a tensor among those that the functions hold, or, as -1 - place,
-    among those that are kept; and a reason if there is nothing that a graph can call. Functions are as `owned` says them.
+    """The name of what is kept for a call; for each input the place of a tensor among those that the functions hold,
+    or, as -1 - place, among those that are kept; and a reason if there is nothing that a graph can call. Functions are
+    as `owned` says them.
 
-    `numbers` are those that the functions hold: torch.compile takes what this gives for another call with equal arguments.
+    `numbers` are those that the functions hold: torch.compile takes what this gives for another call with equal
+    arguments.
     """
     score_mod, block_mask = _joined(score, of_score), _joined(mask, of_mask)
     if isinstance(block_mask, BlockMask) and not is_block_mask(block_mask):
-        return "", (), "flex_attention: a block mask is made inside of what is compiled; expected one from outside of it"
+        return (
+            "",
+            (),
+            "flex_attention: a block mask is made inside of what is compiled; expected one from outside of it",
+        )
     try:
         of_call = Sizes(*sizes)
         masked, pair = pairs.found(score_mod, block_mask, of_call)
@@ -114,18 +132,29 @@ def _found(
     held = [x for mod in mods if mod is not None for _, x in leaves(mod) if isinstance(x, torch.Tensor)]
     places: list[tuple[str, int]] = []
     lists: list[torch.Tensor] = []
-    of_lists = [] if masked is None or masked.mask_mod in (None, block_mask.mask_mod) else [x for _, x in leaves(masked.mask_mod)]
+    of_lists = (
+        []
+        if masked is None or masked.mask_mod in (None, block_mask.mask_mod)
+        else [x for _, x in leaves(masked.mask_mod)]
+    )
     for table in pair.whole.tables:
         at = next((i for i, x in enumerate(held) if x is table.tensor), None)
         if at is None and any(x is table.tensor for x in of_lists):
             lists.append(table.tensor)
             at = -len(lists)
         if at is None:
-            return "", (), f"flex_attention: `{table.name}` is not among what the functions hold, so torch.compile would not see it change"
+            return (
+                "",
+                (),
+                f"flex_attention: `{table.name}` is not among what the functions hold, so torch.compile would not see it change",
+            )
         places.append((table.name, at))
     plan = None
     if masked and hasattr(module, "LISTS"):
-        query, key = (torch.empty(widths[0], dtype=dtype, device=device).expand(sizes[0], h, n, -1) for h, n in zip(sizes[1:3], sizes[3:]))
+        query, key = (
+            torch.empty(widths[0], dtype=dtype, device=device).expand(sizes[0], h, n, -1)
+            for h, n in zip(sizes[1:3], sizes[3:])
+        )
         inputs = {table.name: pairs.as_input(table.tensor) for table in pair.whole.tables}
         plan = pairs.planned(masked, module, query, key, inputs, of_call)
     kept = f"call_{len(vars(KEPT))}"

@@ -2,8 +2,9 @@
 
     document[q_idx] == document[kv_idx] and q_idx - starts[document[q_idx]] >= kv_idx - starts[document[kv_idx]]
 
-Where the first condition holds, both starts are one number, and the second condition says `q_idx >= kv_idx`. Where the first does not hold,
-the second does not matter. A program reads the numbers of its queries once, and those of keys in every tile.
+Where the first condition holds, both starts are one number, and the second condition says `q_idx >= kv_idx`. Where the
+first does not hold, the second does not matter. A program reads the numbers of its queries once, and those of keys in
+every tile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _FUNCTIONS = ("abs", "clamp", "max", "min")
 
 
 def agreed(mask: ast.expr, integers: Set[str]) -> ast.expr:
-    """A condition that says the same as `mask`. `integers` names the tensors of integers: of real numbers, 0.0 and -0.0 are equal."""
+    """A condition that says the same as `mask`. `integers` names the tensors of integers: of real numbers, 0.0 and
+    -0.0 are equal."""
     parts = mask.values if isinstance(mask, ast.BoolOp) and isinstance(mask.op, ast.And) else [mask]
     for place in range(len(parts)):
         if (pair := _pair(parts[place], integers)) is not None:
@@ -63,7 +65,8 @@ def _is_integer(e: ast.expr, integers: Set[str]) -> bool:
 class _Swap:
     """Puts one read in place of another one, and leaves out what is then on both sides of a comparison.
 
-    A part of an expression that occurs twice is one object in what this gives, as it was before, unless terms beside it were left out.
+    A part of an expression that occurs twice is one object in what this gives, as it was before, unless terms beside it
+    were left out.
     """
 
     def __init__(self, of_query: ast.expr, of_key: ast.expr, integers: Set[str]) -> None:
@@ -87,7 +90,9 @@ class _Swap:
         if all(fields[name] is value for name, value in ast.iter_fields(e)):
             return e
         match made := type(e)(**fields):
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if all(_is_integer(x, self.integers) for x in (left, right)):
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if all(
+                _is_integer(x, self.integers) for x in (left, right)
+            ):
                 return _without_common(left, op, right)
             case ast.BinOp(op=ast.Add() | ast.Sub()) if _is_integer(made, self.integers):
                 kept = _apart(terms := _terms(made, True))

@@ -1,7 +1,9 @@
-"""Sums of products of a query's row and a key's row in a score, as columns of q and k: what multi-head latent attention adds for positions.
+"""Sums of products of a query's row and a key's row in a score, as columns of q and k: what multi-head latent attention
+adds for positions.
 
-`s + 0.5 * sum(i, 64, a[b, h, q_idx, i] * c[b, 0, kv_idx, i])` is a product of longer rows. Written out it would be 64 products of numbers
-for each score; as columns it is computed as the other columns of q and k are, in their element type.
+`s + 0.5 * sum(i, 64, a[b, h, q_idx, i] * c[b, 0, kv_idx, i])` is a product of longer rows. Written out it would be 64
+products of numbers for each score; as columns it is computed as the other columns of q and k are, in their element
+type.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def _product(e: ast.expr, tables: dict[str, Table]) -> Product | None:
 
 
 def _lead(at: tuple[str, ...]) -> tuple[str, str] | None:
-    """The indices of a sequence and of a head that stand before a row's position, `0` where there is none; None if they are others."""
+    """The indices of a sequence and of a head that stand before a row's position, `0` where there is none; None if
+    they are others."""
     if len(at) > 3:
         return None
     first, second = {3: at[:2], 2: (at[0], "0") if at[0] == "b" else ("0", at[0]), 1: ("0", "0")}[len(at)]
@@ -97,19 +100,28 @@ def _lead(at: tuple[str, ...]) -> tuple[str, str] | None:
 def _row(e: ast.Subscript, turn: str, tables: dict[str, Table]) -> tuple[Table, tuple[str, ...]] | None:
     """The table, and the indices before the last, which is the turn."""
     index = tuple(map(ast.unparse, e.slice.elts)) if isinstance(e.slice, ast.Tuple) else ()
-    known = isinstance(e.value, ast.Name) and e.value.id in tables and index[-1:] == (turn,) and turn not in index[:-1] and len(index) > 1
+    known = (
+        isinstance(e.value, ast.Name)
+        and e.value.id in tables
+        and index[-1:] == (turn,)
+        and turn not in index[:-1]
+        and len(index) > 1
+    )
     return (tables[e.value.id], index[:-1]) if known else None  # type: ignore[attr-defined]
 
 
 def longer(
     query: torch.Tensor, key: torch.Tensor, products: tuple[Product, ...], scale: float, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, Hq, Nq, D] and k [B, Hkv, Nk, D] with a product's columns behind their own, for a call with this scale. Differentiable."""
+    """q [B, Hq, Nq, D] and k [B, Hkv, Nk, D] with a product's columns behind their own, for a call with this scale.
+    Differentiable."""
     group = sizes.q_heads // sizes.kv_heads
     queries, keys = [query], [key]
     for p in products:
         pad = -p.width % 8
-        a = _rows(p.queries.tensor, p.at_queries, sizes.batch, torch.arange(sizes.q_heads), sizes.n_q) * (p.factor / scale)
+        a = _rows(p.queries.tensor, p.at_queries, sizes.batch, torch.arange(sizes.q_heads), sizes.n_q) * (
+            p.factor / scale
+        )
         c = _rows(p.keys.tensor, p.at_keys, sizes.batch, torch.arange(0, sizes.q_heads, group), sizes.n_kv)
         queries.append(torch.nn.functional.pad(a, (0, pad)).to(query.dtype))
         keys.append(torch.nn.functional.pad(c, (0, pad)).to(key.dtype))
@@ -117,7 +129,8 @@ def longer(
 
 
 def fits(products: tuple[Product, ...], width: int, sizes: Sizes, most: int) -> bool:
-    """Whether rows of q and k with the products' columns are no wider than `most`, and a key's columns are one for each K/V head."""
+    """Whether rows of q and k with the products' columns are no wider than `most`, and a key's columns are one for
+    each K/V head."""
     group = sizes.q_heads // sizes.kv_heads
     heads = [i[5:] or "1" for p in products for i in p.at_keys if i.startswith("h")]
     return all(int(by) % group == 0 for by in heads) and width + sum(p.width + -p.width % 8 for p in products) <= most

@@ -1,4 +1,5 @@
-"""What PyTorch's operators mean in expressions of the language: one function for each, by its name without the overload."""
+"""What PyTorch's operators mean in expressions of the language: one function for each, by its name without the
+overload."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ Operator = Callable[..., Value]
 OPERATORS: dict[str, Operator] = {}
 # Operators of other libraries -> the operator of PyTorch that they mean.
 SAME_AS = {"approx::tanh": "aten::tanh", "attngen_mods::tanh_approx": "aten::tanh"}
-SAME_AS |= {"aten::__ilshift__": "aten::__lshift___", "aten::__irshift__": "aten::__rshift___"}  # those that change a tensor end in `_`
+SAME_AS |= {
+    "aten::__ilshift__": "aten::__lshift___",
+    "aten::__irshift__": "aten::__rshift___",
+}  # those that change a tensor end in `_`
 
 
 def _means(*names: str) -> Callable[[Operator], Operator]:
@@ -62,7 +66,9 @@ def _joint(*values: Value) -> Kind:
 # ---------------------------------------------------------------------------------------------- arithmetic
 
 
-def _binary(op: type[ast.operator], of: Callable[[Any, Any], Any], a: Value, b: Value, kind: Kind | None = None) -> Value:
+def _binary(
+    op: type[ast.operator], of: Callable[[Any, Any], Any], a: Value, b: Value, kind: Kind | None = None
+) -> Value:
     a, b = as_number(a), as_number(b)
     if a.number is not None and b.number is not None:
         return constant(of(a.number, b.number))
@@ -104,7 +110,9 @@ def _multiply(a: Value, b: Value) -> Value:
     if a.kind == b.kind == "bool":
         return _AND(a, b)
     for x, other in ((a, b), (b, a)):
-        if x.number == 0 and not other.shape and other.visible is None and ast.unparse(other.text) == "s":  # as in `s * 0 + bias[q, k]`
+        if (
+            x.number == 0 and not other.shape and other.visible is None and ast.unparse(other.text) == "s"
+        ):  # as in `s * 0 + bias[q, k]`
             return constant(0.0)
         if x.number == 1 and not x.shape and not (isinstance(x.number, float) and other.kind != "real"):
             return as_number(other)
@@ -165,7 +173,11 @@ def _negative(x: Value) -> Value:
 def _sign(x: Value) -> Value:
     zero = constant(0)
     one = constant(1) if x.kind == "int" else constant(1.0)
-    return _where(_compare(ast.Gt, operator.gt, x, zero), one, _where(_compare(ast.Lt, operator.lt, x, zero), _negative(one), zero))
+    return _where(
+        _compare(ast.Gt, operator.gt, x, zero),
+        one,
+        _where(_compare(ast.Lt, operator.lt, x, zero), _negative(one), zero),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- functions
@@ -182,7 +194,15 @@ def _smooth(name: str, of: Callable[[float], float] | None) -> Operator:
     return lambda x: _function(name, of, x)
 
 
-_SMOOTH = {"exp": math.exp, "log": math.log, "tanh": math.tanh, "sqrt": math.sqrt, "erf": math.erf, "sin": math.sin, "cos": math.cos}
+_SMOOTH = {
+    "exp": math.exp,
+    "log": math.log,
+    "tanh": math.tanh,
+    "sqrt": math.sqrt,
+    "erf": math.erf,
+    "sin": math.sin,
+    "cos": math.cos,
+}
 OPERATORS.update({f"aten::{name}": _smooth(name, of) for name, of in _SMOOTH.items()})
 OPERATORS["aten::sigmoid"] = _smooth("sigmoid", None)
 
@@ -313,7 +333,9 @@ def _where(c: Value, a: Value, b: Value) -> Value:
         _scalars(c, a, b)
         shown = negated(c.text) if hidden[0] else c.text
         kept = b if hidden[0] else a
-        return scalar("real", as_real(kept).text, joined(ast.And, shown, *([] if kept.visible is None else [kept.visible])))
+        return scalar(
+            "real", as_real(kept).text, joined(ast.And, shown, *([] if kept.visible is None else [kept.visible]))
+        )
     if a.kind == b.kind == "bool":
         return mapped("bool", _either, c, a, b)
     a, b = as_number(a), as_number(b)
@@ -495,7 +517,9 @@ def _ones(*args: Any, dtype: torch.dtype | None = None, **_: Any) -> Value:
 
 def _new(value: Value, args: tuple[Any, ...], dtype: torch.dtype | None) -> Value:
     like = args[0] if len(args) == 2 else None
-    return _filled(args[-1], value if dtype or like is None else _alike(value, like), dtype or (None if like else torch.float32))
+    return _filled(
+        args[-1], value if dtype or like is None else _alike(value, like), dtype or (None if like else torch.float32)
+    )
 
 
 @_means("zeros_like")
@@ -517,13 +541,19 @@ def _scalar_tensor(value: Value, dtype: torch.dtype | None = None, **_: Any) -> 
 def _arange(*args: Value, dtype: torch.dtype | None = None, **_: Any) -> Value:
     numbers = [x.number for x in args if isinstance(x.number, int)]
     if len(numbers) < len(args):
-        raise Untold("counts by numbers that are computed, or are no integers; expected integers that the function is written with")
+        raise Untold(
+            "counts by numbers that are computed, or are no integers; expected integers that the function is written with"
+        )
     counted = range(*numbers)
     start, step, count = counted.start, counted.step, len(counted)
 
     def of(index: Index) -> ast.expr:
         at = from_start(index[0], count)
-        return at if (start, step) == (0, 1) else ast.BinOp(literal(start), ast.Add(), ast.BinOp(at, ast.Mult(), literal(step)))
+        return (
+            at
+            if (start, step) == (0, 1)
+            else ast.BinOp(literal(start), ast.Add(), ast.BinOp(at, ast.Mult(), literal(step)))
+        )
 
     return _cast(Value("int", (count,), of), dtype)
 
@@ -534,7 +564,9 @@ def _arange(*args: Value, dtype: torch.dtype | None = None, **_: Any) -> Value:
 @_means("index", "_unsafe_index")
 def _index(note: Note, x: Value, indices: list[Value | None]) -> Value:
     if any(i is not None and i.kind == "bool" for i in indices):
-        raise Untold("selects by a mask, so that the number of elements is not known; expected `torch.where`, with what others count as")
+        raise Untold(
+            "selects by a mask, so that the number of elements is not known; expected `torch.where`, with what others count as"
+        )
     return indexed(note, x, [*indices, *[None] * (len(x.shape) - len(indices))])
 
 
@@ -554,7 +586,9 @@ READS = (_index, _embedding, _select)  # these take `note` first
 
 
 @_means("slice")
-def _slice(x: Value, dim: Value | None = None, start: Value | None = None, end: Value | None = None, step: Value | None = None) -> Value:
+def _slice(
+    x: Value, dim: Value | None = None, start: Value | None = None, end: Value | None = None, step: Value | None = None
+) -> Value:
     place = _int(dim or 0) % len(x.shape)
     ends = [None if v is None or v.number is None else int(v.number) for v in (start, end, step)]
     taken = range(x.shape[place])[slice(*ends)]
@@ -592,7 +626,9 @@ def _view(x: Value, shape: Any = None, *_: Any) -> Value:
         rest = math.prod(x.shape) // max(1, math.prod(n for n in wanted if n != -1))
         new = tuple(rest if n == -1 else n for n in wanted)
     if [n for n in new if n != 1] != [n for n in x.shape if n != 1]:
-        raise Untold(f"views a tensor of shape {list(x.shape)} as {list(new)}; expected dimensions of 1 alone to come or go")
+        raise Untold(
+            f"views a tensor of shape {list(x.shape)} as {list(new)}; expected dimensions of 1 alone to come or go"
+        )
 
     def places(index: Index) -> Index:
         rest = iter(i for i, n in zip(index, new) if n != 1)
@@ -612,7 +648,9 @@ def _expand(x: Value, shape: list[Any], **_: Any) -> Value:
 @_means("permute")
 def _permute(x: Value, dims: list[Any]) -> Value:
     order = [_int(d) % len(x.shape) for d in dims]
-    return moved(x, tuple(x.shape[d] for d in order), lambda index: tuple(index[order.index(d)] for d in range(len(order))))
+    return moved(
+        x, tuple(x.shape[d] for d in order), lambda index: tuple(index[order.index(d)] for d in range(len(order)))
+    )
 
 
 @_means("transpose")
@@ -663,7 +701,9 @@ def _mean(fresh: Fresh, x: Value, dim: Any = None, keepdim: Any = False, dtype: 
 @_means("dot", "vdot", "inner")
 def _dot(fresh: Fresh, a: Value, b: Value) -> Value:
     if broadcast(a.shape, b.shape) != a.shape:
-        raise Untold(f"multiplies tensors of shapes {list(a.shape)} and {list(b.shape)}; expected one shape, or (a * b).sum()")
+        raise Untold(
+            f"multiplies tensors of shapes {list(a.shape)} and {list(b.shape)}; expected one shape, or (a * b).sum()"
+        )
     return _sum(fresh, _multiply(a, b))
 
 
@@ -671,7 +711,8 @@ def _dot(fresh: Fresh, a: Value, b: Value) -> Value:
 def _isin(fresh: Fresh, x: Value, values: Value, *_: Any, invert: Value | None = None, **__: Any) -> Value:
     if (count := math.prod(values.shape)) > MAX_TURNS:
         instead = (
-            "expected at most {}, or what `torch.isin` says of all positions, made outside of the function: a bool tensor, read at one"
+            "expected at most {}, or what `torch.isin` says of all positions, made outside "
+            "of the function: a bool tensor, read at one"
         )
         raise Untold(f"compares with {count} elements; {instead.format(MAX_TURNS)}")
     rank = len(values.shape)

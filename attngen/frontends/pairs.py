@@ -1,4 +1,5 @@
-"""Pairs of FlexAttention's functions, each traced once; the modules that are built for them, and how these are called."""
+"""Pairs of FlexAttention's functions, each traced once; the modules that are built for them, and how these are
+called."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from attngen.runtime.private import dispatch_modes, is_tracing
 
 @dataclass
 class Pair:
-    """A traced pair of functions, what these depended on, and the modules that were built for it, while these are held."""
+    """A traced pair of functions, what these depended on, and the modules that were built for it, while these are
+    held."""
 
     whole: Traced
     apart: tuple[Traced, tuple[Product, ...]]  # the same without products of rows, and these
@@ -92,7 +94,9 @@ def found(score_mod: Mod | None, block_mask: Any, sizes: Sizes) -> tuple[Masked 
     return masked, pair
 
 
-def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any], sizes: Sizes) -> Any:
+def planned(
+    masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any], sizes: Sizes
+) -> Any:
     """The plan of a block mask for calls of these sizes, made at the first one."""
     plans, at = masked.plans.setdefault(module, {}), (sizes, query.device)
     if at not in plans:
@@ -102,9 +106,13 @@ def planned(masked: Masked, module: ModuleType, query: torch.Tensor, key: torch.
 
 
 def _is_recorded(x: torch.Tensor) -> bool:
-    """Whether something records a call and keeps operators or addresses, but not the module: a tracer, or a CUDA graph."""
+    """Whether something records a call and keeps operators or addresses, but not the module: a tracer, or a CUDA
+    graph."""
     return (
-        torch.compiler.is_compiling() or is_tracing() or bool(dispatch_modes()) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        torch.compiler.is_compiling()
+        or is_tracing()
+        or bool(dispatch_modes())
+        or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -155,7 +163,8 @@ def pair_of(score_mod: Mod | None, mask_mod: Mod | None) -> Pair:
 
 
 def owned(mod: Mod | None) -> tuple[Any, Any]:
-    """A function, and the object that it is a method of: Python makes a method anew each time that somebody asks for it."""
+    """A function, and the object that it is a method of: Python makes a method anew each time that somebody asks for
+    it."""
     return (mod.__func__, mod.__self__) if inspect.ismethod(mod) else (mod or nothing, nothing)
 
 
@@ -163,11 +172,17 @@ def _state(mod: Any) -> tuple[Any, ...]:
     """What a function depends on, so far as it may change: numbers by value, tensors by identity."""
     if mod is None:
         return ()
-    return tuple((name, id(x), x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (name, x) for name, x in leaves(mod))
+    return tuple(
+        (name, id(x), x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (name, x)
+        for name, x in leaves(mod)
+    )
 
 
-def module_of(pair: Pair, traced: Traced, dtype: torch.dtype, widths: tuple[int, int], sizes: Sizes, largest: bool) -> ModuleType:
-    """The module for calls with this type of q, widths of q and v, and sizes; if `largest`, one that gives largest scores too."""
+def module_of(
+    pair: Pair, traced: Traced, dtype: torch.dtype, widths: tuple[int, int], sizes: Sizes, largest: bool
+) -> ModuleType:
+    """The module for calls with this type of q, widths of q and v, and sizes; if `largest`, one that gives largest
+    scores too."""
     wide = dtype == torch.float32
     tf32 = wide and torch.get_float32_matmul_precision() != "highest"
     sharing = "mha" if sizes.q_heads == sizes.kv_heads else "mqa" if sizes.kv_heads == 1 else "gqa"

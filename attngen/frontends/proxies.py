@@ -1,4 +1,5 @@
-"""Runs a function on tensors that have no data. Each operator that it calls gives an expression, and a tensor that stands for it.
+"""Runs a function on tensors that have no data. Each operator that it calls gives an expression, and a tensor that
+stands for it.
 
 PyTorch's own tracers import its compiler, which takes longer than all else of a first call that does not compile.
 """
@@ -22,7 +23,8 @@ _DTYPES: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int32, "rea
 
 
 class StandIn(torch.Tensor):
-    """A tensor that has a shape, a device and an expression for its elements, and no data. Its type is one of the value's kind."""
+    """A tensor that has a shape, a device and an expression for its elements, and no data. Its type is one of the
+    value's kind."""
 
     value: Value
     shared = False  # whether it is a view of another, or another is one of it
@@ -43,11 +45,13 @@ class StandIn(torch.Tensor):
 class Operators(TorchDispatchMode):
     """While this mode is on, operators are evaluated: `evaluate` gives a value for an operator and its arguments.
 
-    Of these, stand-ins are values, and other tensors are as they are. `line` is that of the last operator in the function's file, 0 for
-    one that was called from elsewhere.
+    Of these, stand-ins are values, and other tensors are as they are. `line` is that of the last operator in the
+    function's file, 0 for one that was called from elsewhere.
     """
 
-    def __init__(self, evaluate: Callable[[Any, list[Any], dict[str, Any]], Value], device: torch.device, file: str) -> None:
+    def __init__(
+        self, evaluate: Callable[[Any, list[Any], dict[str, Any]], Value], device: torch.device, file: str
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.evaluate, self.device, self.file, self.line = evaluate, device, file, 0
 

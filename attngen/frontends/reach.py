@@ -1,7 +1,7 @@
 """Whether the tensors that functions read are as long as the positions of a call.
 
-A read outside of a tensor gives 0 in expressions. PyTorch raises IndexError, so a call of FlexAttention's functions does, too, as far as
-positions say it: what an index takes out of another tensor is data.
+A read outside of a tensor gives 0 in expressions. PyTorch raises IndexError, so a call of FlexAttention's functions
+does, too, as far as positions say it: what an index takes out of another tensor is data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ POINTS = 1 << 16  # at which an index is evaluated, at most
 
 
 def check_reads(traced: Traced, sizes: Sizes) -> None:
-    """Raise IndexError if a function reads outside of a tensor somewhere in a call of these sizes, as far as positions say so."""
+    """Raise IndexError if a function reads outside of a tensor somewhere in a call of these sizes, as far as
+    positions say so."""
     for place in traced.places:
         found = _outside(place, traced, sizes)
         if found is not None:
@@ -30,7 +31,8 @@ def check_reads(traced: Traced, sizes: Sizes) -> None:
 
 
 def _outside(place: Place, traced: Traced, sizes: Sizes) -> int | None:
-    """The index farthest outside of its dimension; None if it is inside, or not known. Negative ones count from the end."""
+    """The index farthest outside of its dimension; None if it is inside, or not known. Negative ones count from the
+    end."""
     tree = ast.parse(place.index, mode="eval").body
     counts = {"b": sizes.batch, "h": sizes.q_heads, "q_idx": sizes.n_q, "kv_idx": sizes.n_kv, **traced.turns}
     names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & counts.keys())
@@ -38,7 +40,11 @@ def _outside(place: Place, traced: Traced, sizes: Sizes) -> int | None:
     axes = {}
     for axis, name in enumerate(names):
         n = counts[name]
-        points = torch.arange(n, device="cpu") if n <= most else torch.linspace(0, n - 1, most, dtype=torch.float64, device="cpu").long()
+        points = (
+            torch.arange(n, device="cpu")
+            if n <= most
+            else torch.linspace(0, n - 1, most, dtype=torch.float64, device="cpu").long()
+        )
         axes[name] = points.view(-1, *[1] * (len(names) - 1 - axis))
     try:
         at = torch.as_tensor(value_of(tree, axes))

@@ -33,16 +33,19 @@ def spec_from_mods(
         head_dim: columns of q and k, and of v; or a pair of these.
         sharing: how query heads share K/V heads: mha, mqa or gqa.
         dtype: element types of the module.
-        sizes: (B, Hq, Hkv, Nq, Nk) of a call. With them a dimension of a captured tensor is B, H, Nq or Nk only where it is as long;
-            without them, wherever it is read at b, h, q_idx or kv_idx. Other dimensions are numbers: those of the tensor. A tensor of one
-            dimension without a gradient that is read at what it or another one says, or by distance, has `any` length.
+        sizes: (B, Hq, Hkv, Nq, Nk) of a call. With them a dimension of a captured tensor is B, H, Nq or Nk only where
+        it is as long;
+            without them, wherever it is read at b, h, q_idx or kv_idx. Other dimensions are numbers: those of the
+            tensor. A tensor of one dimension without a gradient that is read at what it or another one says, or by
+            distance, has `any` length.
 
     Returns:
-        text of a spec, which `attngen build` takes. A captured tensor is a parameter, with the name that the function has for it.
+        text of a spec, which `attngen build` takes. A captured tensor is a parameter, with the name that the function
+        has for it.
 
     Raises:
-        TraceError: an operation that the language does not have; one sentence with the function, the operation and the line.
-        SpecError: what the functions say is no spec, as a mask that hides everything.
+        TraceError: an operation that the language does not have; one sentence with the function, the operation and the
+        line. SpecError: what the functions say is no spec, as a mask that hides everything.
     """
     import yaml
 
@@ -56,7 +59,10 @@ def spec_from_mods(
     title = name or title_of(score_mod, mask_mod)
     known = None if sizes is None else Sizes(*sizes)
     data = settled(data_of(traced, title, head_dim, sharing, dtype, known))
-    notes = [f"# {t.name}: {str(t.tensor.dtype).removeprefix('torch.')} {list(t.tensor.shape)}, captured" for t in traced.tables]
+    notes = [
+        f"# {t.name}: {str(t.tensor.dtype).removeprefix('torch.')} {list(t.tensor.shape)}, captured"
+        for t in traced.tables
+    ]
     body = yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=None, allow_unicode=True)
     return "\n".join(["# Traced from FlexAttention's functions.", *notes, body])
 
@@ -69,7 +75,13 @@ def title_of(score_mod: Mod | None, mask_mod: Mod | None) -> str:
 
 
 def data_of(
-    traced: Traced, name: str, head_dim: int | tuple[int, int], sharing: str, dtype: tuple[str, ...], sizes: Sizes | None, **more: Any
+    traced: Traced,
+    name: str,
+    head_dim: int | tuple[int, int],
+    sharing: str,
+    dtype: tuple[str, ...],
+    sizes: Sizes | None,
+    **more: Any,
 ) -> dict[str, Any]:
     """The spec as plain data. `settled` says the rest, which takes the compiler."""
     qk, v = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
@@ -88,7 +100,8 @@ def data_of(
 
 
 def settled(data: dict[str, Any]) -> dict[str, Any]:
-    """The spec with how its gradients are summed: in a fixed order, where all can be. SpecError if the language does not have it."""
+    """The spec with how its gradients are summed: in a fixed order, where all can be. SpecError if the language does
+    not have it."""
     from attngen.builders.backward import in_fixed_order
     from attngen.spec import make_spec
 
@@ -97,9 +110,12 @@ def settled(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None, free: bool = True) -> dict[str, Any]:
-    """A mask or modifier as a spec has it: its text, named parts and parameters. If not `free`, no dimension of these has any length."""
+    """A mask or modifier as a spec has it: its text, named parts and parameters. If not `free`, no dimension of
+    these has any length."""
     whole = " ".join((text, *parts.values()))
-    params = {t.name: _param(t, sizes, occurs(t.name, traced.of_score), free) for t in traced.tables if occurs(t.name, whole)}
+    params = {
+        t.name: _param(t, sizes, occurs(t.name, traced.of_score), free) for t in traced.tables if occurs(t.name, whole)
+    }
     return {"expr": text} | ({"let": parts} if parts else {}) | ({"params": params} if params else {})
 
 
@@ -112,9 +128,11 @@ def _param(table: Table, sizes: Sizes | None, scored: bool, free: bool) -> dict[
 
 
 def dims_of(table: Table, sizes: Sizes | None, free: bool = True) -> tuple[str | int, ...]:
-    """The dimensions of a captured tensor: those of a call by name, where they are read so and have that length; else its own numbers.
+    """The dimensions of a captured tensor: those of a call by name, where they are read so and have that length; else
+    its own numbers.
 
-    One that is computed with has `any` length, if it is the only one, and there is no gradient: as many documents as a call has.
+    One that is computed with has `any` length, if it is the only one, and there is no gradient: as many documents as a
+    call has.
     """
     dims = tuple(_dim(n, {read[d] for read in table.reads}, sizes) for d, n in enumerate(table.shape))
     free = free and len(dims) == 1 and isinstance(dims[0], int) and not table.tensor.requires_grad
@@ -122,7 +140,8 @@ def dims_of(table: Table, sizes: Sizes | None, free: bool = True) -> tuple[str |
 
 
 def _is_bounded(index: str) -> bool:
-    """Whether numbers bound an index: it is one, or the name of a turn, a remainder or a clamp. Such reads need no checks."""
+    """Whether numbers bound an index: it is one, or the name of a turn, a remainder or a clamp. Such reads need no
+    checks."""
     match ast.parse(index, mode="eval").body:
         case ast.Constant() | ast.UnaryOp() | ast.BinOp(op=ast.Mod()) | ast.Call(func=ast.Name(id="clamp")):
             return True

@@ -1,7 +1,7 @@
 """Traces the functions that FlexAttention takes, `mask_mod` and `score_mod`, into expressions of the language.
 
-A function runs once on numbers without data (standins.py). Nothing is compiled. Tensors that it captures become inputs: with the dimensions
-by which they are read, and a gradient where they require one. Python's numbers are written out.
+A function runs once on numbers without data (standins.py). Nothing is compiled. Tensors that it captures become inputs:
+with the dimensions by which they are read, and a gradient where they require one. Python's numbers are written out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,19 @@ from attngen.errors import AttngenError
 from attngen.frontends.equal import agreed
 from attngen.frontends.operators import OPERATORS, READS, REDUCTIONS, SAME_AS
 from attngen.frontends.proxies import Operators
-from attngen.frontends.tracer import OUTSIDE, Index, Note, Untold, Value, constant, in_place, joined, literal, scalar, size_of
+from attngen.frontends.tracer import (
+    OUTSIDE,
+    Index,
+    Note,
+    Untold,
+    Value,
+    constant,
+    in_place,
+    joined,
+    literal,
+    scalar,
+    size_of,
+)
 from attngen.ir.names import OF_OUTPUTS
 from attngen.lang.names import name_problem
 
@@ -60,7 +72,8 @@ class Table:
 class Place:
     """An index by which a function reads a tensor.
 
-    function: which function does so, and in which line. tensor: the name of a captured tensor; "" for one that the function makes.
+    function: which function does so, and in which line. tensor: the name of a captured tensor; "" for one that the
+    function makes.
     index: its text. length: of the dimension.
     """
 
@@ -74,9 +87,12 @@ class Place:
 class Traced:
     """What was traced.
 
-    mask, score: expressions as text, None where there is nothing to say, and named parts of each. tables: the captured tensors.
-    places: the indices by which functions read tensors. turns: how many turns the reductions have whose names are in these.
-    forgets: the function of a score does not use it, so that what is added to the score says all: it is for calls whose products are 0.
+    mask, score: expressions as text, None where there is nothing to say, and named parts of each. tables: the captured
+    tensors.
+    places: the indices by which functions read tensors. turns: how many turns the reductions have whose names are in
+    these.
+    forgets: the function of a score does not use it, so that what is added to the score says all: it is for calls whose
+    products are 0.
     """
 
     mask: str | None
@@ -106,8 +122,9 @@ class Traced:
 def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...] = POSITIONS) -> Traced:
     """Trace a pair of functions: score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx).
 
-    A score that is -inf under a condition, by `torch.where`, gives the mask that condition. `positions` are what the language calls the
-    four numbers that a function is given: `q_pos` in place of `q_idx` is for a function that counts queries among the keys.
+    A score that is -inf under a condition, by `torch.where`, gives the mask that condition. `positions` are what the
+    language calls the four numbers that a function is given: `q_pos` in place of `q_idx` is for a function that counts
+    queries among the keys.
 
     Raises TraceError: one sentence with the function, the operation and the line.
     """
@@ -172,14 +189,19 @@ class _Tracer:
         device = next((x.device for _, x in captured), torch.device("cpu"))
 
         def at() -> str:
-            return f"{what} `{_title(mod)}`" + (f", line {operators.line} of {operators.file}" if operators.line else "")
+            return f"{what} `{_title(mod)}`" + (
+                f", line {operators.line} of {operators.file}" if operators.line else ""
+            )
 
         def evaluate(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
             self.where = at()
             return self._call(names, operator, args, kwargs)
 
         operators = Operators(evaluate, device, code.co_filename if code else "")
-        inputs = [scalar("real" if name == "s" else "int", ast.Name(name, ast.Load())) for name in (*["s"] * score, *self.positions)]
+        inputs = [
+            scalar("real" if name == "s" else "int", ast.Name(name, ast.Load()))
+            for name in (*["s"] * score, *self.positions)
+        ]
         try:
             return self._result(operators.run(mod, inputs), names, mod, what, score)
         except TraceError:
@@ -197,7 +219,9 @@ class _Tracer:
             given = f"a tensor of shape {list(made.shape)}" if isinstance(made, Value) else f"`{type(made).__name__}`"
             raise TraceError(f"{what} `{_title(mod)}` gives {given}; expected {wanted}")
         if (made.kind == "bool") == score:
-            raise TraceError(f"{what} `{_title(mod)}` gives {'a condition' if score else 'a number'}; expected {wanted}")
+            raise TraceError(
+                f"{what} `{_title(mod)}` gives {'a condition' if score else 'a number'}; expected {wanted}"
+            )
         return made
 
     def _captured(self, tensor: torch.Tensor, names: dict[int, str]) -> Value:
@@ -225,7 +249,8 @@ class _Tracer:
         return next(name for name in (stem, *(f"{stem}_{n}" for n in range(2, 1000))) if name not in known)
 
     def _call(self, names: dict[int, str], operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
-        """The value of an operator. A tensor of no dimension that the function makes of a number while it runs is that number."""
+        """The value of an operator. A tensor of no dimension that the function makes of a number while it runs is
+        that number."""
         made = operator is torch.ops.aten.lift_fresh.default
 
         def of(x: Any) -> Any:
@@ -241,9 +266,13 @@ class _Tracer:
         found = OPERATORS.get(of_name.removesuffix("_") if changes else of_name)
         try:
             if found is None:
-                raise Untold(f"has no expression; expected arithmetic, comparisons, `torch.where` and the like, or {OUTSIDE}")
+                raise Untold(
+                    f"has no expression; expected arithmetic, comparisons, `torch.where` and the like, or {OUTSIDE}"
+                )
             if name == "aten::detach" and _may_learn(args[0]):
-                raise Untold("stops a gradient, which expressions do not; expected a tensor that was detached outside of the function")
+                raise Untold(
+                    "stops a gradient, which expressions do not; expected a tensor that was detached outside of the function"
+                )
             args, kwargs = [*map(of, args)], {k: of(v) for k, v in kwargs.items() if k not in _NOT_USED}
             first = (self.fresh,) if found in REDUCTIONS else (self.noting(),) if found in READS else ()
             try:
@@ -276,10 +305,11 @@ def _first_line(error: Exception) -> str:
 
 
 def leaves(mod: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The tensors, numbers and words that a function holds, by the names that it has for them, and those of the functions that it holds.
+    """The tensors, numbers and words that a function holds, by the names that it has for them, and those of the
+    functions that it holds.
 
-    Of what an object, a class or a module holds that is neither, those count that the function's code names. torch.compile can follow it:
-    then it looks for changes of these as it does for those of what it reads itself.
+    Of what an object, a class or a module holds that is neither, those count that the function's code names.
+    torch.compile can follow it: then it looks for changes of these as it does for those of what it reads itself.
     """
     said, within = _said_by(mod), (*within, _own(mod))
     for name, value in held(mod):
@@ -338,7 +368,9 @@ def _said_by(mod: Any) -> tuple[str, ...]:
         mod = mod.func
     code = getattr(mod, "__code__", None)  # a method has that of its function
     if code is None:
-        code = getattr(getattr(mod, "forward" if isinstance(mod, torch.nn.Module) else "__call__", None), "__code__", None)
+        code = getattr(
+            getattr(mod, "forward" if isinstance(mod, torch.nn.Module) else "__call__", None), "__code__", None
+        )
     return () if code is None else tuple(names_of(code))
 
 
@@ -394,7 +426,8 @@ def held(mod: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named(e: ast.expr, letter: str) -> tuple[str, dict[str, str]]:
-    """An expression's text, and its parts that occur more than once, under names of their own: each in terms of those before it."""
+    """An expression's text, and its parts that occur more than once, under names of their own: each in terms of
+    those before it."""
     parents: dict[int, int] = {}
     order: list[ast.expr] = []
 

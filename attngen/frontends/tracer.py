@@ -1,7 +1,9 @@
-"""Values of a traced function, as expressions of the language: what kind they are, their shape, and the text of each element.
+"""Values of a traced function, as expressions of the language: what kind they are, their shape, and the text of each
+element.
 
-A value of a function that FlexAttention takes is nearly always a number. A few are small tensors, such as a row of a table, which a
-reduction or an index makes a number again. An element's text is made when it is asked for, by its indices, which may be the names of turns.
+A value of a function that FlexAttention takes is nearly always a number. A few are small tensors, such as a row of a
+table, which a reduction or an index makes a number again. An element's text is made when it is asked for, by its
+indices, which may be the names of turns.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ if TYPE_CHECKING:
 
 Index = tuple[ast.expr, ...]
 Fresh = Callable[[int], str]  # a new name for the turns of a reduction, of which there are as many
-Note = Callable[[ast.expr, ast.expr, int], None]  # of an element that is read: its expression, an index of it, the dimension's length
+Note = Callable[
+    [ast.expr, ast.expr, int], None
+]  # of an element that is read: its expression, an index of it, the dimension's length
 Number = bool | int | float
 
 
-OUTSIDE = "compute more of it outside of the function, and read the result from a captured tensor"  # what to write instead
+OUTSIDE = (
+    "compute more of it outside of the function, and read the result from a captured tensor"  # what to write instead
+)
 
 
 class Untold(Exception):
@@ -34,7 +40,8 @@ class Untold(Exception):
 class Value:
     """A value of a function while it is traced.
 
-    at(index): the expression of an element. number: what it is, where it is one number that the function was written with.
+    at(index): the expression of an element. number: what it is, where it is one number that the function was written
+    with.
     visible: the condition under which a score is not -inf, where it may be.
     """
 
@@ -71,7 +78,9 @@ def literal(value: Number) -> ast.expr:
     if isinstance(value, bool):
         return ast.Name("true" if value else "false", ast.Load())
     if math.isnan(value) or math.isinf(value):
-        raise Untold(f"uses {value}, which expressions do not have; -inf may be a side of the last `torch.where` of a score")
+        raise Untold(
+            f"uses {value}, which expressions do not have; -inf may be a side of the last `torch.where` of a score"
+        )
     return ast.Constant(value) if value >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-value))
 
 
@@ -152,7 +161,8 @@ def mapped(kind: Kind, make: Callable[..., ast.expr], *values: Value, visible: a
 
 
 def indexed(note: Note, x: Value, indices: list[Value | None]) -> Value:
-    """x[indices], None for a dimension that is kept. Indices broadcast; they come first if one is kept between two of them."""
+    """x[indices], None for a dimension that is kept. Indices broadcast; they come first if one is kept between two
+    of them."""
     at = [i for i, index in enumerate(indices) if index is not None]
     given = [as_number(index) for index in indices if index is not None]
     kept = [i for i in range(len(x.shape)) if i not in at]
@@ -225,7 +235,8 @@ def never_negative(e: ast.expr) -> bool:
 
 
 def from_start(at: ast.expr, n: int) -> ast.expr:
-    """An index of n elements that counts from the first of them, also where it is negative and counts from the last, as in Python."""
+    """An index of n elements that counts from the first of them, also where it is negative and counts from the last,
+    as in Python."""
     return at if never_negative(at) or not n else ast.BinOp(at, ast.Mod(), ast.Constant(n))
 
 

@@ -22,7 +22,8 @@ def numbers(pairs: Any) -> tuple[Any, Any]:
 
 
 def pairs(first: Any, second: Any) -> Any:
-    """Pairs of the numbers that are next to these: of two as near the one whose last bit is 0, and of those above all the largest."""
+    """Pairs of the numbers that are next to these: of two as near the one whose last bit is 0, and of those above
+    all the largest."""
     bits = _nearest(first) | _nearest(second) << 8
     return bits.astype(np.uint16).view(np.int16)
 

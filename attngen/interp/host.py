@@ -1,7 +1,8 @@
-"""What a call of a module computes: its host programs on NumPy, op by op, and the kernels that they launch (interp/tile.py).
+"""What a call of a module computes: its host programs on NumPy, op by op, and the kernels that they launch
+(interp/tile.py).
 
-Sizes are those of the arrays that a call gives. New tensors hold NaN until they are written (integers the least there is), and lie in
-memory as the ops say, so that a view may need a copy as it does on a GPU.
+Sizes are those of the arrays that a call gives. New tensors hold NaN until they are written (integers the least there
+is), and lie in memory as the ops say, so that a view may need a copy as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -16,27 +17,44 @@ from attngen.errors import AttngenError
 from attngen.heuristics import STRIP
 from attngen.interp.numeric import compiled, value
 from attngen.interp.tile import SINGLE, Values, execute_kernel, spread
-from attngen.interp.warp_groups import DividedLaunch
+from attngen.interp.warp_groups import WarpSpecializedLaunch
 from attngen.ir.expr import parse, symbol_names
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.host import COLUMNS, HOST_KIND, Alloc, Copy, CutBlocks, Host, If, Launch, ListBlocks, Place, Sum, SumDistances, View
+from attngen.ir.host import (
+    COLUMNS,
+    HOST_KIND,
+    Alloc,
+    Copy,
+    CutBlocks,
+    Host,
+    If,
+    Launch,
+    ListBlocks,
+    Place,
+    Sum,
+    SumDistances,
+    View,
+)
 from attngen.ir.names import OUTPUTS, SIZES, VARIABLES
 from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
 
 Arrays = dict[str, Any]
 
 
-def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any] = SINGLE) -> Arrays:
-    """The results of a call, forward and backward, by name: `out`, `lse` and the module's other outputs; where it has a backward also `dq`,
-    `dk`, `dv`, and `d_NAME` of each input that is learned; with tangents of its arguments also `tangent_out`, `tangent_lse` and the like.
+def execute(
+    module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any] = SINGLE
+) -> Arrays:
+    """The results of a call, forward and backward, by name: `out`, `lse` and the module's other outputs; where it has a
+    backward also `dq`, `dk`, `dv`, and `d_NAME` of each input that is learned; with tangents of its arguments also
+    `tangent_out`, `tangent_lse` and the like.
 
-    inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; where there is a backward, `grad_out` [B, Hq, Nq, D_V]
-    and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none, and so `grad_entropy` where the module has that output; `scale`; what the mask and
-    modifiers read by the names of the module's inputs, and what Python derives of these; `block_mask` [B or 1, Hq or 1, Tq, Tk] where the
-    module has one; `seed` and `threshold` with dropout;
-    `splits`, of groups of heads; `fused`, 1 for the backward in one pass, where there is one; for forward mode `tq`, `tk` and `tv`, and
-    `tNAME` of each input that is learned.
-    `need_q`, `need_kv` and `need_inputs` say which gradients the call needs, all of them by default; others have no elements.
+    inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; where there is a backward, `grad_out`
+    [B, Hq, Nq, D_V] and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none, and so `grad_entropy` where the module has that
+    output; `scale`; what the mask and modifiers read by the names of the module's inputs, and what Python derives of
+    these; `block_mask` [B or 1, Hq or 1, Tq, Tk] where the module has one; `seed` and `threshold` with dropout;
+    `splits`, of groups of heads; `fused`, 1 for the backward in one pass, where there is one; for forward mode `tq`,
+    `tk` and `tv`, and `tNAME` of each input that is learned. `need_q`, `need_kv` and `need_inputs` say which gradients
+    the call needs, all of them by default; others have no elements.
     tiles: BLOCK_Q and BLOCK_KV; dtypes: SINGLE or DOUBLE. Raises OutsideTensor where a kernel leaves a tensor.
     """
     threshold = inputs.get("threshold", 0)
@@ -67,7 +85,13 @@ def execute(module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int],
     gradients = {name.lower(): found.pop(name) for name in ("dQ", "dK", "dV") if module.trains}
     forward_mode = "tQ" in given and any(host.name == "jvp" for host in module.hosts)
     tangents = {VARIABLES[name]: x for name, x in run("jvp").items()} if forward_mode else {}
-    return {"out": given["O"], **{name: given[OUTPUTS[name]] for name in module.outputs}, **gradients, **found, **tangents}
+    return {
+        "out": given["O"],
+        **{name: given[OUTPUTS[name]] for name in module.outputs},
+        **gradients,
+        **found,
+        **tangents,
+    }
 
 
 def execute_host(
@@ -80,8 +104,9 @@ def execute_host(
 ) -> Arrays:
     """The results of one host program, by name.
 
-    given: its arguments by their names, and maybe more; tiles: BLOCK_Q and BLOCK_KV of every kernel; dtypes: SINGLE or DOUBLE; chosen:
-    numbers by name that stand for what the program computes of the number of multiprocessors, which is 1 here.
+    given: its arguments by their names, and maybe more; tiles: BLOCK_Q and BLOCK_KV of every kernel; dtypes: SINGLE or
+    DOUBLE; chosen: numbers by name that stand for what the program computes of the number of multiprocessors, which is
+    1 here.
     """
     values: Values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
     values |= {a.name: int(values[a.name]) for a in host.args if a.name in SIZES}
@@ -96,11 +121,15 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
     for arg in host.args:
         for dim, length in zip(arg.type.dims, np.shape(values[arg.name]), strict=True):
             if dim.isidentifier() and sizes.setdefault(dim, length) != length:
-                raise AttngenError(f"host @{host.name}: %{arg.name} has {length} along {dim}; expected {sizes[dim]}, as others have")
+                raise AttngenError(
+                    f"host @{host.name}: %{arg.name} has {length} along {dim}; expected {sizes[dim]}, as others have"
+                )
     if {"Hq", "Hkv"} <= sizes.keys():
         sizes["group"] = sizes["Hq"] // max(1, sizes["Hkv"])
         sizes["Gq"] = sizes["group"] * sizes["Nq"]  # rows of a tile that packs the queries of a group
-        lines = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles["BLOCK_KV"] + 1  # that sums of a tile by distance take (see Store)
+        lines = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles[
+            "BLOCK_KV"
+        ] + 1  # that sums of a tile by distance take (see Store)
         sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * lines, "Nd": sizes["Nq"] + sizes.get("Nk", 0)}
         if module.blocks:
             sizes |= {"Tq": -(-sizes["Nq"] // module.blocks.size), "Tk": -(-sizes["Nk"] // module.blocks.size)}
@@ -109,12 +138,15 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
 
 
 class _Run:
-    """The ops of one host program. The method that has the name of an op's kind gives the op's value; see ir/host.py for each.
+    """The ops of one host program. The method that has the name of an op's kind gives the op's value; see ir/host.py
+    for each.
 
     `values` holds, by name, all that a place in the program knows; a branch gets a copy.
     """
 
-    def __init__(self, module: Module, host: Host, tiles: Mapping[str, int], dtypes: Mapping[str, Any], chosen: Mapping[str, int]) -> None:
+    def __init__(
+        self, module: Module, host: Host, tiles: Mapping[str, int], dtypes: Mapping[str, Any], chosen: Mapping[str, int]
+    ) -> None:
         self.module, self.host, self.tiles, self.dtypes, self.chosen = module, host, tiles, dtypes, chosen
 
     def block(self, name: str, values: Values) -> Arrays:
@@ -184,20 +216,26 @@ class _Run:
         known = {**values, **{name: value(e, values) for name, e in op.sizes}}
         passed = {arg.name: known[given.get(arg.name, arg.name)] for arg in kernel.args}
         tensors = {arg.name: passed.pop(arg.name) for arg in kernel.args if arg.role != "scalar"}
-        unwanted = {x.parts for x in self.module.learned if x.by != "row" and x.parts in tensors and not values["need_inputs"]}
+        unwanted = {
+            x.parts for x in self.module.learned if x.by != "row" and x.parts in tensors and not values["need_inputs"]
+        }
         for arg in kernel.args:
             if arg.name in tensors.keys() - unwanted:
                 self.must_fit(op, arg, tensors[arg.name], known)
         grid = {str(s): known[str(s)] for axis in kernel.grid for s in axis.extent.free_symbols if str(s) in known}
-        made = DividedLaunch if kernel.backend else None
-        execute_kernel(self.module, _without(kernel, unwanted), tensors, {**grid, **passed}, self.tiles, self.dtypes, made)
+        made = WarpSpecializedLaunch if kernel.backend else None
+        execute_kernel(
+            self.module, _without(kernel, unwanted), tensors, {**grid, **passed}, self.tiles, self.dtypes, made
+        )
 
     def must_fit(self, op: Launch, arg: Arg, x: np.ndarray, known: Values) -> None:
         """Raise where a tensor has not the dimensions that the kernel declares; one of any length has what it has."""
         expected = [known.get(d, int(d) if d.isdigit() else None) for d in arg.type.dims]
         if len(expected) != x.ndim or any(length not in (None, have) for length, have in zip(expected, x.shape)):
             dims = ", ".join(arg.type.dims)
-            raise AttngenError(f"host @{self.host.name}: @{op.kernel} is given %{arg.name} with shape {list(x.shape)}; expected [{dims}]")
+            raise AttngenError(
+                f"host @{self.host.name}: @{op.kernel} is given %{arg.name} with shape {list(x.shape)}; expected [{dims}]"
+            )
 
     # ------------------------------------------------------------------ arithmetic of tensors
 
@@ -206,7 +244,10 @@ class _Run:
             return self.chosen[op.name] if op.name in self.chosen else int(compiled(op.expr)(values))
         uses = dict(op.uses)
         dims = {name: self.host.type_of(uses[name]).dims for name in symbol_names(op.expr) if name in uses}
-        named = {name: spread(values[uses.get(name, name)], dims.get(name, ()), op.type.dims) for name in symbol_names(op.expr)}
+        named = {
+            name: spread(values[uses.get(name, name)], dims.get(name, ()), op.type.dims)
+            for name in symbol_names(op.expr)
+        }
         return np.asarray(compiled(op.expr)(named), self.dtypes[op.type.dtype])
 
     def _sum(self, op: Sum, values: Values) -> np.ndarray:
@@ -226,7 +267,13 @@ class _Run:
         found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
         sums = values[op.value].sum(2)  # [B, Hq, Nd]: over the lines that tiles have stored
         b, h, _ = np.indices(sums.shape, sparse=True)
-        places = {**values, "b": b, "h": h, "hkv": h // values["group"], "distance": np.arange(-values["Nq"], values["Nk"])}
+        places = {
+            **values,
+            "b": b,
+            "h": h,
+            "hkv": h // values["group"],
+            "distance": np.arange(-values["Nq"], values["Nk"]),
+        }
         at = [np.broadcast_to(value(parse(e), places), sums.shape) for e in op.at]
         inside = np.all([(i >= -n) & (i < n) for i, n in zip(at, found.shape)], axis=0)
         np.add.at(found, tuple(i[inside] % n for i, n in zip(at, found.shape)), sums[inside])
@@ -243,7 +290,8 @@ class _Run:
         return {"seen": visible > 0, "full": (visible == size**2) & inside[:, None]}
 
     def _list_blocks(self, op: ListBlocks, values: Values) -> Arrays:
-        """Of each row of blocks: the numbers of the full ones, of others that are seen, of the rest; how many come before each block."""
+        """Of each row of blocks: the numbers of the full ones, of others that are seen, of the rest; how many come
+        before each block."""
         seen = values[op.src]
         full = values[op.full] if op.full else np.zeros_like(seen)
         if op.own == "kv":
@@ -259,7 +307,8 @@ def _before(listed: np.ndarray) -> np.ndarray:
 
 
 def _without(kernel: Kernel, parts: set[str]) -> Kernel:
-    """The kernel without what it stores to some tensors, as it is compiled for calls that need no gradients of inputs."""
+    """The kernel without what it stores to some tensors, as it is compiled for calls that need no gradients of
+    inputs."""
 
     def change(_: str, op: Op) -> Iterator[Op]:
         stores = isinstance(op, (Store, Scatter)) and _tensor(kernel, op.dst.tensor) in parts

@@ -44,12 +44,17 @@ def _power(base: Any, exponent: Any) -> Any:
     """Whole powers as products, negative ones as one over these; any other power of a positive number."""
     if not isinstance(exponent, int):
         return np.power(base * 1.0, exponent)
-    return base**exponent if exponent >= 0 else np.divide(1.0, base**-exponent)  # of 0 it is an infinity, as of an array with zeros
+    return (
+        base**exponent if exponent >= 0 else np.divide(1.0, base**-exponent)
+    )  # of 0 it is an infinity, as of an array with zeros
 
 
 def _whole(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that makes integers of real numbers; what is beyond 2**30 counts as that, and what is no number as the least."""
-    return lambda x: rounded(np.clip(np.nan_to_num(np.asarray(x, np.float64), nan=-(2.0**30)), -(2.0**30), 2.0**30 - 64)).astype(np.int64)
+    """A function that makes integers of real numbers; what is beyond 2**30 counts as that, and what is no number as
+    the least."""
+    return lambda x: rounded(
+        np.clip(np.nan_to_num(np.asarray(x, np.float64), nan=-(2.0**30)), -(2.0**30), 2.0**30 - 64)
+    ).astype(np.int64)
 
 
 # Functions of any number of arguments, from left to right, by what they do with two.
@@ -99,7 +104,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 def compiled(e: Expr) -> Function:
     """The expression as a function of the values of its symbols, by name.
 
-    Arrays among the values must broadcast with each other. Raises AttngenError for a function that the IR does not have.
+    Arrays among the values must broadcast with each other. Raises AttngenError for a function that the IR does not
+    have.
     """
     if e.is_Symbol:
         return operator.itemgetter(e.name)

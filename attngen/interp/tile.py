@@ -1,13 +1,15 @@
 """What a kernel of the IR computes, on NumPy, op by op, in any phase: the meaning of the IR, written to be read.
 
-A kernel is launched as a grid of programs, each of which owns a tile. A program is a generator: it runs its ops in the order written,
-and pauses where its threads wait, at a barrier. The tiles may be of any size, and need not be the schedule's.
+A kernel is launched as a grid of programs, each of which owns a tile. A program is a generator: it runs its ops in the
+order written, and pauses where its threads wait, at a barrier. The tiles may be of any size, and need not be the
+schedule's.
 
-What a GPU would do silently is an error here: to read or write outside a tensor raises OutsideTensor, and whoever allocates results
-fills them with NaN, so that what is read before it is written shows.
+What a GPU would do silently is an error here: to read or write outside a tensor raises OutsideTensor, and whoever
+allocates results fills them with NaN, so that what is read before it is written shows.
 
-Where an op says `partial`, it means loops of class partial, and those that nothing has classified yet. An expression is computed in the
-types of what it names, integers of any size among them, and its value is rounded to the type that the op has.
+Where an op says `partial`, it means loops of class partial, and those that nothing has classified yet. An expression is
+computed in the types of what it names, integers of any size among them, and its value is rounded to the type that the
+op has.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from attngen.interp.numeric import compiled
 from attngen.interp.philox import keep_scores
 from attngen.ir.dtypes import ELEMENTS, QUANTISED
 from attngen.ir.expr import Expr, symbol, symbol_names
-from attngen.ir.graph import MIRRORED, Kernel, Module
+from attngen.ir.graph import REVERSED_GROUP, Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, ROW_AXES
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -38,26 +40,29 @@ from attngen.ir.ops import (
     PADDED,
     WHOLE,
     Access,
-    Add,
     Append,
     Arg,
     Barrier,
     Base,
+    CacheLength,
     Checks,
-    Count,
+    CountTiles,
+    Deinterleave,
     Dot,
     Dropout,
+    DropoutMask,
     Gather,
+    GridDependencyWait,
     Init,
-    Keep,
-    Length,
+    Interleave,
+    ListPosition,
     Load,
     Loop,
     Map,
     Mask,
-    Merge,
     Op,
-    Position,
+    OrderedAccumulate,
+    OrderedAdd,
     Reduce,
     Scan,
     Scatter,
@@ -65,15 +70,12 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Type,
-    Unzip,
     Uses,
-    WaitForGrid,
     Yield,
-    Zip,
     axis_of,
     unpadded,
 )
-from attngen.ir.split_kv import deal, units_of
+from attngen.ir.split_kv import kv_split, units_of
 
 Values = dict[str, Any]  # by name: the op's value, a number of the call, a size, a position
 Program = Generator[None, None, Values]
@@ -92,7 +94,8 @@ CONSTANTS = {"LOG2E": 1 / math.log(2), "LN2": math.log(2)}
 
 
 class OutsideTensor(AttngenError):
-    """An access that no check keeps inside its tensor: names the kernel, the op, the place and the tensor's length there."""
+    """An access that no check keeps inside its tensor: names the kernel, the op, the place and the tensor's length
+    there."""
 
 
 def execute_kernel(
@@ -106,41 +109,56 @@ def execute_kernel(
 ) -> None:
     """Run every program of a kernel's grid. Tensors of role `out` and `inout` are written in place.
 
-    tensors: by the names of the kernel's arguments, shaped as these say; scalars: its numbers by name; tiles: BLOCK_Q and BLOCK_KV,
-    and OWN_QK and OWN_V, half of the columns where they are not given; dtypes: NumPy's types for the IR's, SINGLE or DOUBLE; made: what
-    runs the ops, in place of Launch. Raises OutsideTensor.
+    tensors: by the names of the kernel's arguments, shaped as these say; scalars: its numbers by name; tiles: BLOCK_Q
+    and BLOCK_KV, and OWN_QK and OWN_V, half of the columns where they are not given; dtypes: NumPy's types for the
+    IR's, SINGLE or DOUBLE; made: what runs the ops, in place of Launch. Raises OutsideTensor.
     """
     for arg in kernel.args:
         if arg.role != "scalar" and tensors[arg.name].ndim != len(arg.type.dims):
             shape = list(tensors[arg.name].shape)
-            raise AttngenError(f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]")
+            raise AttngenError(
+                f"@{kernel.name}: %{arg.name} is given with shape {shape}; expected [{', '.join(arg.type.dims)}]"
+            )
     launch = (made or Launch)(module, kernel, dtypes)
     padded = {PADDED[name]: 1 << (width - 1).bit_length() for name, width in module.widths.items()}
     halves = {dim: padded[PADDED[whole]] // 2 for dim, whole in WHOLE.items() if whole in module.widths}
-    start = {**CONSTANTS, "BLOCK_PARTS": tiles["BLOCK_KV"], **halves, **module.widths, **padded, **tensors, **scalars, **tiles}
-    if kernel.deal:
-        places = _dealt(kernel, start)
+    start = {
+        **CONSTANTS,
+        "BLOCK_PARTS": tiles["BLOCK_KV"],
+        **halves,
+        **module.widths,
+        **padded,
+        **tensors,
+        **scalars,
+        **tiles,
+    }
+    if kernel.kv_split:
+        places = _split(kernel, start)
     else:
         axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(start)))] for axis in kernel.grid]
         places = [dict(place) for place in product(*axes)]
-    if kernel.grid[0].mirrored:
-        together = int(compiled(kernel.grid[0].heads)(start))
-        places = [place | {MIRRORED: _is_of_last(place, axes[1:], together)} for place in places]
+    if kernel.grid[0].reversed_group:
+        swizzle_rows = int(compiled(kernel.grid[0].heads)(start))
+        places = [place | {REVERSED_GROUP: _is_of_last(place, axes[1:], swizzle_rows)} for place in places]
     with np.errstate(all="ignore"):
         run_together(launch.programs(places, start))
 
 
-def _dealt(kernel: Kernel, start: Values) -> list[dict[str, int]]:
-    """The places of a grid whose programs have parts of the keys of sequences, or, without an axis of parts, all parts of a sequence."""
-    assert kernel.deal is not None
+def _split(kernel: Kernel, start: Values) -> list[dict[str, int]]:
+    """The places of a grid whose programs have parts of the keys of sequences, or, without an axis of parts, all
+    parts of a sequence."""
+    assert kernel.kv_split is not None
     lengths = start["CACHE_SEQLENS"]
     keys = [keys_of(length, start) for length in lengths]
     work = []
     for b, n in enumerate(keys):
         known = {**start, "b": b, "Nk": n}
-        known |= {name: start[at.tensor][tuple(int(compiled(e)(known)) for e in at.index)] for name, at in kernel.deal.reads}
-        work.append(int(compiled(units_of(kernel.deal.work))(known)))
-    parts = deal(work, int(start["items"]), kernel.deal.each, kernel.deal.waves)
+        known |= {
+            name: start[at.tensor][tuple(int(compiled(e)(known)) for e in at.index)]
+            for name, at in kernel.kv_split.reads
+        }
+        work.append(int(compiled(units_of(kernel.kv_split.work))(known)))
+    parts = kv_split(work, int(start["items"]), kernel.kv_split.each, kernel.kv_split.waves)
     places = []
     for b, count in enumerate(parts):
         known = {**start, "parts": count}
@@ -155,12 +173,13 @@ def keys_of(length: int, values: Mapping[str, Any]) -> int:
     return min(int(values["Nc"]), max(0, int(length) + int(values["Nn"])))
 
 
-def _is_of_last(place: Mapping[str, int], heads: Sequence[Sequence[tuple[str, int]]], together: int) -> int:
-    """1 for a place whose head is of the last ones that are taken together, else 0. The axes of heads: the first one runs fastest."""
+def _is_of_last(place: Mapping[str, int], heads: Sequence[Sequence[tuple[str, int]]], swizzle_rows: int) -> int:
+    """1 for a place whose head is of the last ones that are taken together, else 0. The axes of heads: the first one
+    runs fastest."""
     head, count = 0, 1
     for axis in heads:
         head, count = head + count * place[axis[0][0]], count * len(axis)
-    return int(head >= (count - 1) // together * together)
+    return int(head >= (count - 1) // swizzle_rows * swizzle_rows)
 
 
 def run_together(programs: Iterable[Program]) -> None:
@@ -187,9 +206,11 @@ def applies(when: str, cls: str) -> bool:
 
 
 class Launch:
-    """The ops of one kernel. The method that has the name of an op's kind gives the op's value, or stores; see ir/ops.py for each.
+    """The ops of one kernel. The method that has the name of an op's kind gives the op's value, or stores; see
+    ir/ops.py for each.
 
-    `values` holds, by name, all that a place in the program knows; a loop's body gets a copy with what its turn knows besides.
+    `values` holds, by name, all that a place in the program knows; a loop's body gets a copy with what its turn knows
+    besides.
     """
 
     def __init__(self, module: Module, kernel: Kernel, dtypes: Mapping[str, Any]) -> None:
@@ -197,10 +218,13 @@ class Launch:
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """The dimensions of every value by its reference; of the results of loops, of what these start from; of positions."""
+        """The dimensions of every value by its reference; of the results of loops, of what these start from; of
+        positions."""
         found = {f"{op.name}.{f}".rstrip("."): t.dims for op in self.kernel.ops() for f, t in op.results().items()}
         found |= {f"{axis}_idx": (AXIS_DIM[axis],) for axis in ROW_AXES}
-        return found | {f"{loop.name}.{f}": self.kernel.type_of(start).dims for loop in self.kernel.loops for f, start in loop.carry}
+        return found | {
+            f"{loop.name}.{f}": self.kernel.type_of(start).dims for loop in self.kernel.loops for f, start in loop.carry
+        }
 
     # ------------------------------------------------------------------ control
 
@@ -216,7 +240,8 @@ class Launch:
         return (yield from self.block("entry", values, "entry"))
 
     def turn(self, axis: str, number: int, values: Values) -> Values:
-        """What a program or a turn of a loop knows of its place on an axis: its number; or where its tile starts, and its positions."""
+        """What a program or a turn of a loop knows of its place on an axis: its number; or where its tile starts,
+        and its positions."""
         if axis not in AXIS_DIM:
             return {axis: number}
         rows = values[AXIS_DIM[axis]]
@@ -230,20 +255,20 @@ class Launch:
         """Run some ops of a block."""
         for op in ops:
             match op:
-                case Arg() | WaitForGrid():
+                case Arg() | GridDependencyWait():
                     pass  # its value is there from the start; the launch before has ended
                 case Barrier():
                     yield  # all threads of the program are one here: it only pauses
                 case Loop():
                     yield from self.loop(op, values)
-                case Add() | Merge():
+                case OrderedAdd() | OrderedAccumulate():
                     yield from self.add(op, values, cls)
                 case Yield():
                     return {field: values[ref] for field, ref in op.values}
                 case SoftmaxStep():
                     values |= self._softmax_step(op, values, cls)
-                case Unzip():
-                    values |= self._unzip(op, values)
+                case Deinterleave():
+                    values |= self._deinterleave(op, values)
                 case _:
                     values[op.name] = getattr(self, f"_{KIND[type(op)]}")(op, values, cls)
         return {}
@@ -258,7 +283,8 @@ class Launch:
         return values
 
     def by_head(self, op: Any, turns: Iterable[Any], values: Values) -> list[tuple[Values, Any]]:
-        """What a loop runs over, with the number of each query head for which it does; with nothing where it runs for one head."""
+        """What a loop runs over, with the number of each query head for which it does; with nothing where it runs
+        for one head."""
         if not op.heads:
             return [({}, turn) for turn in turns]
         ((first, end),) = op.heads
@@ -270,7 +296,9 @@ class Launch:
         for low, high in op.ranges:
             first, end = (int(compiled(e)(values)) for e in (low, high))
             if first > end:
-                raise AttngenError(f"@{self.kernel.name}: a range of %{op.name} ends at {end}, before its start {first}")
+                raise AttngenError(
+                    f"@{self.kernel.name}: a range of %{op.name} ends at {end}, before its start {first}"
+                )
             for position in range(first, end):
                 if op.listed:
                     block, rest = divmod(position, self.tiles_in_a_block(op.var, values))
@@ -283,14 +311,18 @@ class Launch:
         return self.module.blocks.size // int(values[AXIS_DIM[axis]])
 
     def counts(self, op: Loop, tile: int, values: Values) -> bool:
-        """Whether a tile is in a block that counts: with a mask of blocks, loops over ranges that no list stands for leave out others.
+        """Whether a tile is in a block that counts: with a mask of blocks, loops over ranges that no list stands for
+        leave out others.
 
-        The mask is known by its ranks: a block counts if there is one more listed block before the next one than before it.
+        The mask is known by its ranks: a block counts if there is one more listed block before the next one than before
+        it.
         """
-        blocks, own = self.module.blocks, self.kernel.own_axis
+        blocks, own = self.module.blocks, self.kernel.program_axis
         if blocks is None or blocks.data or op.cls == "all":
             return True
-        head = next(load.src.index[1] for load in self.kernel.ops() if isinstance(load, Load) and load.src.tensor == "Q")
+        head = next(
+            load.src.index[1] for load in self.kernel.ops() if isinstance(load, Load) and load.src.tensor == "Q"
+        )
         ranks = values[next(iter(BLOCK_LISTS[own]))]
         row = ranks[values["b"], compiled(head)(values), values[f"{own}_start"] // blocks.size]
         block = tile // self.tiles_in_a_block(op.var, values)
@@ -316,7 +348,8 @@ class Launch:
         return tuple(int(d) if d.isdigit() else values[d] for d in dims)
 
     def tile(self, x: Any, type_: Type, values: Values) -> Any:
-        """A value as its type says: of its element type, in its shape. Numbers are of Python's int, or of the element type."""
+        """A value as its type says: of its element type, in its shape. Numbers are of Python's int, or of the
+        element type."""
         dtype = self.dtypes[type_.dtype]
         if not type_.dims:
             return dtype(x) if type_.dtype in ("T", "f32") else int(x)
@@ -330,14 +363,21 @@ class Launch:
         return self.tile(self.expression(op.expr, values, op.type.dims, op.uses), op.type, values)
 
     def _mask(self, op: Mask, values: Values, cls: str) -> Any:
-        if not applies(op.when, cls) or (op.cut is not None and not self.expression(op.cut, values)):
+        if not applies(op.when, cls) or (op.unswitch is not None and not self.expression(op.unswitch, values)):
             return values[op.value]
-        return np.where(self.expression(op.where, values, op.type.dims, op.uses), values[op.value], self.dtypes[op.type.dtype](-np.inf))
+        return np.where(
+            self.expression(op.where, values, op.type.dims, op.uses),
+            values[op.value],
+            self.dtypes[op.type.dtype](-np.inf),
+        )
 
     # ------------------------------------------------------------------ memory
 
-    def window(self, op: Op, access: Access, checks: Checks, dims: tuple[str, ...], values: Values, cls: str) -> tuple[Window, Window]:
-        """Where a tile of dimensions `dims` is in the tensor, and which of its rows and columns these are: those before a checked end."""
+    def window(
+        self, op: Op, access: Access, checks: Checks, dims: tuple[str, ...], values: Values, cls: str
+    ) -> tuple[Window, Window]:
+        """Where a tile of dimensions `dims` is in the tensor, and which of its rows and columns these are: those
+        before a checked end."""
         inside = {axis for axis, when in checks if applies(when, cls)}
         places: list[Any] = []
         parts = {}
@@ -367,7 +407,8 @@ class Launch:
             )
 
     def _axes(self, access: Access, dims: tuple[str, ...]) -> tuple[str, ...]:
-        """The dimensions of the tile in the order of the access, which a transposed tile of scores has the other way round."""
+        """The dimensions of the tile in the order of the access, which a transposed tile of scores has the other way
+        round."""
         return tuple(d for e in access.index for d in dims if axis_of(e) and unpadded(d) == AXIS_DIM[axis_of(e)])
 
     def _base(self, op: Base, values: Values, cls: str) -> Any:
@@ -375,7 +416,7 @@ class Launch:
         places, _ = self.window(op, op.src, (), (), values, cls)
         return values[op.src.tensor][places]
 
-    def _length(self, op: Length, values: Values, cls: str) -> int:
+    def _cache_length(self, op: CacheLength, values: Values, cls: str) -> int:
         return keys_of(values[op.src.tensor][values["b"]], values)
 
     def _load_pages(self, op: Load, values: Values, cls: str) -> Any:
@@ -391,7 +432,12 @@ class Launch:
             self.must_be_inside(op, op.src, 0, int(pages[inside].min()), int(pages[inside].max()) + 1, len(tensor))
         tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
         first = values.get(f"{axis_of(column)}_start", 0)
-        read = tensor[pages[inside], int(self.expression(head, values)), rows[inside] % tensor.shape[2], first : first + tile.shape[1]]
+        read = tensor[
+            pages[inside],
+            int(self.expression(head, values)),
+            rows[inside] % tensor.shape[2],
+            first : first + tile.shape[1],
+        ]
         tile[inside, : read.shape[1]] = read
         return tile
 
@@ -419,7 +465,7 @@ class Launch:
         return (values[f"{axis}_idx"] >= first) & (values[f"{axis}_idx"] < end)
 
     def _store(self, op: Store, values: Values, cls: str) -> None:
-        if op.alone and values[f"{op.alone}_start"]:
+        if op.first_along and values[f"{op.first_along}_start"]:
             return None
         if op.by == "distance":
             return self._store_distances(op, values)
@@ -441,13 +487,13 @@ class Launch:
             places.append(rows[inside])
         tensor[tuple(places)] = values[op.value][inside, : tensor.shape[3]]
 
-    def add(self, op: Add | Merge, values: Values, cls: str) -> Program:
+    def add(self, op: OrderedAdd | OrderedAccumulate, values: Values, cls: str) -> Program:
         """In its turn: until then the program pauses."""
-        assert op.turns is not None and op.turn is not None
-        turn = yield from self.await_turn(op.turns, op.turn, values)
-        self._add(op, values, cls, turn == 0)
-        if isinstance(op, Add) or op.ends:
-            self.passed(op.turns, values)
+        assert op.semaphore is not None and op.order is not None
+        turn = yield from self.await_turn(op.semaphore, op.order, values)
+        self._ordered_add(op, values, cls, turn == 0)
+        if isinstance(op, OrderedAdd) or op.ends:
+            self.passed(op.semaphore, values)
         return values
 
     def await_turn(self, of: Access, expr: Expr, values: Values) -> Generator[None, None, int]:
@@ -456,7 +502,9 @@ class Launch:
         turn = int(self.expression(expr, values))
         while turns[place] != turn:
             if turns[place] > turn:
-                raise AttngenError(f"@{self.kernel.name}: {turns[place]} programs have had turns in %{of.tensor}, and turn {turn} comes")
+                raise AttngenError(
+                    f"@{self.kernel.name}: {turns[place]} programs have had turns in %{of.tensor}, and turn {turn} comes"
+                )
             yield
         return turn
 
@@ -470,7 +518,7 @@ class Launch:
         counted, place = self.turns_at(turns, values)
         counted[place] += 1
 
-    def _add(self, op: Add | Merge, values: Values, cls: str, first: bool) -> None:
+    def _ordered_add(self, op: OrderedAdd | OrderedAccumulate, values: Values, cls: str, first: bool) -> None:
         dims = self.dims[op.value]
         places, part = self.window(op, op.dst, op.check, dims, values, cls)
         written = spread(values[op.value][part], dims, self._axes(op.dst, dims))
@@ -479,8 +527,9 @@ class Launch:
     def _store_distances(self, op: Store, values: Values) -> None:
         """Sums of a tile of scores by distance, key less query, in lines of the program's own, at distance + Nq.
 
-        In each line a tile has BLOCK_KV places, as many as it has keys, so that no two tiles of a program write one place: the distances
-        from that of its corner on are in the first line, the BLOCK_KV ones before these in the next line, and so on.
+        In each line a tile has BLOCK_KV places, as many as it has keys, so that no two tiles of a program write one
+        place: the distances from that of its corner on are in the first line, the BLOCK_KV ones before these in the
+        next line, and so on.
         """
         n_q, n_kv, block_q, block_kv = (values[name] for name in ("Nq", "Nk", "BLOCK_Q", "BLOCK_KV"))
         distance = np.arange(block_kv) - np.arange(block_q)[:, None]  # from the corner's
@@ -492,8 +541,11 @@ class Launch:
             inside = (place >= 0) & (place < n_q + n_kv)
             parts[line, place[inside]] = of_line[inside]
 
-    def places(self, op: Gather | Scatter, access: Access, dims: tuple[str, ...], values: Values) -> tuple[tuple[Any, ...], Any]:
-        """Of the elements of a tile where the condition holds: the index of each in the tensor; and the condition for all."""
+    def places(
+        self, op: Gather | Scatter, access: Access, dims: tuple[str, ...], values: Values
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Of the elements of a tile where the condition holds: the index of each in the tensor; and the condition
+        for all."""
         shape = self.shape(dims, values)
         inside = np.broadcast_to(self.expression(op.where, values, dims, op.uses), shape)
         found = []
@@ -518,12 +570,12 @@ class Launch:
         else:
             {"add": np.add, "min": np.minimum, "max": np.maximum}[op.op].at(values[op.dst.tensor], places, written)
 
-    def _count(self, op: Count, values: Values, cls: str) -> int:
+    def _count_tiles(self, op: CountTiles, values: Values, cls: str) -> int:
         *place, axis = op.src.index
         row = values[op.src.tensor][tuple(int(self.expression(e, values)) for e in place)]
         return int((row[:: values[AXIS_DIM[axis_of(axis)]]] <= self.expression(op.most, values)).sum())
 
-    def _position(self, op: Position, values: Values, cls: str) -> int:
+    def _list_position(self, op: ListPosition, values: Values, cls: str) -> int:
         ranks, ratio = values[op.src], self.tiles_in_a_block(self.kernel.ranked_axis(op), values)
         block, rest = divmod(int(self.expression(op.tile, values)), ratio)
         before = int(ranks[block])
@@ -558,12 +610,12 @@ class Launch:
     def _scan(self, op: Scan, values: Values, cls: str) -> Any:
         return np.maximum.accumulate(values[op.value], axis=self.dims[op.value].index(op.over))
 
-    def _unzip(self, op: Unzip, values: Values) -> Values:
+    def _deinterleave(self, op: Deinterleave, values: Values) -> Values:
         x, of = values[op.value], self.kernel.type_of(op.value)
         even, odd = numbers(x) if of.quantised else (x[:, ::2], x[:, 1::2])
         return {f"{op.name}.even": self.tile(even, op.type, values), f"{op.name}.odd": self.tile(odd, op.type, values)}
 
-    def _zip(self, op: Zip, values: Values, cls: str) -> Any:
+    def _interleave(self, op: Interleave, values: Values, cls: str) -> Any:
         a, b = values[op.a], values[op.b]
         x = pairs(a, b) if op.type.quantised else np.stack([a, b], 2).reshape(len(a), -1)
         return self.tile(x, op.type, values)
@@ -571,7 +623,7 @@ class Launch:
     def _seed(self, op: Seed, values: Values, cls: str) -> int:
         return int(values[op.src])
 
-    def _keep(self, op: Keep, values: Values, cls: str) -> Any:
+    def _dropout_mask(self, op: DropoutMask, values: Values, cls: str) -> Any:
         q, kv = (spread(values[name], self.dims[name], op.type.dims) for name in ("q_idx", "kv_idx"))
         head = int(self.expression(op.head, values))
         return keep_scores(values[op.seed], values["b"], head, q, kv, values[op.threshold])

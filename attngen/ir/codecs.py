@@ -78,7 +78,9 @@ def _parse_facts(text: str, where: str) -> tuple[Fact, ...]:
     for part in split(text, ","):
         match = re.fullmatch(r"(.+) needs (.+) enough (.+)", part.strip())
         if not match:
-            raise IRError(f"{where}: `{part.strip()}` is not a fact; expected `padding needs kv_idx < last enough kv_idx < first`")
+            raise IRError(
+                f"{where}: `{part.strip()}` is not a fact; expected `padding needs kv_idx < last enough kv_idx < first`"
+            )
         facts.append(Fact(*(parse(match[i], where) for i in (1, 2, 3))))
     return tuple(facts)
 
@@ -113,21 +115,58 @@ _USES: Codec = (lambda v: ", ".join(f"{k}=%{r}" for k, r in v), _parse_uses)
 _RANGES: Codec = (lambda v: ", ".join(f"{to_text(lo)} .. {to_text(hi)}" for lo, hi in v), _parse_ranges)
 _CODECS: dict[str, Codec] = {
     "type": (print_type, parse_type),
-    **dict.fromkeys(("src", "dst", "turns"), _ACCESS),
-    **dict.fromkeys(("a", "b", "acc", "value", "s", "m", "scale", "shift", "seed", "threshold", "keep", "pages", "columns_of"), _REF),
-    **dict.fromkeys(("listed", "places", "dealt", "ring", "beside", "page"), _REF),
-    **dict.fromkeys(("through", "base", "rows"), _REF),
+    **dict.fromkeys(("src", "dst", "semaphore"), _ACCESS),
+    **dict.fromkeys(
+        ("a", "b", "acc", "value", "s", "m", "scale", "shift", "seed", "threshold", "keep", "pages", "columns_of"), _REF
+    ),
+    **dict.fromkeys(("listed", "tile_indices", "round_robin", "pipeline", "beside", "page"), _REF),
+    **dict.fromkeys(("staging", "base", "rows"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
-    **dict.fromkeys(("expr", "where", "cut", "other", "head", "tile", "slots", "turn", "most"), _EXPR),
-    **dict.fromkeys(("role", "var", "cls", "over", "precision", "when", "guard", "op", "by", "via", "each", "to", "do", "alone"), _WORD),
-    **dict.fromkeys(("score", "recompute", "draws", "backwards", "kept", "in_order", "counted", "relay", "ends", "by_tile"), _FLAG),
+    **dict.fromkeys(("expr", "where", "unswitch", "other", "head", "tile", "stages", "order", "most"), _EXPR),
+    **dict.fromkeys(
+        (
+            "role",
+            "var",
+            "cls",
+            "over",
+            "precision",
+            "when",
+            "guard",
+            "op",
+            "by",
+            "via",
+            "per_instance",
+            "to",
+            "do",
+            "first_along",
+        ),
+        _WORD,
+    ),
+    **dict.fromkeys(
+        (
+            "score",
+            "recompute",
+            "draws",
+            "reversed",
+            "kept",
+            "in_order",
+            "mbarrier_release",
+            "exchange",
+            "ends",
+            "by_tile",
+        ),
+        _FLAG,
+    ),
     **dict.fromkeys(("like", "otherwise", "into", "full"), _REF),
-    **dict.fromkeys(("body", "then", "orelse", "kernel", "first", "step", "last", "skip", "odd", "pair"), (lambda v: f"@{v}", parse_word)),
+    **dict.fromkeys(
+        ("body", "then", "orelse", "kernel", "first", "step", "last", "skip", "odd", "pair"),
+        (lambda v: f"@{v}", parse_word),
+    ),
     "args": _USES,
     "own": _WORD,
     "fill": _EXPR,
     "fresh": _FLAG,
-    **dict.fromkeys(("of", "holds"), (lambda v: ", ".join(f"%{r}" for r in v), _parse_refs)),
+    **dict.fromkeys(("of", "keep_alive"), (lambda v: ", ".join(f"%{r}" for r in v), _parse_refs)),
     "sizes": (lambda v: ", ".join(f"{k}={to_text(e)}" for k, e in v), _parse_sizes),
     "at": (", ".join, _parse_places),
     **dict.fromkeys(("least", "columns"), (str, _parse_count)),
@@ -142,21 +181,25 @@ _CODECS: dict[str, Codec] = {
 
 _WORDS: Codec = (", ".join, lambda t, w: tuple(parse_word(x.strip(), w) for x in split(t, ",")))
 _BY_KIND: dict[str, dict[str, Codec]] = {
-    "work": {"of": (lambda v: f"@{v}", parse_word)},
+    "work_loop": {"of": (lambda v: f"@{v}", parse_word)},
     "init": {"value": _EXPR},
-    "pipeline": {"partial": _RANGES, "full": _RANGES, "own_partial": _RANGES},
-    "share": {"beside": _USES},
+    "pipelined_loop": {"partial": _RANGES, "full": _RANGES, "instance_partial": _RANGES},
+    "producer_store": {"beside": _USES},
     "sum": {"over": _WORDS},
-    **dict.fromkeys(("seed", "position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
+    **dict.fromkeys(("seed", "list_position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
 }
 # What a mask and modifiers mean, as the header has it: word, and field of Meaning.
 MASKS = {"where": "where", "by_key": "by_key", "known": "known"}
 SCORES = {"expr": "score", "sink": "sink"}
-MEANING: dict[str, Codec] = {**dict.fromkeys(("where", "by_key", "expr", "sink"), _EXPR), "known": (_print_facts, _parse_facts)}
+MEANING: dict[str, Codec] = {
+    **dict.fromkeys(("where", "by_key", "expr", "sink"), _EXPR),
+    "known": (_print_facts, _parse_facts),
+}
 
 
 def codecs_of(kind: str) -> dict[str, Codec]:
-    """How the fields of an op are written: the value of an init is a number, say, and the source of a view a whole value."""
+    """How the fields of an op are written: the value of an init is a number, say, and the source of a view a whole
+    value."""
     return {**_CODECS, **_BY_KIND.get(kind, {})}
 
 

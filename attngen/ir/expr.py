@@ -45,8 +45,8 @@ def _compares(compare: Callable[..., Any]) -> Callable[..., Any]:
     return lambda cls, x, y: size(x) + size(y) <= MOST_COMPARED and remembered(cls, x, y)
 
 
-# Sympy compares the arguments of each new Min and Max in pairs. That is most of the work of building bounds, and the pairs recur. The
-# method is not public: a version without it is slower.
+# Sympy compares the arguments of each new Min and Max in pairs. That is most of the work of building bounds, and the
+# pairs recur. The method is not public: a version without it is slower.
 if hasattr(MinMaxBase, "_is_connected"):
     MinMaxBase._is_connected = classmethod(_compares(MinMaxBase._is_connected.__func__))
 
@@ -137,7 +137,8 @@ class clamp(sympy.Function):  # noqa: N801
 
 
 class portion(sympy.Function):  # noqa: N801
-    """How many of n things the first i of some parts have: each part has n // parts, and the first n % parts of them one more.
+    """How many of n things the first i of some parts have: each part has n // parts, and the first n % parts of them
+    one more.
 
     For parts > 0, and i from 0 to parts.
     """
@@ -390,7 +391,9 @@ def symbol(name: str) -> sympy.Symbol:
     least = INTEGERS[name].least if name in INTEGERS else None
     if least is None:
         return sympy.Symbol(name, extended_real=True)
-    return sympy.Symbol(name, integer=True, positive=True) if least else sympy.Symbol(name, integer=True, nonnegative=True)
+    return (
+        sympy.Symbol(name, integer=True, positive=True) if least else sympy.Symbol(name, integer=True, nonnegative=True)
+    )
 
 
 @cache
@@ -403,11 +406,17 @@ class _Printer(StrPrinter):
     """Prints what `parse` reads."""
 
     def _print_floordiv(self, e: Any) -> str:
-        a, b = (self._print(x) if isinstance(x, Application) or x.is_Symbol or x.is_Integer else f"({self._print(x)})" for x in e.args)
+        a, b = (
+            self._print(x) if isinstance(x, Application) or x.is_Symbol or x.is_Integer else f"({self._print(x)})"
+            for x in e.args
+        )
         return f"({a} // {b})"
 
     def _print_mod(self, e: Any) -> str:
-        a, b = (self._print(x) if isinstance(x, Application) or x.is_Symbol or x.is_Integer else f"({self._print(x)})" for x in e.args)
+        a, b = (
+            self._print(x) if isinstance(x, Application) or x.is_Symbol or x.is_Integer else f"({self._print(x)})"
+            for x in e.args
+        )
         return f"({a} % {b})"
 
     def _print_Abs(self, e: Any) -> str:
@@ -461,7 +470,14 @@ def to_text(e: Any) -> str:
     return text[1:-1] if isinstance(e, (floordiv, mod)) else text
 
 
-_COMPARE = {ast.Lt: sympy.Lt, ast.LtE: sympy.Le, ast.Gt: sympy.Gt, ast.GtE: sympy.Ge, ast.Eq: sympy.Eq, ast.NotEq: sympy.Ne}
+_COMPARE = {
+    ast.Lt: sympy.Lt,
+    ast.LtE: sympy.Le,
+    ast.Gt: sympy.Gt,
+    ast.GtE: sympy.Ge,
+    ast.Eq: sympy.Eq,
+    ast.NotEq: sympy.Ne,
+}
 
 
 def parse(text: str, where: str = "expression") -> Any:
@@ -481,7 +497,9 @@ def parse(text: str, where: str = "expression") -> Any:
     except RecursionError:
         raise IRError(f"{where}: `{shown}` is nested too deeply") from None
     if value.has(sympy.nan, sympy.zoo):
-        raise IRError(f"{where}: `{shown}` has no value: it divides by zero, subtracts infinities, or mixes numbers and conditions")
+        raise IRError(
+            f"{where}: `{shown}` has no value: it divides by zero, subtracts infinities, or mixes numbers and conditions"
+        )
     return value
 
 
@@ -525,7 +543,9 @@ class _Builder(ast.NodeVisitor):
                 return floordiv(a, b)
             case ast.Mod():
                 return mod(a, b)
-            case ast.Pow() if b.is_Integer and abs(b) <= 64 and not (a.is_Number or a.is_Mul):  # how a product of equals is printed
+            case ast.Pow() if (
+                b.is_Integer and abs(b) <= 64 and not (a.is_Number or a.is_Mul)
+            ):  # how a product of equals is printed
                 return a**b
             case ast.Pow() if a.is_Number and a.is_positive and b.free_symbols:
                 return a**b
@@ -557,7 +577,8 @@ class _Builder(ast.NodeVisitor):
 
 
 def flattened(e: Expr) -> Expr:
-    """An expression without a max right inside a max, or a min inside a min: sympy leaves some where it takes parts out of them."""
+    """An expression without a max right inside a max, or a min inside a min: sympy leaves some where it takes parts
+    out of them."""
     extremes = e.atoms(sympy.Min, sympy.Max)
     if not any(isinstance(arg, x.func) for x in extremes for arg in x.args):
         return e
@@ -576,7 +597,8 @@ def conjuncts(e: Bool) -> tuple[Bool, ...]:
 
 
 def apart(e: Bool) -> Bool:
-    """What is below the least of some numbers, or above the greatest, compared with each: `x <= Min(a, b)` is `x <= a and x <= b`."""
+    """What is below the least of some numbers, or above the greatest, compared with each: `x <= Min(a, b)` is `x <=
+    a and x <= b`."""
     if not isinstance(e, INEQUALITIES):
         return e
     below = e if isinstance(e, (sympy.Le, sympy.Lt)) else e.reversed
@@ -593,14 +615,17 @@ def _mirrored(e: Bool) -> Bool:
 
 
 def span(e: Expr) -> tuple[Expr, Expr]:
-    """Numbers that an expression of integers is never below and never above; infinite where its symbols are not bounded."""
+    """Numbers that an expression of integers is never below and never above; infinite where its symbols are not
+    bounded."""
     if e.is_Number:
         return e, e
     if e.is_Symbol:
         return (sympy.Integer(1) if e.is_positive else sympy.Integer(0) if e.is_nonnegative else -sympy.oo), sympy.oo
     if isinstance(e, mod) and e.args[1].is_Integer:
         return sympy.Integer(0), e.args[1] - 1
-    parts = [span(a) for a in (e.args[1:] if isinstance(e, select) else e.args) if a.is_Symbol or not isinstance(a, Boolean)]
+    parts = [
+        span(a) for a in (e.args[1:] if isinstance(e, select) else e.args) if a.is_Symbol or not isinstance(a, Boolean)
+    ]
     lows, highs = [low for low, _ in parts], [high for _, high in parts]
     low, high = -sympy.oo, sympy.oo
     if e.is_Add and not {-sympy.oo, sympy.oo} <= {*lows, *highs} or isinstance(e, (sympy.Min, sympy.Max)):
@@ -624,7 +649,8 @@ def span(e: Expr) -> tuple[Expr, Expr]:
 
 
 def most_of_bits(e: Expr, lows: list[Any], highs: list[Any]) -> Any:
-    """A number that an operation on bits of integers with these bounds is never above, if it is never negative; else None."""
+    """A number that an operation on bits of integers with these bounds is never above, if it is never negative; else
+    None."""
     if isinstance(e, bitand):
         return min((high for low, high in zip(lows, highs) if low >= 0), default=None)
     if any(low < 0 for low in lows):

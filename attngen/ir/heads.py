@@ -18,7 +18,8 @@ class Sharing:
 
     about: the rule in words, and `heads`: the number of K/V heads, as signatures and docstrings write it.
     read: the K/V head that query head `h` reads.
-    owned: the K/V head of a program that owns keys, and `axis`: the axis of its grid that counts them; empty if there is one head.
+    owned: the K/V head of a program that owns keys, and `axis`: the axis of its grid that counts them; empty if there
+    is one head.
     member: the query head that is number `g` of those which read `owned`.
     kv_heads: (number of query heads, of those in a group) -> number of K/V heads.
     """
@@ -39,7 +40,8 @@ class Sharing:
 
     @property
     def known(self) -> dict[Expr, Expr]:
-        """The name of the K/V head, and what it is in all kernels: `h`, or 0. With several heads in a group it differs between kernels."""
+        """The name of the K/V head, and what it is in all kernels: `h`, or 0. With several heads in a group it
+        differs between kernels."""
         return {} if self.counts_group else {_hkv: self.read}
 
     @property
@@ -52,7 +54,16 @@ SHARINGS = {
     sharing.name: sharing
     for sharing in (
         Sharing("mha", "one K/V head per query head (mha)", "Hq", _h, _h, "h", _h, lambda heads, group: heads),
-        Sharing("mqa", "one K/V head for all query heads (mqa)", "1", sympy.Integer(0), sympy.Integer(0), "", _g, lambda heads, group: 1),
+        Sharing(
+            "mqa",
+            "one K/V head for all query heads (mqa)",
+            "1",
+            sympy.Integer(0),
+            sympy.Integer(0),
+            "",
+            _g,
+            lambda heads, group: 1,
+        ),
         Sharing(
             "gqa",
             "one K/V head per group of query heads (gqa)",

@@ -1,7 +1,9 @@
-"""The ops of host programs, on one screen: what Python does at a call to allocate tensors, launch kernels and sum their results.
+"""The ops of host programs, on one screen: what Python does at a call to allocate tensors, launch kernels and sum their
+results.
 
-`host @forward` gives the output and the LSE, `host @backward` the gradients. `host @count` and `host @lists` find the blocks of scores
-that count. Values have the types of kernels' arguments. A tensor may have no elements. Sizes are symbols, as in `Nq`.
+`host @forward` gives the output and the LSE, `host @backward` the gradients. `host @count` and `host @lists` find the
+blocks of scores that count. Values have the types of kernels' arguments. A tensor may have no elements. Sizes are
+symbols, as in `Nq`.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ Given = tuple[tuple[str, Expr], ...]  # (size as the kernel names it, its value)
 
 @dataclass(frozen=True)
 class Alloc(Op):
-    """A new tensor, not initialised or filled with the number `fill`. With `like`, it is laid out in memory as that tensor is.
+    """A new tensor, not initialised or filled with the number `fill`. With `like`, it is laid out in memory as that
+    tensor is.
 
-    where: if the condition is false, nothing is allocated. The value is then a tensor without elements, or, with `otherwise`, that tensor
-    with a dimension of length 1, for parts, after that of heads.
+    where: if the condition is false, nothing is allocated. The value is then a tensor without elements, or, with
+    `otherwise`, that tensor with a dimension of length 1, for parts, after that of heads.
     """
 
     type: Type
@@ -39,11 +42,10 @@ class Alloc(Op):
 class View(Op):
     """The same elements under another type.
 
-    by `expand`: dimensions of length 1 are repeated.
-    by `heads`: the dimension Hq becomes two, [Hkv, group].
-    by `first_columns`, `last_columns`: of the columns of a head those of the latent, D_V, or the others, D_ROPE.
-    by `group`: the queries of all heads of a group become rows of their K/V head, head after head. If the layout in memory does not
-    allow a view, it is a copy; with `fresh`, it is then a new tensor without a copy, for results.
+    by `expand`: dimensions of length 1 are repeated. by `heads`: the dimension Hq becomes two, [Hkv, group]. by
+    `first_columns`, `last_columns`: of the columns of a head those of the latent, D_V, or the others, D_ROPE. by
+    `group`: the queries of all heads of a group become rows of their K/V head, head after head. If the layout in memory
+    does not allow a view, it is a copy; with `fresh`, it is then a new tensor without a copy, for results.
     """
 
     src: str = field(metadata=OPERAND)
@@ -54,7 +56,8 @@ class View(Op):
 
 @dataclass(frozen=True)
 class Copy(Op):
-    """Copy a `fresh` view's elements back to the tensor `into`, of which it is a view. If no new tensor was made, it does nothing."""
+    """Copy a `fresh` view's elements back to the tensor `into`, of which it is a view. If no new tensor was made, it
+    does nothing."""
 
     src: str = field(metadata=OPERAND)
     into: str = field(metadata=OPERAND)
@@ -62,7 +65,8 @@ class Copy(Op):
 
 @dataclass(frozen=True)
 class Launch(Op):
-    """Run a kernel. An argument gets the host's value of its name, unless `args` names another value or `sizes` another size."""
+    """Run a kernel. An argument gets the host's value of its name, unless `args` names another value or `sizes`
+    another size."""
 
     kernel: str
     args: Uses = field(default=(), metadata=OPERAND)
@@ -71,7 +75,8 @@ class Launch(Op):
 
 @dataclass(frozen=True)
 class If(Op):
-    """Run the block `then` if some tensor of `of` has elements and the condition holds; otherwise the block `orelse`, if there is one.
+    """Run the block `then` if some tensor of `of` has elements and the condition holds; otherwise the block `orelse`,
+    if there is one.
 
     Both blocks yield the same fields, which are its results.
     """
@@ -93,7 +98,8 @@ class Sum(Op):
 
 @dataclass(frozen=True)
 class Place(Op):
-    """A tensor shaped as `like`: the value at the place `at`, where `:` means all of a dimension, and zero elsewhere."""
+    """A tensor shaped as `like`: the value at the place `at`, where `:` means all of a dimension, and zero
+    elsewhere."""
 
     value: str = field(metadata=OPERAND)
     like: str = field(metadata=OPERAND)
@@ -116,7 +122,8 @@ class SumDistances(Op):
 
 @dataclass(frozen=True)
 class CutBlocks(Op):
-    """Two masks of blocks, made from the number of visible pairs in each strip of a block: `seen`, some pair is visible, and `full`."""
+    """Two masks of blocks, made from the number of visible pairs in each strip of a block: `seen`, some pair is
+    visible, and `full`."""
 
     src: str = field(metadata=OPERAND)
     type: Type
@@ -127,9 +134,11 @@ class CutBlocks(Op):
 
 @dataclass(frozen=True)
 class ListBlocks(Op):
-    """Lists of blocks for kernels that own tiles of `own`: in each row of blocks, the numbers of those that count, and `rank`s.
+    """Lists of blocks for kernels that own tiles of `own`: in each row of blocks, the numbers of those that count, and
+    `rank`s.
 
-    `src` is a mask of blocks. `full` is a mask of the blocks in which nothing is hidden: these then come first, with a `full_rank`.
+    `src` is a mask of blocks. `full` is a mask of the blocks in which nothing is hidden: these then come first, with a
+    `full_rank`.
     """
 
     src: str = field(metadata=OPERAND)
@@ -164,7 +173,8 @@ HOST_KIND = {cls: kind for kind, cls in HOST_OPS.items()}
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """One host program. The block `entry` has its arguments and yields its results; each branch of an `if` has a block of its own."""
+    """One host program. The block `entry` has its arguments and yields its results; each branch of an `if` has a
+    block of its own."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -214,7 +224,8 @@ class Host:
         return op.results()[member]
 
     def common_launches(self, block: str = "entry") -> list[str]:
-        """The kernels that most calls launch: those in branches for tensors with elements, not in branches for special sizes."""
+        """The kernels that most calls launch: those in branches for tensors with elements, not in branches for
+        special sizes."""
         found: list[str] = []
         for op in self.block(block).ops:
             if isinstance(op, Launch):
@@ -225,4 +236,6 @@ class Host:
 
     def rewrite(self, change: Callable[[Op], Iterable[Op]]) -> Host:
         """A host program with every op replaced by those that change(op) gives."""
-        return replace(self, blocks=tuple(replace(b, ops=tuple(n for op in b.ops for n in change(op))) for b in self.blocks))
+        return replace(
+            self, blocks=tuple(replace(b, ops=tuple(n for op in b.ops for n in change(op))) for b in self.blocks)
+        )

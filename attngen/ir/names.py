@@ -14,14 +14,18 @@ class Name(NamedTuple):
 
     about: what it stands for.
     math: how formulas write it, as (letter, index). None if they do not.
-    least: 1 if it is never 0, else 0. None if expressions take it for any real number, as they do a name that is not in the table.
+    least: 1 if it is never 0, else 0. None if expressions take it for any real number, as they do a name that is not in
+    the table.
     most: the largest value that it can have in a call. None if no text depends on it.
-    letter: how the stride of a dimension of that size is named, as in `stride_q_h`. Without one it is named by its number.
+    letter: how the stride of a dimension of that size is named, as in `stride_q_h`. Without one it is named by its
+    number.
     source: how Python computes it from the tensors of a call and the names before it. Empty if it does not.
     counts: the size, or the number, that this axis of a grid or this loop over heads counts.
     word: what specs call it in expressions.
-    uses: `scalar`, kernels take it as an argument; `few`, a model has few values of it, and there is a compiled kernel for each; `dim`,
-        tensors of kernels have a dimension of that size; `everywhere`, every kernel has it, and none takes it as an argument.
+    uses: `scalar`, kernels take it as an argument; `few`, a model has few values of it, and there is a compiled kernel
+    for each; `dim`,
+        tensors of kernels have a dimension of that size; `everywhere`, every kernel has it, and none takes it as an
+        argument.
     """
 
     about: str
@@ -44,11 +48,32 @@ INTEGERS = {
     "B": Name("sequences of a call", ("B", ""), 0, None, "b", "q.shape[0]", uses="scalar dim"),
     "Hq": Name("query heads", ("H", "q"), 1, None, "h", "q.shape[1]", uses="scalar few dim"),
     "Hkv": Name("K/V heads", ("H", "kv"), 1, None, "h", "k.shape[1]", uses="scalar few dim"),
-    "group": Name("query heads that share a K/V head", ("group", ""), 1, _MOST_HEADS, "", "Hq // max(Hkv, 1)", uses="scalar few"),
-    "splits": Name("programs among which the query heads of a group are split", ("splits", ""), 1, _MOST_HEADS, "s", uses="scalar few dim"),
-    "split_pairs": Name("pairs of these programs, which sum gradients in place", ("pairs", ""), 1, _MOST_HEADS, "s", uses="scalar few dim"),
+    "group": Name(
+        "query heads that share a K/V head", ("group", ""), 1, _MOST_HEADS, "", "Hq // max(Hkv, 1)", uses="scalar few"
+    ),
+    "splits": Name(
+        "programs among which the query heads of a group are split",
+        ("splits", ""),
+        1,
+        _MOST_HEADS,
+        "s",
+        uses="scalar few dim",
+    ),
+    "split_pairs": Name(
+        "pairs of these programs, which sum gradients in place",
+        ("pairs", ""),
+        1,
+        _MOST_HEADS,
+        "s",
+        uses="scalar few dim",
+    ),
     "queries": Name(
-        "queries of each head, of which a tile packs those of a group", ("queries", ""), 1, _LONGEST, "n", uses="scalar few dim"
+        "queries of each head, of which a tile packs those of a group",
+        ("queries", ""),
+        1,
+        _LONGEST,
+        "n",
+        uses="scalar few dim",
     ),
     "split": Name("number of such a program", ("split", ""), 0, _MOST_HEADS, counts="splits"),
     "Nq": Name("queries of a sequence", ("N", "q"), 0, _LONGEST, "n", "q.shape[2]", uses="scalar dim", word="q_len"),
@@ -60,12 +85,20 @@ INTEGERS = {
     "pages": Name("pages of the cache", ("P", ""), 0, None, "p", uses="dim"),
     "max_pages": Name("pages of a sequence, at most", ("P", "max"), 0, None, "p", uses="scalar dim"),
     "page_rows": Name("keys of a page", ("N", "p"), 1, _LONGEST, "n", uses="scalar few dim"),
-    "items": Name("parts into which the keys of all sequences are dealt, at most", ("items", ""), 1, None, "i", uses="scalar dim"),
+    "items": Name(
+        "parts into which the keys of all sequences are dealt, at most", ("items", ""), 1, None, "i", uses="scalar dim"
+    ),
     "parts": Name("parts of a sequence's keys, each of one program", ("parts", ""), 1, None),
     "part": Name("number of such a part", ("part", ""), 0, None, counts="parts"),
     "first_item": Name("parts of the sequences before", None, 0, None),
     "processors": Name("multiprocessors of the device", None, 1, source="runtime.processors(q.device)"),
-    "fused": Name("1 if one kernel computes dQ, dK and dV", None, 0, 1, source='runtime.is_scheduled(kernels, "bwd", q, k.shape[2])'),
+    "fused": Name(
+        "1 if one kernel computes dQ, dK and dV",
+        None,
+        0,
+        1,
+        source='runtime.is_scheduled(kernels, "bwd", q, k.shape[2])',
+    ),
     "Nlse": Name("Nq, or 0 if the LSE has no gradient", source="grad_lse.shape[2]", uses="scalar dim"),
     "Nentropy": Name("Nq, or 0 if the entropy has no gradient", source="grad_entropy.shape[2]", uses="scalar dim"),
     "Tq": Name("blocks along the queries", ("T", "q"), letter="t", source="-(-Nq // BLOCK)", uses="dim"),
@@ -81,7 +114,9 @@ INTEGERS = {
     "hkv": Name("number of a K/V head", None, 0, _MOST_HEADS, counts="Hkv", word="hkv"),
     "g": Name("number of a query head in its group", None, 0, _MOST_HEADS, counts="group"),
     "side": Name("where a walk over a sequence starts: 0, at the first key; 1, at the last", None, 0, 1, counts="2"),
-    "halving": Name("number of a turn of a search, which halves a step that is 2**28 at first", None, 0, 28, counts="29"),
+    "halving": Name(
+        "number of a turn of a search, which halves a step that is 2**28 at first", None, 0, 28, counts="29"
+    ),
     "mirrored": Name("1 where the heads that are taken together go the other way round", None, 0, 1),
     # Positions.
     "q_idx": Name("number of a query", ("q", ""), 0, _LONGEST, uses="everywhere", word="q_idx"),
@@ -94,12 +129,16 @@ INTEGERS = {
     "BLOCK_Q": Name("queries of a tile", ("B", "r"), 1, _WIDEST_TILE, uses="everywhere"),
     "BLOCK_KV": Name("keys of a tile", ("B", "c"), 1, _WIDEST_TILE, uses="everywhere"),
     "BLOCK_PARTS": Name("parts that a turn joins", ("B", "p"), 1, uses="everywhere"),
-    "OWN_QK": Name("columns of a sum over q or k that a program has; on chip, a power of two", ("o", "qk"), 1, uses="everywhere"),
+    "OWN_QK": Name(
+        "columns of a sum over q or k that a program has; on chip, a power of two", ("o", "qk"), 1, uses="everywhere"
+    ),
     "OWN_V": Name("columns of a sum over v that a program has", ("o", "v"), 1, uses="everywhere"),
     "D_QK": Name("columns of a head of q and k; on chip, the next power of two", ("d", "qk"), 1, uses="everywhere"),
     "D_V": Name("columns of a head of v; on chip, the next power of two", ("d", "v"), 1, uses="everywhere"),
     "D_ROPE": Name("columns of a head of q and k that the latent lacks", ("d", "rope"), 1, uses="everywhere"),
-    "PAIRS_QK": Name("pairs of columns of a head of k, of which a cache holds both in 16 bits", ("p", "qk"), 1, uses="everywhere"),
+    "PAIRS_QK": Name(
+        "pairs of columns of a head of k, of which a cache holds both in 16 bits", ("p", "qk"), 1, uses="everywhere"
+    ),
     "PAIRS_V": Name("pairs of columns of a head of v", ("p", "v"), 1, uses="everywhere"),
     "GROUPS_V": Name("groups of columns of a latent, each of which has one factor", ("g", "v"), 1, uses="everywhere"),
     "D_QK_PAD": Name("the next power of two", None, 1),
@@ -115,10 +154,13 @@ AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids,
 SIZES = tuple(name for name, n in INTEGERS.items() if n.is_("scalar"))  # scalars that the tensors' shapes give
 DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # of tensors, besides head dimensions
 ROWS = frozenset(name for name in DIMS if INTEGERS[name].letter == "n")  # of these, those that count queries or keys
-SHARES = {axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source}  # of grids, see ir/split_axes.py
+SHARES = {
+    axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source
+}  # of grids, see ir/split_axes.py
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program
 ROW_AXES = ("q", "kv", "joined")  # letters of indices whose tiles may pass the end
-BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"  # a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
+# a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
+BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"
 CALLED = (
     *("floordiv", "cdiv", "select", "clamp", "exp2", "log2", "exp", "log", "tanh", "sigmoid", "sqrt", "erf", "sin"),
     *("cos", "bitand", "bitor", "bitxor", "divisor", "portion", "floor", "nearest", "trunc", "abs", "min", "max"),
@@ -140,8 +182,8 @@ SHAPES = {
     "ROW_MAX": ("B", "Hq", "Nq"),
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
-    "DQ_TURNS": ("B", "Hq", "Nq"),
-    "DKDV_TURNS": ("B", "Hkv", "split_pairs", "Nk"),
+    "DQ_SEMAPHORE": ("B", "Hq", "Nq"),
+    "DKDV_SEMAPHORE": ("B", "Hkv", "split_pairs", "Nk"),
     "DK_PARTS": ("B", "Hkv", "splits", "Nk", "D_QK"),
     "DV_PARTS": ("B", "Hkv", "splits", "Nk", "D_V"),
     "CACHE_SEQLENS": ("B",),
@@ -171,14 +213,16 @@ SHAPES |= {x: SHAPES[of] for x, of in (GRADIENTS | TANGENTS).items()}
 # How generated Python calls tensors that it does not name by their small letters.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse", "dENTROPY": "grad_entropy"}
 VARIABLES |= {"tO": "tangent_out", "tLSE": "tangent_lse", "tENTROPY": "tangent_entropy"}
-# What calls can give beside the output, by the names that specs know, with their tensors: numbers of each query from the forward, of which
-# FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
+# What calls can give beside the output, by the names that specs know, with their tensors: numbers of each query from
+# the forward, of which FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
 OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
 FLAT, OF_KEYS = ("max_score",), ("key_mass",)
-# From what kernels recompute weights, with scores: the LSE; where one fp32 number is too coarse for it, as for fp32 arguments, the maximum
-# to base 2 and one over the sum of weights at that, which are +inf and 0 for a query that sees no key.
+# From what kernels recompute weights, with scores: the LSE; where one fp32 number is too coarse for it, as for fp32
+# arguments, the maximum to base 2 and one over the sum of weights at that, which are +inf and 0 for a query that sees
+# no key.
 LSE, SUMS = ("LSE",), ("M_ALL", "INV_L_ALL")
-# By what parts of a row's keys are joined: each part's LSE to base 2; or, for fp32, its maximum to base 2 and its sum of weights at that.
+# By what parts of a row's keys are joined: each part's LSE to base 2; or, for fp32, its maximum to base 2 and its sum
+# of weights at that.
 LSE_OF_PARTS, SUMS_OF_PARTS = ("LSE2_PARTS",), ("MAX_PARTS", "SUM_PARTS")
 STATISTICS = (
     *("LSE", "LSE2", *SUMS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS", *SUMS_OF_PARTS),
@@ -187,15 +231,25 @@ STATISTICS = (
 )
 SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # of what a cache holds in 8 bits
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS", *SCALES.values())
-INT32 = ("DQ_TURNS", "DKDV_TURNS", "CACHE_SEQLENS", "PAGE_TABLE")
+INT32 = ("DQ_SEMAPHORE", "DKDV_SEMAPHORE", "CACHE_SEQLENS", "PAGE_TABLE")
 SCALARS = {"scale": "f32", **dict.fromkeys(SIZES, "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
 SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # of what is derived, besides inputs and numbers
-LEARNED = {"b", "h", "hkv", "q", "kv", "entry", "distance", "Nq", "Nk"}  # of the places at which a learned input is read
-# Lists of the blocks that count. Tq and Tk are numbers of blocks; ranks[t] blocks of a row come before block t, so there is
-# one rank more (Tq1, Tk1) than there are blocks. Where data says which count, those with nothing to mask come first in a list,
-# with ranks of their own; the ranks of the others count these, too.
+LEARNED = {
+    "b",
+    "h",
+    "hkv",
+    "q",
+    "kv",
+    "entry",
+    "distance",
+    "Nq",
+    "Nk",
+}  # of the places at which a learned input is read
+# Lists of the blocks that count. Tq and Tk are numbers of blocks; ranks[t] blocks of a row come before block t, so
+# there is one rank more (Tq1, Tk1) than there are blocks. Where data says which count, those with nothing to mask come
+# first in a list, with ranks of their own; the ranks of the others count these, too.
 BLOCK_LISTS = {
     "q": {"KV_RANK": ("B", "Hq", "Tq", "Tk1"), "KV_LIST": ("B", "Hq", "Tq", "Tk")},
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
@@ -203,8 +257,36 @@ BLOCK_LISTS = {
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 
 # Names of the generated module's functions, which inputs may not have: arguments, what host programs make, modules.
-WRAPPER = {"q", "k", "v", "out", "lse", "lse2", "delta", "dq", "dk", "dv", "grad_out", "grad_lse", "need_q", "need_kv", "need_inputs"}
-WRAPPER |= {"plan", "block_mask", "kv_rank", "kv_list", "q_rank", "q_list", "kv_full_rank", "q_full_rank", "count", "blocks", "inputs"}
+WRAPPER = {
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "lse2",
+    "delta",
+    "dq",
+    "dk",
+    "dv",
+    "grad_out",
+    "grad_lse",
+    "need_q",
+    "need_kv",
+    "need_inputs",
+}
+WRAPPER |= {
+    "plan",
+    "block_mask",
+    "kv_rank",
+    "kv_list",
+    "q_rank",
+    "q_list",
+    "kv_full_rank",
+    "q_full_rank",
+    "count",
+    "blocks",
+    "inputs",
+}
 WRAPPER |= {
     "dropout_p",
     "seed",
@@ -229,7 +311,15 @@ WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_h
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 # Names that modules with more outputs than the LSE have besides, in kernels and in functions.
 OF_OUTPUTS = {f"{word}{name}{rows}" for name in OUTPUTS for word, rows in (("", ""), ("return_", ""), ("", "_rows"))}
-OF_OUTPUTS |= {"tangent_entropy", "tentropy", "tentropy_init", "tentropy_next", "tentropy_all", "tentropy_out", "terms_sum"}
+OF_OUTPUTS |= {
+    "tangent_entropy",
+    "tentropy",
+    "tentropy_init",
+    "tentropy_next",
+    "tentropy_all",
+    "tentropy_out",
+    "terms_sum",
+}
 OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "pull", "terms"}
 OF_OUTPUTS |= {"mass", "mass_init", "mass_next"}
 OF_OUTPUTS |= {"e", "e_init", "e_next", "e_tile", "e_sink", "e_all", "grown", "grown_all", "log2_sink"}
@@ -245,16 +335,33 @@ OF_CACHE = {
     "k_new_rope",
     "keys_of",
     "work_of",
-    "part_of",
+    "split_of",
 }
 OF_CACHE |= {
-    "parts_of",
-    "unit_of_parts",
+    "splits_of",
+    "split_size",
     "page_of",
     "unit",
     "place",
     "all_parts",
-    *("at", "before", "ends", "end", "few", "first", "found", "i", "item", "length", "most", "n", "pages", "parts", "passed", "row"),
+    *(
+        "at",
+        "before",
+        "ends",
+        "end",
+        "few",
+        "first",
+        "found",
+        "i",
+        "item",
+        "length",
+        "most",
+        "n",
+        "pages",
+        "parts",
+        "passed",
+        "row",
+    ),
     *("busy", "fitting", "there", "total", "turns", "wanted", "work"),
     "page",
     "page_ahead",
@@ -279,22 +386,82 @@ OF_CACHE |= {
     "k_scale",
     "v_scale",
 }
-OF_CACHE |= {"from_pairs", "to_pairs", "widened", "narrowed", "half", "second", "size", "bits", "normal", "small", "number"}
-_HALVES = ("acc", "k", "k_columns", "part", "q_columns", "rescaled", "s", "v", "v_columns")  # values that have even and odd columns
+OF_CACHE |= {
+    "from_pairs",
+    "to_pairs",
+    "widened",
+    "narrowed",
+    "half",
+    "second",
+    "size",
+    "bits",
+    "normal",
+    "small",
+    "number",
+}
+_HALVES = (
+    "acc",
+    "k",
+    "k_columns",
+    "part",
+    "q_columns",
+    "rescaled",
+    "s",
+    "v",
+    "v_columns",
+)  # values that have even and odd columns
 OF_CACHE |= {f"{name}_{half}" for name in _HALVES for half in ("even", "odd")} | {
     f"{x}_{of}" for x in "kv" for of in ("pairs", "unit", "size")
 }
 OF_CACHE |= {"group_v", "k_abs", "k_rope_cache", "of_columns", "columns", "groups"}
-OF_CACHE |= {"acc_scaled", "first_page", "p_scaled", "p_scaled_cast", "pair_qk", "pair_v", "q_abs", "q_size", "q_unit", "s_scale", "s_unit"}
+OF_CACHE |= {
+    "acc_scaled",
+    "first_page",
+    "p_scaled",
+    "p_scaled_cast",
+    "pair_qk",
+    "pair_v",
+    "q_abs",
+    "q_size",
+    "q_unit",
+    "s_scale",
+    "s_unit",
+}
 OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "o_part", "lse2_part", "max_part"}
 OF_CACHE |= {"greatest", "l_parts", "parts_of_keys", "weighed"}
-OF_CACHE |= {f"kv_{cls}_{end}{at}" for cls in ("full", "partial") for end in ("from", "to") for at in ("", "_2", "_3", "_4", "_5", "_6")}
+OF_CACHE |= {
+    f"kv_{cls}_{end}{at}"
+    for cls in ("full", "partial")
+    for end in ("from", "to")
+    for at in ("", "_2", "_3", "_4", "_5", "_6")
+}
 # Names of the divided decoding of latents, where roles have halves of the columns, and every other tile of keys.
 _PIECES = ("left", "right", "rope")
-OF_CACHE |= {f"k_{piece}_{turn}_{of}" for piece in _PIECES for turn in ("even", "odd") for of in ("fills", "full", "phase")}
-OF_CACHE |= {f"{x}_{piece}_{of}" for x in "lq" for piece in _PIECES for of in ("free", "phase")}
-OF_CACHE |= {"acc_next_told", "acc_next_told_flight", "alpha_told", "alpha_told_chains", "alpha_told_sums", "first_work", "k_other"}
-OF_CACHE |= {"l_next_told", "l_other", "left_v", "m_told", "p_told", "page_even", "page_odd", "places", "q_other_near", "rescaled_told"}
+OF_CACHE |= {
+    f"k_{piece}_{turn}_{of}" for piece in _PIECES for turn in ("even", "odd") for of in ("loads", "full", "phase")
+}
+OF_CACHE |= {f"{x}_{piece}_{of}" for x in "lq" for piece in _PIECES for of in ("empty", "phase")}
+OF_CACHE |= {
+    "acc_next_told",
+    "acc_next_told_flight",
+    "alpha_told",
+    "alpha_told_chains",
+    "alpha_told_sums",
+    "first_work",
+    "k_other",
+}
+OF_CACHE |= {
+    "l_next_told",
+    "l_other",
+    "left_v",
+    "m_told",
+    "p_told",
+    "page_even",
+    "page_odd",
+    "places",
+    "q_other_near",
+    "rescaled_told",
+}
 OF_CACHE |= {"right_v", "s_own_flight", "tiles", "v_told"}
 ORDERS = ("q_outer", "kv_outer")  # of loops
 DIRECTIONS = ("forward", "backward")

@@ -29,18 +29,47 @@ DTYPE_BYTES = {
     **dict.fromkeys(QUANTISED.values(), 2),
 }  # `T`, and the type of results, depend on the module
 # Index letter -> dimension. Columns may lie in pairs, or in groups that have one factor each.
-COLUMN_DIM = {"d_qk": "D_QK", "d_v": "D_V", "d_rope": "D_ROPE", "pair_qk": "PAIRS_QK", "pair_v": "PAIRS_V", "group_v": "GROUPS_V"}
-GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}  # columns -> their groups, each of as many columns that lie side by side
-SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}  # index letter -> dimension of the left or the right half of D_V's columns
-OWN = {"own_qk": "OWN_QK", "own_v": "OWN_V"}  # index letter -> dimension of the columns that a program has, where several share a sum's
+COLUMN_DIM = {
+    "d_qk": "D_QK",
+    "d_v": "D_V",
+    "d_rope": "D_ROPE",
+    "pair_qk": "PAIRS_QK",
+    "pair_v": "PAIRS_V",
+    "group_v": "GROUPS_V",
+}
+GROUPED = {
+    "D_V": "GROUPS_V",
+    "PAIRS_V": "GROUPS_V",
+}  # columns -> their groups, each of as many columns that lie side by side
+SIDES = {
+    "left_v": "LEFT_V",
+    "right_v": "RIGHT_V",
+}  # index letter -> dimension of the left or the right half of D_V's columns
+OWN = {
+    "own_qk": "OWN_QK",
+    "own_v": "OWN_V",
+}  # index letter -> dimension of the columns that a program has, where several share a sum's
 WHOLE = {"OWN_QK": "D_QK", "OWN_V": "D_V"}  # that dimension -> the one of all columns
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "joined": "BLOCK_PARTS", **COLUMN_DIM, **SIDES, **OWN}  # index letter -> tile dimension
+AXIS_DIM = {
+    "q": "BLOCK_Q",
+    "kv": "BLOCK_KV",
+    "joined": "BLOCK_PARTS",
+    **COLUMN_DIM,
+    **SIDES,
+    **OWN,
+}  # index letter -> tile dimension
 AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "joined": "parts", **COLUMN_DIM}  # index letter -> whole axis
 AXIS_EXTENT |= {axis: WHOLE[dim] for axis, dim in OWN.items()}
-TILED = {"BLOCK_Q": "block_q", "BLOCK_KV": "block_kv", "BLOCK_PARTS": "block_kv"}  # tile dimension -> what of a schedule row it is
+TILED = {
+    "BLOCK_Q": "block_q",
+    "BLOCK_KV": "block_kv",
+    "BLOCK_PARTS": "block_kv",
+}  # tile dimension -> what of a schedule row it is
 TILED |= dict.fromkeys(WHOLE, "columns")
 MEMBER = "g"  # the number of a query head among those that share a K/V head
-PADDED = {dim: f"{dim}_PAD" for dim in COLUMN_DIM.values()}  # dimension -> its name in tiles that are padded to a power of two
+PADDED = {
+    dim: f"{dim}_PAD" for dim in COLUMN_DIM.values()
+}  # dimension -> its name in tiles that are padded to a power of two
 _UNPADDED = {padded: dim for dim, padded in PADDED.items()}
 
 
@@ -50,7 +79,8 @@ def unpadded(dim: str) -> str:
 
 
 def dimension(dim: str) -> Expr:
-    """The length of a tensor's dimension: a number, a size of the call, or for `Nq/32` the number of blocks of 32 queries."""
+    """The length of a tensor's dimension: a number, a size of the call, or for `Nq/32` the number of blocks of 32
+    queries."""
     if blocks := re.fullmatch(BLOCKS, dim):
         return cdiv(symbol(blocks[1]), sympy.Integer(int(blocks[2])))
     return sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim)
@@ -64,7 +94,7 @@ def axis_of(index: Expr) -> str:
 
 @dataclass(frozen=True)
 class Type:
-    """`dtype[dims] @space`. The space is `hbm`, `sram` or `reg`; it is `?` until place-memory has decided."""
+    """`dtype[dims] @space`. The space is `hbm`, `sram` or `reg`; it is `?` until assign-memory-space has decided."""
 
     dtype: str
     dims: tuple[str, ...] = ()
@@ -83,7 +113,8 @@ class Type:
 
 @dataclass(frozen=True)
 class Access:
-    """A place in a tensor, as in `%K[b, h // group, kv, d_qk]`. An axis letter stands for the current tile of that axis.
+    """A place in a tensor, as in `%K[b, h // group, kv, d_qk]`. An axis letter stands for the current tile of that
+    axis.
 
     A number may be added to it, as in `first_item + joined`: then the tile starts so much further.
     """
@@ -100,7 +131,8 @@ Checks = tuple[tuple[str, str], ...]  # (axis letter, `always` or `partial`): wh
 
 
 class Fact(NamedTuple):
-    """What is known of a condition on data, which cannot be solved for positions. It implies `needs`, and `enough` implies it."""
+    """What is known of a condition on data, which cannot be solved for positions. It implies `needs`, and `enough`
+    implies it."""
 
     literal: Bool
     needs: Bool
@@ -166,7 +198,9 @@ class Op:
             elif isinstance(value, str):
                 new[f.name] = rename.get(value, value)
             else:
-                new[f.name] = tuple(rename.get(x, x) if isinstance(x, str) else (x[0], rename.get(x[1], x[1])) for x in value)
+                new[f.name] = tuple(
+                    rename.get(x, x) if isinstance(x, str) else (x[0], rename.get(x[1], x[1])) for x in value
+                )
         return replace(self, **new)
 
 
@@ -174,8 +208,8 @@ class Op:
 class Arg(Op):
     """A parameter: of the kernel (`in`, `out`, `inout`, `scratch`, `scalar`) or of a loop body (`carry`).
 
-    A tensor of role `scratch` is the kernel's own: each program fills its part and reads it again, and nothing else does. One of role
-    `sum` is 0 before the launch, and programs add to it.
+    A tensor of role `scratch` is the kernel's own: each program fills its part and reads it again, and nothing else
+    does. One of role `sum` is 0 before the launch, and programs add to it.
     """
 
     role: str
@@ -194,12 +228,14 @@ class Base(Op):
 class Load(Op):
     """Read a tile; elements out of bounds are `other`. In a loop, a tile in SRAM has a ring of `num_stages` buffers.
 
-    With `via` descriptor and `TMA=1` in the schedule, a copy engine fetches the tile by a descriptor of the tensor, and checks its bounds.
-    With `pages`, the tensor's first dimension counts pages of so many rows as its third one has; row i of the tile's axis lies in the page
-    whose number `pages` has for it, as row i modulo that many. The access has no index for pages.
-    With `columns_of`, they are the program's own columns of a loaded tile; where a program has all columns, that tile itself.
-    needed: one range of rows along the loop's axis, set by limit-loads. Rows outside it are in no visible pair of the program's tile; where
-    the axis is checked they are `other` too. A descriptor of a tensor that is no cache reads them as they are.
+    With `via` descriptor and `TMA=1` in the schedule, a copy engine fetches the tile by a descriptor of the tensor, and
+    checks its bounds. With `pages`, the tensor's first dimension counts pages of so many rows as its third one has; row
+    i of the tile's axis lies in the page whose number `pages` has for it, as row i modulo that many. The access has no
+    index for pages. With `columns_of`, they are the program's own columns of a loaded tile; where a program has all
+    columns, that tile itself.
+    needed: one range of rows along the loop's axis, set by limit-loads. Rows outside it are in no visible pair of the
+    program's tile; where the axis is checked they are `other` too. A descriptor of a tensor that is no cache reads them
+    as they are.
     """
 
     src: Access = field(metadata=OPERAND)
@@ -213,8 +249,9 @@ class Load(Op):
 
 
 @dataclass(frozen=True)
-class Length(Op):
-    """How many keys of the program's sequence are in the cache: those before the call, in `src`, and the `Nn` new ones; at most `Nc`.
+class CacheLength(Op):
+    """How many keys of the program's sequence are in the cache: those before the call, in `src`, and the `Nn` new ones;
+    at most `Nc`.
 
     It is named `Nk`, as the number of keys of a sequence is in other kernels.
     """
@@ -234,8 +271,9 @@ class Gather(Op):
 
 
 @dataclass(frozen=True)
-class Position(Op):
-    """The position of tile `tile` in the list of a row of blocks: how many listed tiles come before it. `src` points to the row's ranks.
+class ListPosition(Op):
+    """The position of tile `tile` in the list of a row of blocks: how many listed tiles come before it. `src` points to
+    the row's ranks.
 
     Positions rise with tiles, so what is proven of ranges of tiles also holds for ranges of positions.
     """
@@ -246,8 +284,9 @@ class Position(Op):
 
 
 @dataclass(frozen=True)
-class Count(Op):
-    """How many tiles of an axis have a first row whose number in a tensor is at most `most`; numbers rise along the axis.
+class CountTiles(Op):
+    """How many tiles of an axis have a first row whose number in a tensor is at most `most`; numbers rise along the
+    axis.
 
     The program's own tile is one of them, and so are those before it.
     """
@@ -269,12 +308,14 @@ class Init(Op):
 class Loop(Op):
     """Run `body` for each tile of the ranges, in order; its results are the carried fields after the last turn.
 
-    cls: `full`, everything in the tiles is visible and in bounds; `partial`, tiles are masked and checked; `all`, the loop is not over
-    tiles, or it is over all tiles that the program owns, one by one; `unknown`, not classified yet.
+    cls: `full`, everything in the tiles is visible and in bounds; `partial`, tiles are masked and checked; `all`, the
+    loop is not over tiles, or it is over all tiles that the program owns, one by one; `unknown`, not classified yet.
     tiles: set by classify-tiles: visible start, full start, full end, visible end.
-    listed: a row of a list of blocks. Ranges are then positions in it (see Position). Each tile's number is read one turn ahead.
+    listed: a row of a list of blocks. Ranges are then positions in it (see Position). Each tile's number is read one
+    turn ahead.
     recompute: values that do not change from turn to turn are computed again in each turn, not kept in registers.
-    heads: the loop runs once for each of these query heads of a group, one after another; `g` is the number of the head in its group.
+    heads: the loop runs once for each of these query heads of a group, one after another; `g` is the number of the head
+    in its group.
     by_tile: the other way round: it comes to each tile once, for all of these heads, one after another.
     """
 
@@ -309,7 +350,8 @@ class Dot(Op):
 
 @dataclass(frozen=True)
 class Map(Op):
-    """An elementwise expression. Operands broadcast by dimension name; a narrower result type is a cast. `score` marks modifiers.
+    """An elementwise expression. Operands broadcast by dimension name; a narrower result type is a cast. `score` marks
+    modifiers.
 
     An operand with one element for each group of columns broadcasts to these columns.
     """
@@ -324,9 +366,10 @@ class Map(Op):
 class Mask(Op):
     """Set scores to -inf where the condition is false. With `when` partial, only loops of class partial apply it.
 
-    known: a fact for each part of the condition that is data, such as a tensor of booleans. classify-tiles bounds tiles by it. A fact
-    names values of the kernel: numbers, or one value for each row of the program's own tile.
-    cut: a condition on the tile's place. In tiles for which it is false the mask is passed over, as `where` holds for all their pairs.
+    known: a fact for each part of the condition that is data, such as a tensor of booleans. classify-tiles bounds tiles
+    by it. A fact names values of the kernel: numbers, or one value for each row of the program's own tile.
+    unswitch: a condition on the tile's place. In tiles for which it is false the mask is passed over, as `where` holds
+    for all their pairs.
     """
 
     value: str = field(metadata=OPERAND)
@@ -335,16 +378,16 @@ class Mask(Op):
     type: Type
     known: tuple[Fact, ...] = ()
     when: str = "partial"
-    cut: Bool | None = None
+    unswitch: Bool | None = None
 
 
 @dataclass(frozen=True)
 class SoftmaxStep(Op):
     """One online softmax update in base 2 (Milakov and Gimelshein 2018; FlashAttention-2, Algorithm 1).
 
-    m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')), the factor for sums that used the old maximum.
-    With a `shift`, a number of each row, scores are s + shift, and the scale is 1.
-    `guard` says where rows that have seen no key yet (m' = -inf) are kept free of NaN: `always`, or in `partial` loops.
+    m' = max(m, rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')), the factor for sums that used the old
+    maximum. With a `shift`, a number of each row, scores are s + shift, and the scale is 1. `guard` says where rows
+    that have seen no key yet (m' = -inf) are kept free of NaN: `always`, or in `partial` loops.
     """
 
     s: str = field(metadata=OPERAND)
@@ -369,7 +412,7 @@ class Seed(Op):
 
 
 @dataclass(frozen=True)
-class Keep(Op):
+class DropoutMask(Op):
     """The scores of a tile that dropout keeps: random numbers by Philox, keyed on (seed, b, query head, q_idx, kv_idx).
 
     A score is kept if its random number, in units of 1 / 65536, is at least `threshold`.
@@ -383,7 +426,8 @@ class Keep(Op):
 
 @dataclass(frozen=True)
 class Dropout(Op):
-    """The value where it is kept, zero elsewhere. The sum of the results is multiplied later by 1 / (share that is kept)."""
+    """The value where it is kept, zero elsewhere. The sum of the results is multiplied later by 1 / (share that is
+    kept)."""
 
     value: str = field(metadata=OPERAND)
     keep: str = field(metadata=OPERAND)
@@ -392,7 +436,8 @@ class Dropout(Op):
 
 @dataclass(frozen=True)
 class Reduce(Op):
-    """Reduce one named dimension: `sum`, `min` or `max`. If the result has a dimension of groups of these columns, reduce each group."""
+    """Reduce one named dimension: `sum`, `min` or `max`. If the result has a dimension of groups of these columns,
+    reduce each group."""
 
     value: str = field(metadata=OPERAND)
     op: str
@@ -414,7 +459,7 @@ HALVES = ("even", "odd")  # columns of a tile
 
 
 @dataclass(frozen=True)
-class Unzip(Op):
+class Deinterleave(Op):
     """The even and the odd columns of a tile. Of a tile of pairs, the first and the second numbers, in fp16."""
 
     value: str = field(metadata=OPERAND)
@@ -425,10 +470,11 @@ class Unzip(Op):
 
 
 @dataclass(frozen=True)
-class Zip(Op):
+class Interleave(Op):
     """The tile that has one tile as its even columns, and another one as its odd ones.
 
-    As pairs, numbers are rounded to the nearest one that there is, the even one of two; in place of larger ones is the largest.
+    As pairs, numbers are rounded to the nearest one that there is, the even one of two; in place of larger ones is the
+    largest.
     """
 
     a: str = field(metadata=OPERAND)
@@ -445,24 +491,25 @@ class Yield(Op):
 
 @dataclass(frozen=True)
 class Store(Op):
-    """Write a tile. With `by` distance, write its sums over pairs of one distance kv_idx - q_idx, to rows that only this program writes.
+    """Write a tile. With `by` distance, write its sums over pairs of one distance kv_idx - q_idx, to rows that only
+    this program writes.
 
-    alone: an axis of the grid, along which the first program alone writes it.
+    first_along: an axis of the grid, along which the first program alone writes it.
     """
 
     dst: Access = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
     check: Checks = ()
     by: str = ""
-    alone: str = field(default="", kw_only=True)
+    first_along: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
 class Scatter(Op):
     """Write each element of a value to an element of a tensor, at computed indices, where the condition holds.
 
-    op: `add` adds to what is there, `min` and `max` keep the smaller or the larger of both: atomic, in no fixed order. `put` replaces what
-    is there; each element has one writer.
+    op: `add` adds to what is there, `min` and `max` keep the smaller or the larger of both: atomic, in no fixed order.
+    `put` replaces what is there; each element has one writer.
     """
 
     dst: Access = field(metadata=OPERAND)
@@ -473,27 +520,28 @@ class Scatter(Op):
 
 
 @dataclass(frozen=True)
-class Add(Store):
+class OrderedAdd(Store):
     """Add a tile to one of a tensor, to which other programs add theirs.
 
-    They add in a fixed order, by `turns`, an integer that is 0 before the launch: a program waits until it is `turn`, which says how many
-    add before, adds, and then raises it by 1. The first one replaces what is there.
+    They add in a fixed order, by `turns`, an integer that is 0 before the launch: a program waits until it is `turn`,
+    which says how many add before, adds, and then raises it by 1. The first one replaces what is there.
     """
 
-    turns: Access | None = field(default=None, metadata=OPERAND)
-    turn: Expr | None = None
+    semaphore: Access | None = field(default=None, metadata=OPERAND)
+    order: Expr | None = None
 
 
 @dataclass(frozen=True)
-class Merge(Store):
+class OrderedAccumulate(Store):
     """Store a tile where another program has stored one, as the sum of both.
 
-    Programs come in a fixed order, by `turns`, as those of Add do: the one whose `turn` is 0 replaces what is there. A program that stores
-    several tiles in its turn names it at each of them, and ends it at the last, where `ends` is set.
+    Programs come in a fixed order, by `turns`, as those of Add do: the one whose `turn` is 0 replaces what is there. A
+    program that stores several tiles in its turn names it at each of them, and ends it at the last, where `ends` is
+    set.
     """
 
-    turns: Access | None = field(default=None, metadata=OPERAND)
-    turn: Expr | None = None
+    semaphore: Access | None = field(default=None, metadata=OPERAND)
+    order: Expr | None = None
     ends: bool = False
 
 
@@ -510,23 +558,25 @@ class Append(Store):
 
 @dataclass(frozen=True)
 class Barrier(Op):
-    """The program's threads wait for each other. Loads after it see what stores before it wrote, and no load after it starts earlier."""
+    """The program's threads wait for each other. Loads after it see what stores before it wrote, and no load after
+    it starts earlier."""
 
 
 @dataclass(frozen=True)
-class WaitForGrid(Op):
+class GridDependencyWait(Op):
     """Wait until all programs of the launch before have ended. Loads after it see what these have stored."""
 
 
 @dataclass(frozen=True)
-class Role:
+class WarpGroup:
     """What some warps of a divided kernel do, beside the other roles (see ir/pipe.py).
 
-    copies: groups of warps that run the role at one time; warps, of each copy; registers, of 32 bits, per thread.
-    rows: a tile of the program's own rows is divided among the copies, each of which has so many; 0 where the role has none.
+    instances: groups of warps that run the role at one time; warps, of each copy; registers, of 32 bits, per thread.
+    rows: a tile of the program's own rows is divided among the copies, each of which has so many; 0 where the role has
+    none.
     """
 
-    copies: int
+    instances: int
     warps: int
     registers: int
     rows: int = 0
@@ -542,17 +592,17 @@ class Block:
     name: str
     ops: tuple[Op, ...]
     about: str = ""
-    role: Role | None = None
+    warp_group: WarpGroup | None = None
 
 
 OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "base": Base,
     "load": Load,
-    "length": Length,
+    "cache_length": CacheLength,
     "gather": Gather,
-    "position": Position,
-    "count": Count,
+    "list_position": ListPosition,
+    "count_tiles": CountTiles,
     "init": Init,
     "loop": Loop,
     "dot": Dot,
@@ -560,19 +610,19 @@ OPS: dict[str, type[Op]] = {
     "mask": Mask,
     "softmax_step": SoftmaxStep,
     "seed": Seed,
-    "keep": Keep,
+    "dropout_mask": DropoutMask,
     "dropout": Dropout,
     "reduce": Reduce,
     "scan": Scan,
-    "unzip": Unzip,
-    "zip": Zip,
+    "deinterleave": Deinterleave,
+    "interleave": Interleave,
     "yield": Yield,
     "store": Store,
     "scatter": Scatter,
-    "add": Add,
-    "merge": Merge,
+    "ordered_add": OrderedAdd,
+    "ordered_accumulate": OrderedAccumulate,
     "append": Append,
     "barrier": Barrier,
-    "wait_for_grid": WaitForGrid,
+    "grid_dependency_wait": GridDependencyWait,
 }
 KIND = {cls: kind for kind, cls in OPS.items()}

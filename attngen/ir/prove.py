@@ -1,4 +1,5 @@
-"""What is proven of expressions for every value of their symbols: that one is at most another, that one condition follows from another."""
+"""What is proven of expressions for every value of their symbols: that one is at most another, that one condition
+follows from another."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ LessEqual = Callable[[Expr, Expr], bool]
 def prove_le(a: Expr, b: Expr) -> bool:
     """True only if a <= b for every value of the symbols; False means not proven.
 
-    A proof goes through the cases of a minimum, a maximum and a choice, and their number may be exponential. So a question has MOST_STEPS
-    steps. An answer depends on the question alone: one that is known from before costs the steps that it took then.
+    A proof goes through the cases of a minimum, a maximum and a choice, and their number may be exponential. So a
+    question has MOST_STEPS steps. An answer depends on the question alone: one that is known from before costs the
+    steps that it took then.
     """
     return _proof(a, b)[0]
 
@@ -86,7 +88,8 @@ def _decide(a: Expr, b: Expr, le: LessEqual) -> bool:
 
 
 def _at_least(total: Expr) -> Expr:
-    """A number that a sum is not below: its positive whole numbers are 1 or more, what is not negative is 0 or more; else -oo."""
+    """A number that a sum is not below: its positive whole numbers are 1 or more, what is not negative is 0 or more;
+    else -oo."""
     least = sympy.Integer(0)
     for term in sympy.Add.make_args(total):
         factor, x = term.as_coeff_Mul()

@@ -23,11 +23,13 @@ def sharing(grid: Iterable[GridAxis]) -> tuple[GridAxis, ...]:
 def part(lo: Expr, hi: Expr, axis: GridAxis) -> Range:
     """What one program has of the range lo .. hi, which the programs along an axis share.
 
-    If lo <= hi, together they have each number of it once. Their parts differ in length by one at most. Of keys, of which there may be too
-    many to be multiplied by a number of parts, the first parts are the longer ones.
+    If lo <= hi, together they have each number of it once. Their parts differ in length by one at most. Of keys, of
+    which there may be too many to be multiplied by a number of parts, the first parts are the longer ones.
     """
     if axis.var == "part":
-        return lo + portion(hi - lo, symbol(axis.var), axis.extent), lo + portion(hi - lo, symbol(axis.var) + 1, axis.extent)
+        return lo + portion(hi - lo, symbol(axis.var), axis.extent), lo + portion(
+            hi - lo, symbol(axis.var) + 1, axis.extent
+        )
     scaled = (hi - lo) * symbol(axis.var)
     return lo + floordiv(scaled, axis.extent), lo + floordiv(scaled + hi - lo, axis.extent)
 
@@ -35,13 +37,19 @@ def part(lo: Expr, hi: Expr, axis: GridAxis) -> Range:
 def whole(lo: Expr, hi: Expr, axis: GridAxis) -> Range | None:
     """The range that programs along an axis share if one of them has lo .. hi; None if that is no `part`."""
     number = symbol(axis.var)
-    start, past = lo.xreplace({number: sympy.Integer(0)}), lo.xreplace({number: axis.extent})  # where a program after the last would start
-    end = past.replace(lambda e: isinstance(e, floordiv) and e.args[1] == axis.extent, lambda e: e.args[0] / axis.extent)
+    start, past = (
+        lo.xreplace({number: sympy.Integer(0)}),
+        lo.xreplace({number: axis.extent}),
+    )  # where a program after the last would start
+    end = past.replace(
+        lambda e: isinstance(e, floordiv) and e.args[1] == axis.extent, lambda e: e.args[0] / axis.extent
+    )
     return (start, end) if part(start, end, axis) == (lo, hi) else None
 
 
 def joined(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis | None, Range]:
-    """The axis whose programs share a range, of which lo .. hi is a part, and the range. If there is none, lo .. hi itself."""
+    """The axis whose programs share a range, of which lo .. hi is a part, and the range. If there is none, lo .. hi
+    itself."""
     for axis in sharing(grid):
         pair = whole(lo, hi, axis)
         if pair and pair != (lo, hi):
@@ -55,7 +63,8 @@ def shared(kernel: Kernel, loop: Loop) -> list[tuple[GridAxis | None, Range]]:
 
 
 def in_turn(kernel: Kernel, loop: Loop) -> tuple[GridAxis | None, Range]:
-    """The query heads for which a loop runs, one after another; the axis whose programs share these, if there is one."""
+    """The query heads for which a loop runs, one after another; the axis whose programs share these, if there is
+    one."""
     return joined(kernel.grid, *map(kernel.resolve, loop.heads[0])) if loop.heads else (None, ALONE)
 
 

@@ -21,14 +21,15 @@ def joined_items() -> Expr:
 
 
 def units_of(work: Expr) -> Expr:
-    """Units of work of a sequence, of which its kernel says `work`: one at least if it has a key, and no more than it has tiles."""
+    """Units of work of a sequence, of which its kernel says `work`: one at least if it has a key, and no more than
+    it has tiles."""
     keys = symbol("Nk")
     return sympy.Max(sympy.Min(1, keys), sympy.Min(cdiv(keys, sympy.Integer(UNIT)), work))
 
 
 def least_items(each: int) -> Expr:
-    """Parts of all sequences together, at most: room for so many holds all of them. With parts of a fixed length, of sequences that fill
-    the cache."""
+    """Parts of all sequences together, at most: room for so many holds all of them. With parts of a fixed length, of
+    sequences that fill the cache."""
     batch, rows = symbol("B"), sympy.Integer(UNIT * each)
     return batch * floordiv(symbol("Nc") + rows - 1, rows) if each else 2 * batch
 
@@ -36,9 +37,9 @@ def least_items(each: int) -> Expr:
 def unit_of_parts(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
     """Units of work of a part, at most, of sequences with so many units.
 
-    each: the number itself, where it is not 0. Otherwise there are no more than `items` parts, of which a `waves`-th run at one time: a
-    turn. There are as many turns as parts of LEAST_UNITS units would take, and a part is as short as fills these. That is an estimate: a
-    sequence has half a part more than its units make, on average.
+    each: the number itself, where it is not 0. Otherwise there are no more than `items` parts, of which a `waves`-th
+    run at one time: a turn. There are as many turns as parts of LEAST_UNITS units would take, and a part is as short as
+    fills these. That is an estimate: a sequence has half a part more than its units make, on average.
     """
     total, sequences, busy = sum(work), len(work), max(1, items // waves)
     turns = min(waves, max(1, -(-sum(-(-units // LEAST_UNITS) for units in work) // busy)))
@@ -46,7 +47,7 @@ def unit_of_parts(work: Sequence[int], items: int, each: int, waves: int = WAVES
     return each or balanced
 
 
-def deal(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> list[int]:
+def kv_split(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> list[int]:
     """How many parts each sequence has: together no more than `items`, if that is `least_items` or more."""
     unit = unit_of_parts(work, items, each, waves)
     return [-(-units // unit) for units in work]

@@ -12,36 +12,61 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from attngen.errors import IRError
-from attngen.ir.codecs import MASKS, MEANING, SCORES, codecs_of, parse_access, parse_type, parse_word, print_access, print_type, split
+from attngen.ir.codecs import (
+    MASKS,
+    MEANING,
+    SCORES,
+    codecs_of,
+    parse_access,
+    parse_type,
+    parse_word,
+    print_access,
+    print_type,
+    split,
+)
 from attngen.ir.expr import parse, to_text
-from attngen.ir.graph import Blocks, Cache, Deal, Derived, GridAxis, Input, Kernel, Learned, Meaning, Module, Read, Row, Unfit
+from attngen.ir.graph import (
+    Blocks,
+    Cache,
+    Config,
+    Derived,
+    DoesNotFit,
+    GridAxis,
+    Input,
+    Kernel,
+    KVSplit,
+    Learned,
+    Meaning,
+    Module,
+    Read,
+)
 from attngen.ir.host import HOST_KIND, HOST_OPS, Host
-from attngen.ir.ops import OPS, Block, Op, Role
-from attngen.ir.pipe import DIVIDED_KIND, DIVIDED_OPS
+from attngen.ir.ops import OPS, Block, Op, WarpGroup
+from attngen.ir.pipe import ALL_KINDS, ALL_OPS
 
 HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
 _POSITIONAL = {
     "arg": ("role",),
     "base": ("src",),
     "load": ("src",),
-    "length": ("src",),
+    "cache_length": ("src",),
     "gather": ("src",),
-    "position": ("src",),
-    "count": ("src",),
+    "list_position": ("src",),
+    "count_tiles": ("src",),
     "init": ("value",),
     "loop": ("var",),
     "dot": ("a", "b"),
     "mask": ("value",),
     "softmax_step": ("s",),
     "seed": ("src",),
-    "keep": ("seed",),
+    "dropout_mask": ("seed",),
     "dropout": ("value",),
     "reduce": ("op", "value"),
     "scan": ("op", "value"),
     "store": ("dst", "value"),
     "scatter": ("dst", "value"),
-    "add": ("dst", "value"),
-    "merge": ("dst", "value"),
+    "ordered_add": ("dst", "value"),
+    "ordered_accumulate": ("dst", "value"),
     "append": ("dst", "value"),
     "view": ("src",),
     "copy": ("src",),
@@ -51,65 +76,79 @@ _POSITIONAL = {
     "sum_distances": ("value",),
     "cut_blocks": ("src",),
     "list_blocks": ("src",),
-    "fill": ("ring", "src"),
-    "tell": ("ring",),
-    "take": ("ring",),
-    "read": ("ring",),
-    "give": ("value",),
-    "clear": ("value",),
-    "own": ("value",),
-    "near": ("value",),
-    "lift": ("value",),
-    "share": ("ring", "value"),
-    "drain": ("ring",),
-    "issue": ("a", "b"),
-    "await": ("value",),
+    "producer_load": ("pipeline", "src"),
+    "write_tile_index": ("pipeline",),
+    "consumer_wait": ("pipeline",),
+    "read_metadata": ("pipeline",),
+    "consumer_release": ("value",),
+    "zero_out_of_bounds": ("value",),
+    "slice_rows": ("value",),
+    "rematerialize": ("value",),
+    "local_load": ("value",),
+    "producer_store": ("pipeline", "value"),
+    "producer_tail": ("pipeline",),
+    "wgmma": ("a", "b"),
+    "wgmma_wait": ("value",),
     "pack": ("value",),
-    "convert": ("value",),
-    "hold": ("value",),
-    "defer": ("value",),
-    "softmax_rows": ("s",),
-    "weigh": ("s",),
-    "chains": ("value",),
-    "ramp": ("value",),
-    "halve": ("value",),
-    "unzip": ("value",),
-    "zip": ("a", "b"),
-    "join": ("a", "b"),
-    "turn": ("do",),
-    "follow": ("turns",),
-    "raise": ("turns",),
-    "put": ("dst", "value"),
-    "flush": ("through",),
-    "work": ("ring",),
-    "recall": ("ring",),
-    "pipeline": ("var",),
+    "convert_layout": ("value",),
+    "pin_before_wait": ("value",),
+    "pin_after_wait": ("value",),
+    "softmax_stats": ("s",),
+    "softmax_weights": ("s",),
+    "partial_reduce": ("value",),
+    "scaled_iota": ("value",),
+    "split_halves": ("value",),
+    "deinterleave": ("value",),
+    "interleave": ("a", "b"),
+    "concat_halves": ("a", "b"),
+    "scheduler_barrier": ("do",),
+    "semaphore_acquire": ("semaphore",),
+    "semaphore_release": ("semaphore",),
+    "tma_store": ("dst", "value"),
+    "tma_store_wait": ("staging",),
+    "work_loop": ("pipeline",),
+    "reload_tile": ("pipeline",),
+    "pipelined_loop": ("var",),
 }
-_HEADER_KEYS = ("version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask", "blocks", "dropout")
-ROLE_WORDS = ("copies", "rows", "warps", "registers")
+IR_VERSION = 2  # of the text: 1 had other names of ops and fields
+_HEADER_KEYS = (
+    "ir",
+    "version",
+    "spec",
+    "phase",
+    "backend",
+    "heads",
+    "head_dim",
+    "dtype",
+    "precision",
+    "mask",
+    "blocks",
+    "dropout",
+)
+WARP_GROUP_WORDS = ("instances", "rows", "warps", "registers")
 _UNNAMED = (
     "yield",
     "store",
     "scatter",
-    "add",
-    "merge",
+    "ordered_add",
+    "ordered_accumulate",
     "append",
     "barrier",
-    "wait_for_grid",
+    "grid_dependency_wait",
     "launch",
     "copy",
-    "fill",
-    "give",
-    "clear",
-    "share",
-    "drain",
-    "put",
-    "flush",
-    "tell",
-    "recall",
-    "turn",
-    "follow",
-    "raise",
+    "producer_load",
+    "consumer_release",
+    "zero_out_of_bounds",
+    "producer_store",
+    "producer_tail",
+    "tma_store",
+    "tma_store_wait",
+    "write_tile_index",
+    "reload_tile",
+    "scheduler_barrier",
+    "semaphore_acquire",
+    "semaphore_release",
 )  # ops without a result: `store %O[...] %o`, named for the graph by position
 
 
@@ -118,13 +157,17 @@ _UNNAMED = (
 
 def print_op(op: Op) -> str:
     """One op as one line of text."""
-    kind = DIVIDED_KIND.get(type(op)) or HOST_KIND[type(op)]
+    kind = ALL_KINDS.get(type(op)) or HOST_KIND[type(op)]
     positional = _POSITIONAL.get(kind, ())
     codecs = codecs_of(kind)
     words = [kind, *(codecs[name][0](getattr(op, name)) for name in positional)]
     for f in fields(op):
         value = getattr(op, f.name)
-        if f.name in ("name", "type", *positional) or value in (None, ()) or (f.default is not MISSING and value == f.default):
+        if (
+            f.name in ("name", "type", *positional)
+            or value in (None, ())
+            or (f.default is not MISSING and value == f.default)
+        ):
             continue
         words.append(f"{f.name}({codecs[f.name][0](value)})")
     line = " ".join(words)
@@ -143,55 +186,65 @@ def _print_blocks(blocks: Iterable[Block]) -> list[str]:
     for block in blocks:
         about = [f"    about {block.about}"] if block.about else []
         found += [
-            f"  {_print_role(block)}" if block.role else f"  block @{block.name}",
+            f"  {_print_warp_group(block)}" if block.warp_group else f"  block @{block.name}",
             *about,
             *(f"    {print_op(op)}" for op in block.ops),
         ]
     return found
 
 
-def _print_role(block: Block) -> str:
-    """The first line of a role: `role @consumer copies(2) rows(64) warps(4) registers(240)`."""
-    given = [(word, getattr(block.role, word)) for word in ROLE_WORDS]
-    return " ".join([f"role @{block.name}", *(f"{word}({n})" for word, n in given if n)])
+def _print_warp_group(block: Block) -> str:
+    """The first line of a warp group: `warp_group @consumer instances(2) rows(64) warps(4) registers(240)`."""
+    given = [(word, getattr(block.warp_group, word)) for word in WARP_GROUP_WORDS]
+    return " ".join([f"warp_group @{block.name}", *(f"{word}({n})" for word, n in given if n)])
 
 
 def print_kernel(kernel: Kernel) -> str:
     """A kernel's header and blocks."""
-    axes = (f"{a.var} in {to_text(a.extent)}{' descending' if a.descending else ''}{_print_abreast(a)}" for a in kernel.grid)
-    own = f" own({kernel.own})" if kernel.own else ""
+    axes = (
+        f"{a.var} in {to_text(a.extent)}{' reversed' if a.reversed else ''}{_print_swizzle(a)}" for a in kernel.grid
+    )
+    own = f" program_axis({kernel.axis})" if kernel.axis else ""
     backend = f" backend({kernel.backend})" if kernel.backend else ""
-    resident = f" resident({kernel.resident})" if kernel.resident > 1 else ""
-    of = f" of(@{kernel.of})" if kernel.of else ""
-    words = " packs" * kernel.packs + " releases" * kernel.releases
-    header = f"kernel @{kernel.name}{of}{backend}{resident}{own}{words} grid({', '.join(axes)}){_print_deal(kernel.deal)}"
+    ctas_per_sm = f" ctas_per_sm({kernel.ctas_per_sm})" if kernel.ctas_per_sm > 1 else ""
+    of = f" variant_of(@{kernel.of})" if kernel.of else ""
+    words = " pack_gqa" * kernel.pack_gqa + " launch_dependents" * kernel.launches_dependents
+    header = f"kernel @{kernel.name}{of}{backend}{ctas_per_sm}{own}{words} grid({', '.join(axes)}){_print_kv_split(kernel.kv_split)}"
     return "\n".join([header, *([f"  about {kernel.about}"] if kernel.about else []), *_print_blocks(kernel.blocks)])
 
 
-def _print_deal(deal: Deal | None) -> str:
-    if deal is None:
+def _print_kv_split(kv_split: KVSplit | None) -> str:
+    if kv_split is None:
         return ""
-    how = f" resident({deal.resident}) waves({deal.waves})" if (deal.resident, deal.waves) != (Deal.resident, Deal.waves) else ""
-    how += f" few({deal.few})" if deal.few else ""
-    reads = f" of({', '.join(f'{name}={print_access(at)}' for name, at in deal.reads)})" if deal.reads else ""
-    return f" deals({to_text(deal.work)}{f', {deal.each}' if deal.each else ''}){reads}{how}"
+    how = (
+        f" ctas_per_sm({kv_split.ctas_per_sm}) waves({kv_split.waves})"
+        if (kv_split.ctas_per_sm, kv_split.waves) != (KVSplit.ctas_per_sm, KVSplit.waves)
+        else ""
+    )
+    how += f" ctas_per_sm_packed({kv_split.ctas_per_sm_packed})" if kv_split.ctas_per_sm_packed else ""
+    reads = f" of({', '.join(f'{name}={print_access(at)}' for name, at in kv_split.reads)})" if kv_split.reads else ""
+    return f" split_kv({to_text(kv_split.work)}{f', {kv_split.each}' if kv_split.each else ''}){reads}{how}"
 
 
-def _print_abreast(axis: GridAxis) -> str:
-    many = (f" abreast({axis.abreast})" if axis.abreast > 1 else "") + (f" together({axis.together})" if axis.together else "")
-    return f"{many} mirrored" if axis.mirrored else many
+def _print_swizzle(axis: GridAxis) -> str:
+    many = (f" swizzle({axis.swizzle})" if axis.swizzle > 1 else "") + (
+        f" swizzle_rows({axis.swizzle_rows})" if axis.swizzle_rows else ""
+    )
+    return f"{many} reversed_group" if axis.reversed_group else many
 
 
-def _print_row(row: Row | Unfit, backend: str) -> str:
-    if isinstance(row, Unfit):
-        return f"  {row.device} bytes={row.elem_bytes} none : {row.reason}"
-    more = [f"rows>{row.min_rows}"] if row.min_rows else []
-    most = [] if more and row.max_rows is None else [f"rows<={'inf' if row.max_rows is None else row.max_rows}"]
+def _print_row(config: Config | DoesNotFit, backend: str) -> str:
+    if isinstance(config, DoesNotFit):
+        return f"  {config.device} bytes={config.elem_bytes} none : {config.reason}"
+    more = [f"rows>{config.min_rows}"] if config.min_rows else []
+    most = (
+        [] if more and config.max_rows is None else [f"rows<={'inf' if config.max_rows is None else config.max_rows}"]
+    )
     return (
-        f"  {row.device} bytes={row.elem_bytes} {' '.join(more + most)} : BLOCK_Q={row.block_q} BLOCK_KV={row.block_kv}"
-        f"{f' COLUMNS={row.columns}' * bool(row.columns)}"
-        f" num_warps={row.num_warps} num_stages={row.num_stages}{' TMA=1' * row.tma}{' measured' * row.measured}"
-        f"{f' backend={row.backend}' if row.backend != backend else ''}"
+        f"  {config.device} bytes={config.elem_bytes} {' '.join(more + most)} : BLOCK_Q={config.block_q} BLOCK_KV={config.block_kv}"
+        f"{f' COLUMNS={config.columns}' * bool(config.columns)}"
+        f" num_warps={config.num_warps} num_stages={config.num_stages}{' TMA=1' * config.tma}{' measured' * config.measured}"
+        f"{f' backend={config.backend}' if config.backend != backend else ''}"
     )
 
 
@@ -207,6 +260,7 @@ def print_module(module: Module) -> str:
     lines = [
         HEADER,
         f"module @{module.name}",
+        f"  ir {IR_VERSION}",
         f"  version {module.version}",
         f"  spec {module.spec_hash}",
         f"  phase {module.phase}",
@@ -228,7 +282,9 @@ def print_module(module: Module) -> str:
         options = f"{' '.join(i.options)} | " if i.options else ""
         lines.append(f"  input {i.name} : {i.dtype}[{', '.join(i.shape)}] {options}{i.help}")
     for d in module.derived:
-        names = (f"{name}[{', '.join(shape)}]{' rising' * (name in d.rising)}" for name, shape in zip(d.names, d.shapes))
+        names = (
+            f"{name}[{', '.join(shape)}]{' rising' * (name in d.rising)}" for name, shape in zip(d.names, d.shapes)
+        )
         lines.append(f"  derive {d.dtype} {' '.join(names)} = {d.function}({', '.join(d.sources)})")
     for r in module.meaning.reads:
         lines.append(f"  read {r.name} from {r.tensor}[{', '.join(map(to_text, r.index))}]")
@@ -236,7 +292,7 @@ def print_module(module: Module) -> str:
         lines.append(f"  learn {x} from {x.parts}")
     for host in module.hosts:
         lines += ["", print_host(host)]
-    for kernel in (*module.kernels, *module.divided):
+    for kernel in (*module.kernels, *module.warp_specialized):
         lines += ["", print_kernel(kernel)]
     for name, rows in module.schedules:
         lines += ["", f"schedule @{name}", *(_print_row(row, module.backend) for row in rows)]
@@ -270,7 +326,9 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
     for name, word in zip(positional, words[1:]):
         values[name] = codecs[name][1](word, where)
     known = {f.name for f in fields(ops[kind])} - {"name", "type", *positional}
-    values |= {name: () for name in ("uses", "carry", "values", "partial", "full") if name in known}  # nothing, where nothing is said
+    values |= {
+        name: () for name in ("uses", "carry", "values", "partial", "full") if name in known
+    }  # nothing, where nothing is said
     for word in words[1 + len(positional) :]:
         match = re.fullmatch(r"(\w+)\((.*)\)", word)
         if not match or match[1] not in known:
@@ -298,7 +356,10 @@ def _split_type(text: str) -> tuple[str, str]:
 def _parse_grid(text: str, where: str) -> tuple[GridAxis, ...]:
     axes = []
     for part in split(text, ","):
-        match = re.fullmatch(rf"\s*(\w+) in (.+?)( descending)?(?: abreast\(([0-9]{{1,3}})\))?(?: together\({_N}\))?( mirrored)?\s*", part)
+        match = re.fullmatch(
+            rf"\s*(\w+) in (.+?)( reversed)?(?: swizzle\(([0-9]{{1,3}})\))?(?: swizzle_rows\({_N}\))?( reversed_group)?\s*",
+            part,
+        )
         if not match:
             raise IRError(f"{where}: `{part.strip()}` is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`")
         heads = int(match[4] or 1), int(match[5] or 0), bool(match[6])
@@ -312,12 +373,12 @@ _ROW = re.compile(
 )
 
 
-_UNFIT = re.compile(rf"(\w+) bytes={_N} none : (\S.*)")
+_DOES_NOT_FIT = re.compile(rf"(\w+) bytes={_N} none : (\S.*)")
 
 
-def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
-    if unfit := _UNFIT.fullmatch(line):
-        return Unfit(unfit[1], int(unfit[2]), unfit[3])
+def _parse_row(line: str, backend: str, where: str) -> Config | DoesNotFit:
+    if not_fitting := _DOES_NOT_FIT.fullmatch(line):
+        return DoesNotFit(not_fitting[1], int(not_fitting[2]), not_fitting[3])
     match = _ROW.fullmatch(line)
     if not match:
         raise IRError(f"{where}: not a schedule row; expected `sm90 bytes=2 rows<=inf : BLOCK_Q=128 ...`")
@@ -325,7 +386,7 @@ def _parse_row(line: str, backend: str, where: str) -> Row | Unfit:
     block_q, block_kv, columns, num_warps, num_stages = (int(match[i] or 0) for i in range(5, 10))
     tma, measured = bool(match[10]), bool(match[11])
     given = match[1], int(match[2]), most, block_q, block_kv, num_warps, num_stages, tma, measured
-    return Row(*given, match[12] or backend, above, columns)
+    return Config(*given, match[12] or backend, above, columns)
 
 
 @dataclass
@@ -335,11 +396,11 @@ class _Lines:
     name: str
     about: str = ""
     ops: list[Op] = field(default_factory=list)
-    role: Role | None = None
+    warp_group: WarpGroup | None = None
 
 
-# What a line of the IR has. Its texts, such as `about` and `mask`, are printed into comments, docstrings and strings of generated modules,
-# which end at no character of these; its names are what Python takes them for.
+# What a line of the IR has. Its texts, such as `about` and `mask`, are printed into comments, docstrings and strings of
+# generated modules, which end at no character of these; its names are what Python takes them for.
 _PLAIN = re.compile(r"[\t !#-\[\]-~]")
 
 
@@ -364,7 +425,7 @@ class _Sections:
         self.meaning: dict[str, Any] = {}
         self.kernels: list[tuple[dict[str, Any], list[_Lines]]] = []  # fields of the header, blocks
         self.hosts: list[tuple[str, list[_Lines]]] = []
-        self.schedules: list[tuple[str, list[Row | Unfit]]] = []
+        self.schedules: list[tuple[str, list[Config | DoesNotFit]]] = []
 
     def made_hosts(self) -> tuple[Host, ...]:
         return tuple(Host(name, _blocks(blocks)) for name, blocks in self.hosts)
@@ -379,7 +440,17 @@ def parse_module(text: str, source: str = "IR") -> Module:
 
     Raises IRError naming `source`, the line and what was expected there. Nothing is verified: see `attngen.verify`.
     """
+    _check_version(text, source)
     return _module(_sections(text, source), source)
+
+
+def _check_version(text: str, source: str) -> None:
+    """Raises IRError if the text of a module is of another version of the IR."""
+    found = re.search(r"(?m)^ +ir (\d+) *$", text)
+    version = int(found[1]) if found else 1
+    if re.search(r"(?m)^module @\w", text) and version != IR_VERSION:
+        hint = "`attngen build SPEC` writes the module again from its spec"
+        raise IRError(f"{source}: the text is of version {version} of the IR; expected version {IR_VERSION}; {hint}")
 
 
 def parse_programs(text: str, source: str = "IR") -> tuple[tuple[Host, ...], tuple[Kernel, ...]]:
@@ -396,7 +467,9 @@ def _sections(text: str, source: str) -> _Sections:
         if not line or line.startswith("//"):
             continue
         if strange := next((c for c in line if not _PLAIN.fullmatch(c)), ""):
-            raise IRError(f"{where}: it has the character {ascii(strange)}; expected printable ASCII without double quotes and backslashes")
+            raise IRError(
+                f"{where}: it has the character {ascii(strange)}; expected printable ASCII without double quotes and backslashes"
+            )
         word, _, rest = line.partition(" ")
         if word == "module":
             s.header["name"] = _parse_name(rest, where)
@@ -414,7 +487,9 @@ def _sections(text: str, source: str) -> _Sections:
         elif section == "schedule":
             s.schedules[-1][1].append(_parse_row(line, s.header.get("backend", ""), where))
         elif section in ("kernel", "host"):
-            _parse_in_blocks(line, *((s.kernels[-1][1], DIVIDED_OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)), where)
+            _parse_in_blocks(
+                line, *((s.kernels[-1][1], ALL_OPS) if section == "kernel" else (s.hosts[-1][1], HOST_OPS)), where
+            )
         else:
             _parse_header_line(s, word, rest, where)
     return s
@@ -445,8 +520,8 @@ def _parse_in_blocks(line: str, blocks: list[_Lines], ops: Mapping[str, type[Op]
     word, _, rest = line.partition(" ")
     if word == "block":
         blocks.append(_Lines(parse_word(rest, where)))
-    elif word == "role":
-        blocks.append(_parse_role(rest, where))
+    elif word == "warp_group":
+        blocks.append(_parse_warp_group(rest, where))
     elif not blocks:
         raise IRError(f"{where}: an op outside a block; expected `block @entry` first")
     elif word == "about" and not blocks[-1].ops:
@@ -455,43 +530,50 @@ def _parse_in_blocks(line: str, blocks: list[_Lines], ops: Mapping[str, type[Op]
         blocks[-1].ops.append(parse_op(line, where, sum(len(block.ops) for block in blocks), ops))
 
 
-def _parse_role(text: str, where: str) -> _Lines:
+def _parse_warp_group(text: str, where: str) -> _Lines:
     name, *words = text.split()
     given = {match[1]: match[2] for word in words if (match := re.fullmatch(rf"(\w+)\({_N}\)", word))}
-    if len(given) < len(words) or not {"copies", "warps", "registers"} <= given.keys() <= set(ROLE_WORDS):
-        raise IRError(f"{where}: not a role; expected `role @consumer copies(2) rows(64) warps(4) registers(240)`")
-    return _Lines(parse_word(name, where), role=Role(**{word: int(n) for word, n in given.items()}))
+    if len(given) < len(words) or not {"instances", "warps", "registers"} <= given.keys() <= set(WARP_GROUP_WORDS):
+        raise IRError(
+            f"{where}: not a warp group; expected `warp_group @consumer instances(2) rows(64) warps(4) registers(240)`"
+        )
+    return _Lines(parse_word(name, where), warp_group=WarpGroup(**{word: int(n) for word, n in given.items()}))
 
 
 def _parse_kernel(text: str, where: str) -> dict[str, Any]:
-    divided = r"(?: of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: resident\((?P<resident>[1-9][0-9]{0,2})\))?"
+    warp_specialized = r"(?: variant_of\(@(?P<of>\w+)\))? backend\((?P<backend>\w+)\)(?: ctas_per_sm\((?P<ctas_per_sm>[1-9][0-9]{0,2})\))?"
     match = re.fullmatch(
-        rf"@(?P<name>\w+)(?:{divided})?(?: own\((?P<own>q|kv)\))?(?P<packs> packs)?(?P<releases> releases)?"
-        r" grid\((?P<grid>.*?)\)(?: deals\((?P<deal>.*?)\)(?: of\((?P<reads>.*?)\))?"
-        r"(?: resident\((?P<alone>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?(?: few\((?P<few>[1-9]\d{0,2})\))?)?",
+        rf"@(?P<name>\w+)(?:{warp_specialized})?(?: program_axis\((?P<axis>q|kv)\))?(?P<pack_gqa> pack_gqa)?"
+        rf"(?P<launches_dependents> launch_dependents)?"
+        r" grid\((?P<grid>.*?)\)(?: split_kv\((?P<kv_split>.*?)\)(?: of\((?P<reads>.*?)\))?"
+        r"(?: ctas_per_sm\((?P<split_ctas>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?"
+        r"(?: ctas_per_sm_packed\((?P<packed>[1-9]\d{0,2})\))?)?",
         text,
     )
     if not match:
-        raise IRError(f"{where}: not a kernel header; expected `kernel @fwd own(q) grid(...)`")
+        raise IRError(f"{where}: not a kernel header; expected `kernel @fwd program_axis(q) grid(...)`")
     said = {name: word or "" for name, word in match.groupdict().items()}
-    deal = _parse_deal(said["deal"], said.pop("reads"), said.pop("alone"), said.pop("waves"), said.pop("few"), where)
-    fields = {"grid": _parse_grid(said["grid"], where), "deal": deal}
-    return {**said, **fields, "packs": bool(said["packs"]), "releases": bool(said["releases"]), "resident": int(said["resident"] or 1)}
+    split = [said.pop(name) for name in ("kv_split", "reads", "split_ctas", "waves", "packed")]
+    kv_split = _parse_kv_split(*split, where=where)
+    fields = {"grid": _parse_grid(said["grid"], where), "kv_split": kv_split}
+    flags = {name: bool(said[name]) for name in ("pack_gqa", "launches_dependents")}
+    return {**said, **fields, **flags, "ctas_per_sm": int(said["ctas_per_sm"] or 1)}
 
 
-def _parse_deal(text: str, reads: str, resident: str, waves: str, few: str, where: str) -> Deal | None:
+def _parse_kv_split(text: str, reads: str, ctas_per_sm: str, waves: str, packed: str, *, where: str) -> KVSplit | None:
     if not text:
         return None
     work, *each = split(text, ",")
     if len(each) > 1 or not all(re.fullmatch(_N, part.strip()) for part in each):
         raise IRError(
-            f"{where}: `deals({text})`; expected units of work, as in `deals(cdiv(Nk, 64))`, and of a part, as in `deals(..., 16)`"
+            f"{where}: `split_kv({text})`; expected units of work, as in `split_kv(cdiv(Nk, 64))`, and of a split, as in "
+            f"`split_kv(..., 16)`"
         )
-    how: dict[str, Any] = {"resident": int(resident), "waves": int(waves)} if resident else {}
-    how |= {"few": int(few)} if few else {}
+    how: dict[str, Any] = {"ctas_per_sm": int(ctas_per_sm), "waves": int(waves)} if ctas_per_sm else {}
+    how |= {"ctas_per_sm_packed": int(packed)} if packed else {}
     pairs = (part.strip().partition("=") for part in split(reads, ","))
     how["reads"] = tuple((parse_word(name, where), parse_access(at, where)) for name, _, at in pairs)
-    return Deal(parse(work, where), int(each[0]) if each else 0, **how)
+    return KVSplit(parse(work, where), int(each[0]) if each else 0, **how)
 
 
 def _parse_input(text: str, where: str) -> Input:
@@ -512,13 +594,17 @@ def _parse_derived(text: str, where: str) -> Derived:
         raise IRError(f"{where}: not a derived input; expected `derive i32 first[B] end[B] = key_span(key_padding)`")
     made = re.findall(r"(\w+)\[([\w/, ]*)\]( rising)?", match[2])
     names, shapes = tuple(name for name, _, _ in made), tuple(_words(shape) for _, shape, _ in made)
-    return Derived(names, shapes, match[3], _words(match[4]), match[1], tuple(name for name, _, rising in made if rising))
+    return Derived(
+        names, shapes, match[3], _words(match[4]), match[1], tuple(name for name, _, rising in made if rising)
+    )
 
 
 def _parse_meaning(text: str, known: dict[str, str], where: str) -> tuple[str, dict[str, Any]]:
     """The text of a mask or of modifiers, and what it means: the fields at its end, each once."""
     words, found = _tokens(text), dict[str, Any]()
-    while words and (match := re.fullmatch(rf"({'|'.join(known)})\((.*)\)", words[-1])) and known[match[1]] not in found:
+    while (
+        words and (match := re.fullmatch(rf"({'|'.join(known)})\((.*)\)", words[-1])) and known[match[1]] not in found
+    ):
         found[known[match[1]]] = MEANING[match[1]][1](match[2], where)
         words.pop()
     return " ".join(words), found
@@ -569,7 +655,7 @@ def _module(s: _Sections, source: str) -> Module:
         learned=tuple(s.learned),
         hosts=s.made_hosts(),
         kernels=tuple(kernel for kernel in kernels if not kernel.backend),
-        divided=tuple(kernel for kernel in kernels if kernel.backend),
+        warp_specialized=tuple(kernel for kernel in kernels if kernel.backend),
         schedules=tuple((name, tuple(rows)) for name, rows in s.schedules),
         meaning=Meaning(**s.meaning, reads=tuple(s.reads)),
         cache=_parse_cache(header["cache"], source) if "cache" in header else None,
@@ -607,4 +693,4 @@ def _parse_blocks(text: str, source: str) -> Blocks | None:
 
 
 def _blocks(blocks: Iterable[_Lines]) -> tuple[Block, ...]:
-    return tuple(Block(block.name, tuple(block.ops), block.about, block.role) for block in blocks)
+    return tuple(Block(block.name, tuple(block.ops), block.about, block.warp_group) for block in blocks)

@@ -56,13 +56,18 @@ class Checks:
     def number(self, node: ast.expr, what: str) -> Part:
         part = self.build(node)
         if part.kind == "bool":
-            raise self.error(node, f"{what} takes numbers, but `{self.written(node)}` is a condition; write where(condition, 1, 0)")
+            raise self.error(
+                node, f"{what} takes numbers, but `{self.written(node)}` is a condition; write where(condition, 1, 0)"
+            )
         return part
 
     def condition(self, node: ast.expr, what: str) -> Part:
         part = self.build(node)
         if part.kind != "bool":
-            raise self.error(node, f"{what} takes conditions, but `{self.written(node)}` is {SAID[part.kind]}; compare it with something")
+            raise self.error(
+                node,
+                f"{what} takes conditions, but `{self.written(node)}` is {SAID[part.kind]}; compare it with something",
+            )
         return part
 
     def made(self, node: ast.expr, kind: Kind, make: Callable[[], Any], constant: bool) -> Part:
@@ -84,7 +89,10 @@ class Checks:
         return Part(kind, expr, constant)
 
     def _no_value(self, node: ast.expr) -> LangError:
-        return self.error(node, f"`{self.written(node)}` has no real value: it divides by zero, or leaves what a function is defined for")
+        return self.error(
+            node,
+            f"`{self.written(node)}` has no real value: it divides by zero, or leaves what a function is defined for",
+        )
 
     def _check(self, node: ast.expr, kind: Kind, expr: Any) -> None:
         masks = {arg for bits in expr.atoms(*BITS) for arg in bits.args if arg.is_Integer}
@@ -101,12 +109,16 @@ class Checks:
                 raise self.large(node)
             if part.is_Float and 0 < abs(part) < LEAST_REAL:
                 raise self.error(
-                    node, f"`{self.written(node)}` has a number that is too small; expected 0, or at least 1.2e-38 as fp32 has"
+                    node,
+                    f"`{self.written(node)}` has a number that is too small; expected 0, or at least 1.2e-38 as fp32 has",
                 )
             if part.is_Pow and part.base != sympy.E:
                 allowed = part.exp.is_Integer and abs(part.exp) <= MAX_POWER or abs(part.exp) == sympy.Rational(1, 2)
                 if not allowed:
-                    raise self.error(node, f"`{self.written(node)}` comes to the power {part.exp}; expected a whole one up to {MAX_POWER}")
+                    raise self.error(
+                        node,
+                        f"`{self.written(node)}` comes to the power {part.exp}; expected a whole one up to {MAX_POWER}",
+                    )
 
     def large(self, node: ast.expr) -> LangError:
         most = f"whole numbers from {-MAX_INT} to {MAX_INT}, and others that fp32 has"

@@ -51,7 +51,8 @@ MAX_SHIFT = 30
 
 
 def _shifted(sign: str, a: Expr, by: Expr) -> Expr:
-    """An integer shifted by a value of the call, as PyTorch shifts 32 bits: by less than 0 or more than 31, all bits are gone.
+    """An integer shifted by a value of the call, as PyTorch shifts 32 bits: by less than 0 or more than 31, all bits
+    are gone.
 
     A power of two is one in fp32, too, up to that of 30; the last bit is shifted by a step of its own.
     """
@@ -89,7 +90,9 @@ class Builder(Reads):
             case ast.Subscript():
                 return self._read(node)
             case ast.IfExp():
-                raise self.error(node, "uses `if ... else`, which expressions do not have; write where(condition, a, b)")
+                raise self.error(
+                    node, "uses `if ... else`, which expressions do not have; write where(condition, a, b)"
+                )
             case ast.Attribute():
                 raise self.error(node, f"uses the attribute `.{shown(node.attr)}`, which expressions do not have")
         raise self.error(node, f"uses {OTHERS.get(type(node), type(node).__name__)}, which expressions do not have")
@@ -107,7 +110,9 @@ class Builder(Reads):
                     raise self.large(node)
                 return Part("real", sympy.Float(node.value), True)
             case complex():
-                raise self.error(node, f"uses the imaginary number `{self.written(node)}`, which expressions do not have")
+                raise self.error(
+                    node, f"uses the imaginary number `{self.written(node)}`, which expressions do not have"
+                )
             case str() | bytes():
                 raise self.error(node, "uses text in quotes, which expressions do not have")
         raise self.error(node, f"uses `{self.written(node)}`, which expressions do not have")
@@ -119,7 +124,9 @@ class Builder(Reads):
         if isinstance(node.op, ast.Invert):
             raise self.error(node, "uses `~`, which expressions do not have; did you mean `not`?")
         part = self.number(node.operand, f"`{'-' if isinstance(node.op, ast.USub) else '+'}`")
-        return self.made(node, part.kind, lambda: -part.expr if isinstance(node.op, ast.USub) else part.expr, part.constant)
+        return self.made(
+            node, part.kind, lambda: -part.expr if isinstance(node.op, ast.USub) else part.expr, part.constant
+        )
 
     def _no_operator(self, node: ast.expr, op: ast.AST) -> LangError:
         """Refuse an operator. `node` is the part before it."""
@@ -162,20 +169,27 @@ class Builder(Reads):
                 raise self.error(side, f"`{sign}` takes integers, but `{self.written(side)}` is a condition{hint}")
             if part.kind != "int":
                 hint = "; did you mean `**`?" if sign == "^" else "; int() and floor() make integers"
-                raise self.error(side, f"`{sign}` takes integers, but `{self.written(side)}` is {SAID[part.kind]}{hint}")
+                raise self.error(
+                    side, f"`{sign}` takes integers, but `{self.written(side)}` is {SAID[part.kind]}{hint}"
+                )
         a, b = parts
         if sign in _BITS:
             return self.made(node, "int", lambda: _BITS[sign](a.expr, b.expr), a.constant and b.constant)
         if not b.constant:
             return self.made(node, "int", lambda: _shifted(sign, a.expr, b.expr), False)
         if not 0 <= b.expr <= MAX_SHIFT:
-            raise self.error(node.right, f"`{sign}` by `{self.written(node.right)}`; expected a whole number from 0 to {MAX_SHIFT}")
+            raise self.error(
+                node.right, f"`{sign}` by `{self.written(node.right)}`; expected a whole number from 0 to {MAX_SHIFT}"
+            )
         by = sympy.Integer(2 ** int(b.expr))
         return self.made(node, "int", lambda: a.expr * by if sign == "<<" else floordiv(a.expr, by), a.constant)
 
     def _bracketed(self, node: ast.expr) -> bool:
         """Whether a part has brackets around it in the text."""
-        before, after = self.text[: node.col_offset + self.lead].rstrip(), self.text[(node.end_col_offset or 0) + self.lead :].lstrip()
+        before, after = (
+            self.text[: node.col_offset + self.lead].rstrip(),
+            self.text[(node.end_col_offset or 0) + self.lead :].lstrip(),
+        )
         return before.endswith("(") and after.startswith(")")
 
     def _bitmask(self, node: ast.expr) -> Part | None:
@@ -187,12 +201,18 @@ class Builder(Reads):
         """`//` and `%`, which round down: the divisor is a number known here, or a scalar declared to be positive."""
         for side, part in ((node.left, a), (node.right, b)):
             if part.kind != "int":
-                raise self.error(side, f"`{sign}` takes integers, but `{self.written(side)}` is {SAID[part.kind]}; `/` divides reals")
+                raise self.error(
+                    side, f"`{sign}` takes integers, but `{self.written(side)}` is {SAID[part.kind]}; `/` divides reals"
+                )
         if b.constant and b.expr == 0:
             raise self.error(node.right, f"`{self.written(node)}` divides by zero")
         divisor = self.params.get(node.right.id) if isinstance(node.right, ast.Name) else None
         if not b.constant and not (divisor and divisor.scalar and divisor.min is not None and divisor.min >= 1):
-            hint = "or its declaration with `min: 1`" if divisor and divisor.scalar else "or an int scalar declared with `min: 1`"
+            hint = (
+                "or its declaration with `min: 1`"
+                if divisor and divisor.scalar
+                else "or an int scalar declared with `min: 1`"
+            )
             what = f"`{sign}` by `{self.written(node.right)}`, which may be zero or negative"
             raise self.error(node.right, f"{what}; expected a whole constant, {hint}")
         by = floordiv if sign == "//" else mod
@@ -229,7 +249,11 @@ class Builder(Reads):
             if type(op) not in _COMPARE:
                 raise self._no_operator(before, op)
         for side in nodes if len(nodes) > 2 else ():  # `a < b & c < d` is `a < (b & c) < d`
-            if isinstance(side, ast.BinOp) and (sign := _OPERATORS[type(side.op)]) in _BITS and not self._bracketed(side):
+            if (
+                isinstance(side, ast.BinOp)
+                and (sign := _OPERATORS[type(side.op)]) in _BITS
+                and not self._bracketed(side)
+            ):
                 hint = f"did you mean `{_INSTEAD[sign]}`?" if sign in _INSTEAD else "write two comparisons"
                 raise self.error(side, f"has `{sign}` between two comparisons, where it binds stronger; {hint}")
         parts = [self.build(n) for n in nodes]
@@ -239,4 +263,6 @@ class Builder(Reads):
                 raise self.error(side, f"a comparison takes numbers, but `{self.written(side)}` is a condition; {hint}")
         constant = all(p.constant for p in parts)
         pairs = list(zip(node.ops, parts, parts[1:]))
-        return self.made(node, "bool", lambda: sympy.And(*(_COMPARE[type(op)](x.expr, y.expr) for op, x, y in pairs)), constant)
+        return self.made(
+            node, "bool", lambda: sympy.And(*(_COMPARE[type(op)](x.expr, y.expr) for op, x, y in pairs)), constant
+        )

@@ -1,7 +1,8 @@
-"""The meaning of mask and score expressions in eager PyTorch: an oracle that walks Python's tree and knows nothing of sympy.
+"""The meaning of mask and score expressions in eager PyTorch: an oracle that walks Python's tree and knows nothing of
+sympy.
 
-Integers are int64 and reals are `dtype`; numbers written in the expression stay Python's until they meet a tensor. A read takes a
-negative index from the end of its dimension; what is outside even so is 0 (false).
+Integers are int64 and reals are `dtype`; numbers written in the expression stay Python's until they meet a tensor. A
+read takes a negative index from the end of its dimension; what is outside even so is 0 (false).
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def evaluate(
 ) -> torch.Tensor:
     """The value at every (b, h, q, kv): a tensor that broadcasts to [batch, q_heads, n_q, n_kv].
 
-    A mask gives bool, a score `dtype`. s [batch, q_heads, n_q, n_kv]: what a score changes; values: the tensors and scalars of the
-    call by name. Differentiable in s and in the tensors. Raises KeyError where `values` lacks a parameter.
+    A mask gives bool, a score `dtype`. s [batch, q_heads, n_q, n_kv]: what a score changes; values: the tensors and
+    scalars of the call by name. Differentiable in s and in the tensors. Raises KeyError where `values` lacks a
+    parameter.
     """
     axes = {"b": (batch, (-1, 1, 1, 1)), "h": (q_heads, (-1, 1, 1)), "q_idx": (n_q, (-1, 1)), "kv_idx": (n_kv, (-1,))}
     names: dict[str, Any] = {name: torch.arange(n, device=device).view(shape) for name, (n, shape) in axes.items()}
@@ -87,12 +89,15 @@ def evaluate(
 
 
 def value_of(tree: ast.expr, names: Mapping[str, torch.Tensor]) -> torch.Tensor | bool | int | float:
-    """The value of a tree over named tensors of integers, which broadcast. Raises KeyError where it has another name."""
+    """The value of a tree over named tensors of integers, which broadcast. Raises KeyError where it has another
+    name."""
     found: torch.Tensor | bool | int | float = _Walk(dict(names), "cpu", torch.float64).value(tree)
     return found
 
 
-def _given(param: Param, value: torch.Tensor | int | float, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+def _given(
+    param: Param, value: torch.Tensor | int | float, device: torch.device | str, dtype: torch.dtype
+) -> torch.Tensor:
     """An argument of the call as a tensor of the evaluator's types."""
     element = param.scalar or param.dtype
     kind = {"int": torch.int64, "int32": torch.int64, "bool": torch.bool}.get(element, dtype)

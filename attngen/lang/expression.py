@@ -17,7 +17,8 @@ from attngen.lang.params import SAID, Param
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed mask or score: its text, its declared parameters, the sympy expression, and its reads, nested ones first.
+    """A parsed mask or score: its text, its declared parameters, the sympy expression, and its reads, nested ones
+    first.
 
     tree: Python's tree of the text. let: of each named part, which is over the parts before it.
     """
@@ -64,7 +65,9 @@ def _parse(text: str, params: Mapping[str, Param], let: Mapping[str, str], score
         raise LangError(None, f"does not use the part `{idle}`; expected each named one to be used")
     if (built.kind == "bool") == score:
         hint = "write where(condition, a, b)" if score else "compare it with something"
-        raise builder.error(tree.body, f"is {SAID[built.kind]}; expected {'a number' if score else 'a condition'}: {hint}")
+        raise builder.error(
+            tree.body, f"is {SAID[built.kind]}; expected {'a number' if score else 'a condition'}: {hint}"
+        )
     if unused := next((name for name in params if name not in builder.used), None):
         raise LangError(None, f"does not use the parameter `{unused}`; expected each declared one to be used")
     return Expression(text, tuple(params.items()), expr, reads, tree, trees)

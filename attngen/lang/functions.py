@@ -54,7 +54,9 @@ class Functions(Checks):
         if name not in CALLS:
             if name in self.params or name in LANGUAGE:
                 tensor = name in self.params and self.params[name].tensor is not None
-                raise self.error(node, f"calls `{name}`, which is not a function" + (f"; write {name}[...]" if tensor else ""))
+                raise self.error(
+                    node, f"calls `{name}`, which is not a function" + (f"; write {name}[...]" if tensor else "")
+                )
             meant = MEANT.get(name)
             hint = f"did you mean `{meant}`?" if meant in {*CALLS, "**"} else suggest(name, CALLS)
             raise self.error(node, f"calls `{shown(name)}`, which expressions do not have; {hint}")
@@ -73,18 +75,27 @@ class Functions(Checks):
         """`any`, `all` or `sum`: the last argument, once for each turn of the first, joined."""
         variable, count, each = node.args
         if not isinstance(variable, ast.Name):
-            raise self.error(variable, f"`{name}` names its turns `{self.written(variable)}`; expected a name, as in {name}(i, 4, ...)")
+            raise self.error(
+                variable,
+                f"`{name}` names its turns `{self.written(variable)}`; expected a name, as in {name}(i, 4, ...)",
+            )
         if variable.id in {*self.params, *self.parts, *self.turn}:
-            raise self.error(variable, f"`{name}` names its turns `{variable.id}`, which is a name already; expected another one")
+            raise self.error(
+                variable, f"`{name}` names its turns `{variable.id}`, which is a name already; expected another one"
+            )
         if problem := name_problem(variable.id):
             raise self.error(variable, f"`{name}` names its turns `{variable.id}`, which {problem}")
         turns = self.build(count)
         if not (turns.constant and turns.kind == "int" and turns.expr >= 1):
-            raise self.error(count, f"`{name}` has `{self.written(count)}` turns; expected a whole constant, 1 at least")
+            raise self.error(
+                count, f"`{name}` has `{self.written(count)}` turns; expected a whole constant, 1 at least"
+            )
         before = self.turns
         self.turns *= int(turns.expr)
         if self.turns > MAX_TURNS:
-            raise self.error(count, f"`{name}` writes its last argument out {self.turns} times; expected {MAX_TURNS} at most")
+            raise self.error(
+                count, f"`{name}` writes its last argument out {self.turns} times; expected {MAX_TURNS} at most"
+            )
         parts = []
         for turn in range(int(turns.expr)):
             self.turn[variable.id] = turn
@@ -105,7 +116,9 @@ class Functions(Checks):
 
             return self.made(node, "bool", either, constant)
         if "bool" in (a.kind, b.kind):
-            raise self.error(node, "`where` takes two numbers or two conditions after the first argument; here is one of each")
+            raise self.error(
+                node, "`where` takes two numbers or two conditions after the first argument; here is one of each"
+            )
         kind: Kind = "int" if a.kind == b.kind == "int" else "real"
         return self.made(node, kind, lambda: select(c.expr, a.expr, b.expr), constant)
 
@@ -121,14 +134,19 @@ class Functions(Checks):
             case "min" | "max":
                 self.extremes += len(parts)
                 if self.extremes > MAX_EXTREMES:
-                    raise self.error(node, f"`min` and `max` have more than {MAX_EXTREMES} arguments together; expected fewer")
+                    raise self.error(
+                        node, f"`min` and `max` have more than {MAX_EXTREMES} arguments together; expected fewer"
+                    )
                 return self.made(node, kind, lambda: FUNCTIONS[name](*exprs), constant)
             case "abs":
                 return self.made(node, kind, lambda: _abs(exprs[0]), constant)
             case "relu":
                 zero = sympy.Integer(0)  # of reals a choice, whose derivative at 0 is 0
                 return self.made(
-                    node, kind, lambda: sympy.Max(exprs[0], zero) if kind == "int" else select(exprs[0] > 0, exprs[0], zero), constant
+                    node,
+                    kind,
+                    lambda: sympy.Max(exprs[0], zero) if kind == "int" else select(exprs[0] > 0, exprs[0], zero),
+                    constant,
                 )
             case "clamp":
                 return self.made(node, kind, lambda: clamp(*exprs), constant)
@@ -140,7 +158,8 @@ class Functions(Checks):
         return self.made(node, "real", lambda: known(exprs[0]), False)
 
     def _cast(self, node: ast.Call, name: str) -> Part:
-        """`int` rounds towards zero. Of a condition, `int` and `float` are 1 or 0. A whole real stays an integer in sympy."""
+        """`int` rounds towards zero. Of a condition, `int` and `float` are 1 or 0. A whole real stays an integer in
+        sympy."""
         part = self.build(node.args[0])
         if part.kind == "bool":
             part = Part("int", select(part.expr, sympy.Integer(1), sympy.Integer(0)), part.constant)
@@ -177,7 +196,8 @@ def _sigmoid(x: float) -> float:
 
 
 def _gelu(x: Expr) -> Expr:
-    """x times the probability that a normal number is below x (Gaussian Error Linear Units, Hendrycks and Gimpel 2016, equation 1)."""
+    """x times the probability that a normal number is below x (Gaussian Error Linear Units, Hendrycks and Gimpel
+    2016, equation 1)."""
     return x / 2 * (1 + erf(x * sympy.Float(math.sqrt(0.5))))
 
 
@@ -194,7 +214,11 @@ _REAL: dict[str, Callable[[float], float]] = {
     "gelu": lambda x: x / 2 * (1 + math.erf(x * math.sqrt(0.5))),
 }
 
-_WHOLE: dict[str, tuple[Callable[[float], int], Any]] = {"floor": (math.floor, floor), "round": (round, nearest), "int": (int, trunc)}
+_WHOLE: dict[str, tuple[Callable[[float], int], Any]] = {
+    "floor": (math.floor, floor),
+    "round": (round, nearest),
+    "int": (int, trunc),
+}
 
 
 def _rounded(name: str, a: Expr, b: Expr) -> Expr:
@@ -204,4 +228,6 @@ def _rounded(name: str, a: Expr, b: Expr) -> Expr:
     if name == "int":
         return select(a >= 0, floordiv(a, b), -floordiv(-a, b))
     up = floordiv(2 * a + b, 2 * b)
-    return up - select(sympy.And(sympy.Eq(mod(2 * a + b, 2 * b), 0), sympy.Eq(mod(up, sympy.Integer(2)), 1)), sympy.Integer(1), 0)
+    return up - select(
+        sympy.And(sympy.Eq(mod(2 * a + b, 2 * b), 0), sympy.Eq(mod(up, sympy.Integer(2)), 1)), sympy.Integer(1), 0
+    )

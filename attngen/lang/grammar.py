@@ -14,7 +14,8 @@ from attngen.lang.limits import MAX_DEPTH, MAX_NODES, MAX_TEXT
 
 
 class LangError(ValueError):
-    """An expression that is not in the language: a sentence, the column (from 1) if there is one place, and the named part around it."""
+    """An expression that is not in the language: a sentence, the column (from 1) if there is one place, and the
+    named part around it."""
 
     def __init__(self, column: int | None, reason: str, part: str = "") -> None:
         self.column, self.reason, self.part = column, reason, part

@@ -13,7 +13,8 @@ from attngen.lang.limits import MAX_EXTREMES
 NAME = "[a-z][a-z0-9_]{0,31}"  # of a parameter
 
 ANY = "any"  # a dimension whose length is the tensor's own
-# The names of the language, as text of the IR. `q_pos` is the query's position among the keys: the last query is level with the last key.
+# The names of the language, as text of the IR. `q_pos` is the query's position among the keys: the last query is level
+# with the last key.
 POSITIONS = {n.word: name for name, n in INTEGERS.items() if n.word} | {"q_pos": "q_idx + Nk - Nq"}
 CONDITIONS = {"true": True, "false": False}
 SCORE = "s"
@@ -25,56 +26,78 @@ CALLS = {
     "abs": ("1 number", 1, 1),
     "clamp": ("3 numbers: x, the least, the most", 3, 3),
     "where": ("3 arguments: a condition, what holds if it is true, and if not", 3, 3),
-    **dict.fromkeys(("exp", "log", "tanh", "sigmoid", "sqrt", "erf", "sin", "cos", "relu", "gelu", "floor", "round"), ("1 number", 1, 1)),
-    **dict.fromkeys(("any", "all"), ("3 arguments: a name, how many turns, and a condition in which the name is 0, 1, ...", 3, 3)),
+    **dict.fromkeys(
+        ("exp", "log", "tanh", "sigmoid", "sqrt", "erf", "sin", "cos", "relu", "gelu", "floor", "round"),
+        ("1 number", 1, 1),
+    ),
+    **dict.fromkeys(
+        ("any", "all"), ("3 arguments: a name, how many turns, and a condition in which the name is 0, 1, ...", 3, 3)
+    ),
     "sum": ("3 arguments: a name, how many turns, and a number in which the name is 0, 1, ...", 3, 3),
     **dict.fromkeys(("int", "float"), ("1 number or condition", 1, 1)),
 }
 LANGUAGE = frozenset({*POSITIONS, *CONDITIONS, SCORE, *CALLS})
 # A foreign name -> the name that is likely meant.
-MEANT = {"q": "q_idx", "k": "kv_idx", "kv": "kv_idx", "Nq": "q_len", "Nk": "kv_len", "select": "where", "score": "s", "pow": "**"}
+MEANT = {
+    "q": "q_idx",
+    "k": "kv_idx",
+    "kv": "kv_idx",
+    "Nq": "q_len",
+    "Nk": "kv_len",
+    "select": "where",
+    "score": "s",
+    "pow": "**",
+}
 MEANT |= {"ceil": "floor", "trunc": "int"}
 
-# Names that are taken: by arguments of a call, by the generated code and by the IR's text. Who has the names -> the names.
+# Names that are taken: by arguments of a call, by the generated code and by the IR's text. Who has the names -> the
+# names.
 RESERVED: dict[str, frozenset[str]] = {
     "an argument or a variable of generated functions": frozenset(WRAPPER),
     "a function or a module that kernels use": frozenset(CALLED) | {
-        *("at", "dropout_keep", "dropout_words", "dropped", "floor_div", "floor_mod", "keep_mask", "math", "mod", "philox_round"),
-        *("position", "running_max", "store_distances", "tile_at"),
+        *("at", "dropout_keep", "dropout_words", "dropped", "floor_div"),
+        *("floor_mod", "keep_mask", "math", "mod", "philox_round"),
+        *("list_position", "running_max", "store_distances", "tile_at"),
         *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
     },
     "a function or a module that kernels for Hopper use": frozenset((
-        *("anew", "arrive", "arrive_soon", "async_copy", "await_turn", "beside", "chained_layout", "chains"),
-        *("copy_in", "copy_numbers", "copy_out", "copy_row", "defer", "draw", "drawn", "fence_async_shared"),
-        *("following", "gl", "gluon", "halves", "hold", "hold_tile", "in_place", "joined", "layout_of", "mbarrier"),
-        *("meet", "moved", "moves", "next_head", "nothing", "pack", "pass_turn", "ramp", "reset", "row_max", "row_sum"),
-        *("rows_of", "seen_as", "sent", "shared_layout", "sixteens", "started", "store_sums", "tell", "tma", "told"),
-        *("turned_layout", "turns_passed", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
+        *("rematerialize", "barrier_arrive", "barrier_arrive_early", "async_copy"),
+        *("semaphore_acquire", "row_vector", "partials_layout", "partial_sums"),
+        *("tma_load", "cp_async", "tma_store", "load_row_vector"),
+        *("pin_after_wait", "fetch_next", "broadcast", "fence_async_shared"),
+        *("next_stage", "gl", "gluon", "split_halves", "pin_before_wait"),
+        *("pin_tile", "in_place", "concat_halves", "layout_of", "mbarrier"),
+        *("barrier_sync", "moved", "moves", "next_head", "opaque_zero"),
+        *("pack", "semaphore_release", "scaled_iota", "reset", "row_max", "row_sum"),
+        *("rows_of", "seen_as", "store_wait_read", "shared_layout", "groups_of_16"),
+        *("count_tiles", "store_sums", "write_index", "tma", "read_index"),
+        *("swizzled_layout", "semaphore_value", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
     )),
     "a variable of kernels": frozenset(
         ("own_qk", "own_qk_start", "own_v", "own_v_start")
     )
     | frozenset(
-        ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_abreast", "inf", "nan", "own_head", "pid", "turn", "turn_seen")
+        ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_in_group", "inf", "nan", "own_head", "pid", "turn", "order_seen")
     )
     | {"document_q_first_count", "k_own", "q_own", "v_own", "do_own"}
     | {"acc_part", "acc_part_flight", "keys_tlse", "keys_tlse_sums", "ts_part", "ts_part_flight"}
     | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
     | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
-    | {"piece", "slot", "ticket"},
+    | {"piece", "stage", "ticket"},
 }  # fmt: skip
 TAKEN = frozenset().union(*RESERVED.values())
 # Values of the kernels, and how those made of them are named.
 _VALUES = (
-    "acc alpha count d[koqpsv] delta dlse dscore g group hq inv_l k keep keys kv l lse lse2 m masked n[kq] o o_do p pieces product q qk "
+    "acc alpha count d[koqpsv] delta dlse dscore g group hq inv_l k keep keys kv l "
+    "lse lse2 m masked n[kq] o o_do p pieces product q qk "
 )
 _VALUES += "p_steep queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights tell flush drain fill copy put give "
 _VALUES += "log2_sink t[koqpsv] tlse tscore"  # the last of forward mode
 _MADE = "acc all alpha at base batch cast chains column deferred divided end first flight full halves head held in init joined "
 _MADE += "k kept keys l left list m near needed new next o operand out partial place q rank right rope row rows scale scale2 "
 _MADE += "seen skip step sum sums v weights words"
-_OF_RINGS = "[a-z0-9_]*_ring|stride_[a-z0-9_]*|(t?[qkvo]|d[oqs]|work)_(fills|free|full|phase|slot)"
-VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_RINGS})"
+_OF_PIPELINES = "[a-z0-9_]*_smem|stride_[a-z0-9_]*|(t?[qkvo]|d[oqs]|work)_(loads|empty|full|phase|stage)"
+VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_PIPELINES})"
 
 
 def name_problem(name: Any) -> str | None:

@@ -43,7 +43,9 @@ def _least(value: Any) -> Any:
 
 def _value(value: Any) -> Any:
     if type(value) is int and abs(value) > MAX_INT:
-        raise ValueError(f"is {shown(value)}; expected a whole number from {-MAX_INT} to {MAX_INT}: kernels add it in 32 bits")
+        raise ValueError(
+            f"is {shown(value)}; expected a whole number from {-MAX_INT} to {MAX_INT}: kernels add it in 32 bits"
+        )
     if type(value) is float and not (value == 0 or LEAST_REAL <= abs(value) <= MAX_REAL):
         raise ValueError(f"is {shown(value)}; expected a finite number that fp32 has")
     if type(value) not in (bool, int, float):
@@ -52,7 +54,8 @@ def _value(value: Any) -> Any:
 
 
 class Param(BaseModel):
-    """A parameter of an expression: a tensor or a scalar of the call, or a value fixed in the spec; exactly one of these."""
+    """A parameter of an expression: a tensor or a scalar of the call, or a value fixed in the spec; exactly one of
+    these."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     tensor: Annotated[tuple[Dim | Blocks | Literal["any"] | int, ...], BeforeValidator(_dims)] | None = Field(
@@ -63,8 +66,12 @@ class Param(BaseModel):
     dtype: Literal["fp32", "int32", "bool"] = Field(default="fp32", description="element type of the tensor")
     grad: bool = Field(default=False, description="whether the fp32 tensor gets a gradient")
     scalar: Literal["int", "float"] | None = Field(default=None, description="a number of the call")
-    min: Annotated[int, BeforeValidator(_least)] | None = Field(default=None, description="the least int that calls may give")
-    value: Annotated[bool | int | float, BeforeValidator(_value)] | None = Field(default=None, description="a number fixed in the spec")
+    min: Annotated[int, BeforeValidator(_least)] | None = Field(
+        default=None, description="the least int that calls may give"
+    )
+    value: Annotated[bool | int | float, BeforeValidator(_value)] | None = Field(
+        default=None, description="a number fixed in the spec"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -86,11 +93,15 @@ class Param(BaseModel):
             home = next(form for form, below in _KEYS.items() if stray in below)
             raise ValueError(f"has `{stray}` beside `{forms[0]}`; expected it only beside `{home}`")
         if data.get("grad") is True and data.get("dtype", "fp32") != "fp32":
-            raise ValueError(f"has `grad: true` and the dtype `{shown(data['dtype'])}`; only fp32 tensors get a gradient")
+            raise ValueError(
+                f"has `grad: true` and the dtype `{shown(data['dtype'])}`; only fp32 tensors get a gradient"
+            )
         if data.get("grad") is True and ANY in tuple(data["tensor"] or ()):
             raise ValueError(f"has `grad: true` and a dimension of `{ANY}` length; expected a number, or a name")
         if "min" in keys and data["scalar"] != "int":
-            raise ValueError(f"has `min` beside the scalar `{shown(data['scalar'])}`; expected it only beside `scalar: int`")
+            raise ValueError(
+                f"has `min` beside the scalar `{shown(data['scalar'])}`; expected it only beside `scalar: int`"
+            )
         return data
 
     @model_serializer

@@ -30,8 +30,8 @@ NATURAL = {
     "Nk": KV,
 }  # how a dimension is indexed if nothing else is said
 
-# The largest parameter that an expression may add to positions: kernels sum it, a position and a length in 32 bits, and calls
-# keep positions and lengths below 2**29.
+# The largest parameter that an expression may add to positions: kernels sum it, a position and a length in 32 bits, and
+# calls keep positions and lengths below 2**29.
 MAX_OFFSET = 2**30 - 1
 
 
@@ -40,7 +40,9 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
-    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()  # those that `derived` names; generated modules hold their source
+    functions: ClassVar[
+        tuple[Callable[..., Any], ...]
+    ] = ()  # those that `derived` names; generated modules hold their source
 
     def inputs(self) -> tuple[Input, ...]:
         """Run-time inputs: tensors, and numbers (of no shape)."""
@@ -57,7 +59,8 @@ class Part(BaseModel):
         return tuple(Read(name, name, tuple(NATURAL[d] for d in shape)) for name, shape in tensors)
 
     def sample(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
-        """Values of its inputs for a test, on the CPU: by default normal numbers, bits that are mostly true, positions."""
+        """Values of its inputs for a test, on the CPU: by default normal numbers, bits that are mostly true,
+        positions."""
         import torch
 
         found: dict[str, torch.Tensor | float] = {}
@@ -67,7 +70,9 @@ class Part(BaseModel):
                 found[i.name] = torch.rand(shape, generator=generator) < 0.7
             elif i.dtype == "i32":
                 least = i.least or 0
-                numbers = torch.randint(least, max(least, sizes.n_kv) + 1, shape, generator=generator, dtype=torch.int32)
+                numbers = torch.randint(
+                    least, max(least, sizes.n_kv) + 1, shape, generator=generator, dtype=torch.int32
+                )
                 found[i.name] = numbers if shape else int(numbers)
             else:
                 numbers = torch.randn(shape, generator=generator)
@@ -75,7 +80,8 @@ class Part(BaseModel):
         return found
 
     def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
-        """Values of its inputs for a benchmark, on the CPU, as those of a common user are: by default those of `sample`."""
+        """Values of its inputs for a benchmark, on the CPU, as those of a common user are: by default those of
+        `sample`."""
         return self.sample(sizes, generator)
 
     def notes(self) -> tuple[str, ...]:
@@ -126,7 +132,11 @@ class WrittenPart(Part):
 
     def data(self) -> Any:
         let = {"let": self.let} if self.let else {}
-        return {"expr": self.expr, **let, "params": {name: param.model_dump(mode="json") for name, param in self.params.items()}}
+        return {
+            "expr": self.expr,
+            **let,
+            "params": {name: param.model_dump(mode="json") for name, param in self.params.items()},
+        }
 
 
 def _param_inputs(params: Mapping[str, Param]) -> tuple[Input, ...]:
@@ -155,7 +165,16 @@ def evaluated(
     dtype = torch.float64 if s is None else s.dtype
     batch, q_heads, kv_heads, n_q, n_kv = sizes
     return evaluate(
-        written, batch=batch, q_heads=q_heads, kv_heads=kv_heads, n_q=n_q, n_kv=n_kv, s=s, values=values, device=device, dtype=dtype
+        written,
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        n_q=n_q,
+        n_kv=n_kv,
+        s=s,
+        values=values,
+        device=device,
+        dtype=dtype,
     )
 
 

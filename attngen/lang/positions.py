@@ -1,4 +1,5 @@
-"""A common mistake with positions: `q_idx` and `kv_idx` both count from 0, even if there are fewer queries than keys."""
+"""A common mistake with positions: `q_idx` and `kv_idx` both count from 0, even if there are fewer queries than
+keys."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ NOTE = (
 
 
 def position_note(tree: ast.Expression) -> str | None:
-    """A sentence if the expression compares or subtracts `q_idx` and `kv_idx` without naming a length there; None otherwise."""
+    """A sentence if the expression compares or subtracts `q_idx` and `kv_idx` without naming a length there; None
+    otherwise."""
     what = _mixing(tree.body, False)
     return NOTE.format(what) if what else None
 
 
 def _mixing(node: ast.AST, aligned: bool) -> str | None:
     """How a part mixes the two; `aligned`: an arithmetic expression around it has a length in it."""
-    arithmetic = isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)) and not isinstance(getattr(node, "op", None), ast.Not)
+    arithmetic = isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)) and not isinstance(
+        getattr(node, "op", None), ast.Not
+    )
     aligned = aligned or (arithmetic and bool(_names(node) & {"q_len", "kv_len"}))
     sides: list[ast.expr] = []
     if isinstance(node, ast.Compare):

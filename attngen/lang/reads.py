@@ -35,10 +35,14 @@ class Reads(Functions):
             self.used.add(name)
             param = self.params[name]
             if param.tensor is not None:
-                raise self.error(node, f"uses the tensor `{name}` without an index; write {name}[{', '.join(self._indices(param))}]")
+                raise self.error(
+                    node, f"uses the tensor `{name}` without an index; write {name}[{', '.join(self._indices(param))}]"
+                )
             if param.value is None:
                 return Part(param.kind, symbol(name))
-            make = {"bool": lambda v: sympy.true if v else sympy.false, "int": sympy.Integer, "real": sympy.Float}[param.kind]
+            make = {"bool": lambda v: sympy.true if v else sympy.false, "int": sympy.Integer, "real": sympy.Float}[
+                param.kind
+            ]
             return Part(param.kind, make(param.value), True)
         if name in POSITIONS:
             return Part("int", parse(POSITIONS[name]))
@@ -53,7 +57,9 @@ class Reads(Functions):
         known = {*POSITIONS, *CONDITIONS, *self.params, *self.parts, *((SCORE,) if self.score else ())}
         meant = MEANT.get(name)
         hint = f"did you mean `{meant}`?" if meant in known else suggest(name, known)
-        raise self.error(node, f"uses `{shown(name)}`, which is no name of the language and not declared in `params`; {hint}")
+        raise self.error(
+            node, f"uses `{shown(name)}`, which is no name of the language and not declared in `params`; {hint}"
+        )
 
     def _indices(self, param: Param) -> list[str]:
         """An index as it is likely meant, for a hint."""
@@ -74,13 +80,21 @@ class Reads(Functions):
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if len(indices) != len(param.dims):
             want = f"{tensor}[{', '.join(self._indices(param))}]"
-            raise self.error(node, f"indexes `{tensor}` by {len(indices)}, but it has {len(param.dims)} dimensions; expected as in {want}")
+            raise self.error(
+                node,
+                f"indexes `{tensor}` by {len(indices)}, but it has {len(param.dims)} dimensions; expected as in {want}",
+            )
         parts = [self.build(n) for n in indices]
         for n, part in zip(indices, parts):
             if symbol(SCORE) in part.expr.free_symbols:
-                raise self.error(n, f"the index `{self.written(n)}` of `{tensor}` depends on the score; expected positions and parameters")
+                raise self.error(
+                    n,
+                    f"the index `{self.written(n)}` of `{tensor}` depends on the score; expected positions and parameters",
+                )
             if part.kind != "int":
-                raise self.error(n, f"the index `{self.written(n)}` of `{tensor}` is {SAID[part.kind]}; expected an integer")
+                raise self.error(
+                    n, f"the index `{self.written(n)}` of `{tensor}` is {SAID[part.kind]}; expected an integer"
+                )
         key = tensor, tuple(p.expr for p in parts)
         if key not in self.reads:
             ways = sum(t == tensor for t, _ in self.reads)
@@ -105,12 +119,15 @@ class Reads(Functions):
                 taken.add(name)
                 names[at] = symbol(name)
         reads = ((t, index, at) for (t, index), at in self.reads.items())
-        final = tuple(Read(names.get(at, at).name, t, tuple(_settled(i.xreplace(names)) for i in index)) for t, index, at in reads)
+        final = tuple(
+            Read(names.get(at, at).name, t, tuple(_settled(i.xreplace(names)) for i in index)) for t, index, at in reads
+        )
         return _settled(expr.xreplace(names)), final
 
 
 def _suffixed(tensor: str, index: tuple[Expr, ...]) -> str | None:
-    """`doc_q` for doc[b, q_idx]: by the positions that are indices as they are, if there are any and all others are b, h or hkv."""
+    """`doc_q` for doc[b, q_idx]: by the positions that are indices as they are, if there are any and all others are
+    b, h or hkv."""
     short = {symbol("q_idx"): "q", symbol("kv_idx"): "kv"}
     plain = {symbol(n) for n in ("b", "h", "hkv")}
     letters = [short[i] for i in index if i in short]
@@ -118,7 +135,8 @@ def _suffixed(tensor: str, index: tuple[Expr, ...]) -> str | None:
 
 
 def _settled(expr: Any) -> Any:
-    """The expression as the IR's text gives it back: sympy leaves some parts, as min(x, max(1, 2)), for a second look."""
+    """The expression as the IR's text gives it back: sympy leaves some parts, as min(x, max(1, 2)), for a second
+    look."""
     for _ in range(4):
         again = parse(to_text(expr))
         if again == expr:

@@ -29,7 +29,8 @@ class Mask(Part):
     """Base of every mask. A spec may give the fields of the subclass as parameters."""
 
     def blocks(self) -> Blocks | None:
-        """The blocks of scores that count, if the mask names whole blocks; inside them the expression holds. Else None."""
+        """The blocks of scores that count, if the mask names whole blocks; inside them the expression holds. Else
+        None."""
         return None
 
     def names_blocks(self) -> bool:
@@ -37,7 +38,8 @@ class Mask(Part):
         return False
 
     def unlisted(self) -> Mask:
-        """The same mask for use under `any_of` or `not`, where other parts may show what it hides: a condition, without lists of blocks."""
+        """The same mask for use under `any_of` or `not`, where other parts may show what it hides: a condition,
+        without lists of blocks."""
         return self
 
     def expression(self) -> Bool:
@@ -49,11 +51,13 @@ class Mask(Part):
         return self.expression()
 
     def facts(self) -> tuple[Fact, ...]:
-        """Bounds of the parts of the expression that depend on data. For a part without a fact, a kernel lists blocks."""
+        """Bounds of the parts of the expression that depend on data. For a part without a fact, a kernel lists
+        blocks."""
         return ()
 
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
-        """The oracle, written by hand and apart from `expression`: a bool tensor that broadcasts to [B, H, n_q, n_kv]."""
+        """The oracle, written by hand and apart from `expression`: a bool tensor that broadcasts to [B, H, n_q,
+        n_kv]."""
         raise NotImplementedError
 
 
@@ -105,7 +109,9 @@ class Compound(Mask):
 
     def _wrapped(self, m: Mask) -> str:
         """A part's text, in brackets where it is several conditions."""
-        several = isinstance(m, (AllOf, AnyOf)) or (isinstance(m, Written) and (m.let or isinstance(m.parsed.tree.body, ast.BoolOp)))
+        several = isinstance(m, (AllOf, AnyOf)) or (
+            isinstance(m, Written) and (m.let or isinstance(m.parsed.tree.body, ast.BoolOp))
+        )
         return f"({m.describe()})" if several else m.describe()
 
     def data(self) -> Any:
@@ -176,7 +182,8 @@ class Not(Compound):
 
 
 def union_note(mask: Mask) -> str | None:
-    """A sentence, to follow the key's name, if a union shows keys behind the query, and some of its parts do not; None otherwise.
+    """A sentence, to follow the key's name, if a union shows keys behind the query, and some of its parts do not; None
+    otherwise.
 
     A mask of the library that is such a union by itself, as `prefix_lm`, is meant so.
     """
@@ -203,7 +210,9 @@ def _is_causal(where: Any) -> bool:
         return all(map(_is_causal, where.args))
     if not isinstance(where, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
         return False
-    margin = sympy.expand((where.gts - where.lts).replace(floordiv, lambda x, n: x / n))  # which bounds as the quotient does
+    margin = sympy.expand(
+        (where.gts - where.lts).replace(floordiv, lambda x, n: x / n)
+    )  # which bounds as the quotient does
     of_query, of_key = margin.coeff(Q), margin.coeff(KV)
     return bool(of_query.is_number and of_key.is_number and of_query > 0 > of_key)
 

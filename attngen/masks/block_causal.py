@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class BlockCausal(Mask):
-    """Blocks of `size` positions, causal between them and open inside (block diffusion, frames of video). Aligned as `causal` is."""
+    """Blocks of `size` positions, causal between them and open inside (block diffusion, frames of video). Aligned as
+    `causal` is."""
 
     name: ClassVar[str] = "block_causal"
     size: int = Field(ge=1, le=MAX_OFFSET, description="positions of a block")

@@ -17,24 +17,26 @@ if TYPE_CHECKING:
 
 
 def butterfly(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Bool [rows, columns]: block (i, j) counts where i and j differ in one bit at most (Pixelated Butterfly, Dao et al. 2021)."""
+    """Bool [rows, columns]: block (i, j) counts where i and j differ in one bit at most (Pixelated Butterfly, Dao et
+    al. 2021)."""
     i, j = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     differ = i ^ j
     return differ & (differ - 1) == 0
 
 
 def local_global(rows: int, columns: int, device: torch.device, local: int, globals: int) -> torch.Tensor:
-    """Bool [rows, columns]: blocks at most `local` from the diagonal, which ends in the last corner, and the first `globals` rows
-    and columns of blocks (Longformer, Beltagy et al. 2020)."""
+    """Bool [rows, columns]: blocks at most `local` from the diagonal, which ends in the last corner, and the first
+    `globals` rows and columns of blocks (Longformer, Beltagy et al. 2020)."""
     i, j = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     return ((i + columns - rows - j).abs() <= local) | (i < globals) | (j < globals)
 
 
 class BlockSparse(Mask):
-    """Blocks of `block` x `block` scores that count: `block_mask=` (bool, broadcast to [B, Hq, Tq, Tk]), by default a `pattern`'s.
+    """Blocks of `block` x `block` scores that count: `block_mask=` (bool, broadcast to [B, Hq, Tq, Tk]), by default a
+    `pattern`'s.
 
-    Under `any_of` or `not` it hides no blocks from the others: `block_mask` has all four dimensions, the first two 1 or B and Hq, and
-    a pattern takes none.
+    Under `any_of` or `not` it hides no blocks from the others: `block_mask` has all four dimensions, the first two 1 or
+    B and Hq, and a pattern takes none.
     """
 
     name: ClassVar[str] = "block_sparse"
@@ -62,7 +64,9 @@ class BlockSparse(Mask):
 
     def blocks(self) -> Blocks:
         params = (("local", self.local), ("globals", self.globals)) if self.pattern == "local_global" else ()
-        return Blocks(self.block, self.pattern or "", tuple((name, value) for name, value in params if value is not None))
+        return Blocks(
+            self.block, self.pattern or "", tuple((name, value) for name, value in params if value is not None)
+        )
 
     def names_blocks(self) -> bool:
         return True
@@ -113,7 +117,9 @@ class _BlocksRead(BlockSparse):
         if not self.pattern:
             return ()
         numbers = (str(self.local), str(self.globals)) if self.pattern == "local_global" else ()
-        return (Derived(("pattern_blocks",), (self._shape(),), self.pattern, (*self._shape(), "device", *numbers), "b1"),)
+        return (
+            Derived(("pattern_blocks",), (self._shape(),), self.pattern, (*self._shape(), "device", *numbers), "b1"),
+        )
 
     def reads(self) -> tuple[Read, ...]:
         size = sympy.Integer(self.block)

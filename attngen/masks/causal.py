@@ -24,7 +24,8 @@ def position_offset(align: Align) -> Any:
 
 
 class Causal(Mask):
-    """A query sees no later key. With Nq != Nk, `bottom_right` (FlashAttention) aligns the ends, `top_left` (SDPA) the starts."""
+    """A query sees no later key. With Nq != Nk, `bottom_right` (FlashAttention) aligns the ends, `top_left` (SDPA)
+    the starts."""
 
     name: ClassVar[str] = "causal"
     align: Align = "bottom_right"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Dilated(Mask):
-    """Keys at distances of 0, `step`, 2 `step`, ... before the query, at most `reach` (Longformer, Beltagy et al. 2020, section 3.1)."""
+    """Keys at distances of 0, `step`, 2 `step`, ... before the query, at most `reach` (Longformer, Beltagy et al.
+    2020, section 3.1)."""
 
     name: ClassVar[str] = "dilated"
     step: int = Field(ge=2, le=MAX_OFFSET, description="distance between keys")
@@ -26,7 +27,9 @@ class Dilated(Mask):
     def expression(self) -> Bool:
         position = Q + position_offset(self.align)
         near = sympy.true if self.reach is None else position - KV <= self.reach
-        return sympy.And(position >= KV, near, sympy.Eq(mod(position, sympy.Integer(self.step)), mod(KV, sympy.Integer(self.step))))
+        return sympy.And(
+            position >= KV, near, sympy.Eq(mod(position, sympy.Integer(self.step)), mod(KV, sympy.Integer(self.step)))
+        )
 
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch

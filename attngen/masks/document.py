@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     import torch
 
 
-def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int) -> tuple[torch.Tensor, ...]:
-    """Four int32 tensors: the first and the end of the keys that each query sees [n_q]; the same, in queries, for each key [n_kv].
+def packed_spans(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int
+) -> tuple[torch.Tensor, ...]:
+    """Four int32 tensors: the first and the end of the keys that each query sees [n_q]; the same, in queries, for each
+    key [n_kv].
 
-    Document d has the queries cu_seqlens_q[d] .. cu_seqlens_q[d + 1] and the keys cu_seqlens_kv[d] .. cu_seqlens_kv[d + 1]; with
-    `causal` its last query meets its last key.
+    Document d has the queries cu_seqlens_q[d] .. cu_seqlens_q[d + 1] and the keys cu_seqlens_kv[d] .. cu_seqlens_kv[d +
+    1]; with `causal` its last query meets its last key.
     """
     if cu_seqlens_q.shape != cu_seqlens_kv.shape or not cu_seqlens_q.numel():
         shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_kv.shape)}"
-        raise ValueError(f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents in both")
-    cu_seqlens_q, cu_seqlens_kv = (x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv))  # kernels wait for one another by what rises
+        raise ValueError(
+            f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents in both"
+        )
+    cu_seqlens_q, cu_seqlens_kv = (
+        x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv)
+    )  # kernels wait for one another by what rises
     spans = []
     for own, other, n, side in ((cu_seqlens_q, cu_seqlens_kv, n_q, 1), (cu_seqlens_kv, cu_seqlens_q, n_kv, -1)):
         position = torch.arange(n, device=own.device, dtype=torch.int32)
@@ -40,16 +47,22 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
             end = torch.minimum(end, meets + 1)
         elif causal:
             first = torch.maximum(first, meets)
-        none = torch.where(before, other[0], other[-1])  # positions in no document see nothing, and no row outside of all documents
+        none = torch.where(
+            before, other[0], other[-1]
+        )  # positions in no document see nothing, and no row outside of all documents
         spans += [torch.where(inside, x, none).int() for x in (first, torch.maximum(first, end))]
     return tuple(spans)
 
 
-SPANS, SORTED_SPANS = "@documents", "@sorted_documents"  # documents.ir and sorted_documents.ir; over a cache those that end _in_cache.ir
+SPANS, SORTED_SPANS = (
+    "@documents",
+    "@sorted_documents",
+)  # documents.ir and sorted_documents.ir; over a cache those that end _in_cache.ir
 # Numbers for each query, which rise along the queries, and the same for each key in numbers of queries:
 # 1. This query and all later ones see no key before the first number.
 # 2. This query and all earlier ones see no key from the second one on.
-# 3. and 4. Keys from the third number of query j up to the fourth of query i are in the documents of all queries from i to j.
+# 3. and 4. Keys from the third number of query j up to the fourth of query i are in the documents of all queries from i
+# to j.
 OF_QUERY = ("document_first", "document_end", "document_full_first", "document_full_end")
 OF_KEY = ("document_q_first", "document_q_end", "document_q_full_first", "document_q_full_end")
 IDS = ("document_q", "document_kv", *OF_QUERY, *OF_KEY)
@@ -57,19 +70,21 @@ PACKED = ("document_first", "document_end", "document_q_first", "document_q_end"
 
 
 class Document(Mask):
-    """Queries see the keys of their own document: `document_ids` is int32 [B, Nk], in any order. Queries are the last Nq positions.
-    Ids are above -2**31; with ids of 2**30 and more, in absolute value, calls are right and may be slower.
-    With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load no ids of keys.
+    """Queries see the keys of their own document: `document_ids` is int32 [B, Nk], in any order. Queries are the last
+    Nq positions. Ids are above -2**31; with ids of 2**30 and more, in absolute value, calls are right and may be
+    slower. With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load no ids of keys.
     Over a cache ids are those of the keys that a sequence has; what is past its last key does not matter.
 
-    With `packed`, sequences lie one after the other: `cu_seqlens_q` and `cu_seqlens_kv` (int32 [documents + 1]) say where each
-    starts, and `causal` is inside each, its last query level with its last key. Ids are made causal by `all_of: [causal, document]`.
+    With `packed`, sequences lie one after the other: `cu_seqlens_q` and `cu_seqlens_kv` (int32 [documents + 1]) say
+    where each starts, and `causal` is inside each, its last query level with its last key. Ids are made causal by
+    `all_of: [causal, document]`.
     """
 
     name: ClassVar[str] = "document"
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (packed_spans,)
     sorted: bool = Field(
-        default=False, description="of ids: they never fall along a sequence, which is faster; calls check it where ATTNGEN_CHECK=1 is set"
+        default=False,
+        description="of ids: they never fall along a sequence, which is faster; calls check it where ATTNGEN_CHECK=1 is set",
     )
     packed: bool = False
     causal: bool = Field(default=False, description="of packed documents: a query sees no later key of its own")
@@ -143,7 +158,10 @@ class Document(Mask):
         if not self.packed:
             ids = torch.arange(sizes.n_kv) * count // max(1, sizes.n_kv)
             return {"document_ids": ids.int().repeat(sizes.batch, 1)}
-        return {f"cu_seqlens_{x}": (torch.arange(count + 1) * n // max(1, count)).int() for x, n in (("q", sizes.n_q), ("kv", sizes.n_kv))}
+        return {
+            f"cu_seqlens_{x}": (torch.arange(count + 1) * n // max(1, count)).int()
+            for x, n in (("q", sizes.n_q), ("kv", sizes.n_kv))
+        }
 
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
         import torch

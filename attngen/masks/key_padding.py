@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of its last True."""
+    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of
+    its last True."""
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
@@ -33,7 +34,8 @@ SPAN = ("key_padding_first", "key_padding_run", "key_padding_end")
 
 
 class KeyPadding(Mask):
-    """Keys that count, per sequence: `key_padding` (bool [B, Nk], True = visible), or with `lengths` the first kv_lengths[b]."""
+    """Keys that count, per sequence: `key_padding` (bool [B, Nk], True = visible), or with `lengths` the first
+    kv_lengths[b]."""
 
     name: ClassVar[str] = "key_padding"
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (key_span,)

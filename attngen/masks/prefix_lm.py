@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class PrefixLM(Mask):
     """The first keys are seen by all queries, the others causally (Raffel et al. 2020, section 3.2.1).
 
-    How many is fixed by `length`; otherwise it is an argument, `prefix_length`: an int, or with `per: batch` an int32 tensor [B].
+    How many is fixed by `length`; otherwise it is an argument, `prefix_length`: an int, or with `per: batch` an int32
+    tensor [B].
     """
 
     name: ClassVar[str] = "prefix_lm"
@@ -47,7 +48,11 @@ class PrefixLM(Mask):
         import torch
 
         shift = sizes.n_kv - sizes.n_q if self.align == "bottom_right" else 0
-        mask = torch.ones(sizes.n_q, sizes.n_kv, dtype=torch.bool, device=device).tril(shift)[None, None].repeat(sizes.batch, 1, 1, 1)
+        mask = (
+            torch.ones(sizes.n_q, sizes.n_kv, dtype=torch.bool, device=device)
+            .tril(shift)[None, None]
+            .repeat(sizes.batch, 1, 1, 1)
+        )
         lengths: Any = inputs["prefix_length"] if self.length is None else self.length
         for b in range(sizes.batch):
             mask[b, :, :, : max(0, int(lengths[b]) if self.per else lengths)] = True

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class SinkTokens(Mask):
-    """The first `count` keys, behind the query too. Streaming attention: {all_of: [causal, {any_of: [window, sink_tokens]}]}.
+    """The first `count` keys, behind the query too. Streaming attention: {all_of: [causal, {any_of: [window,
+    sink_tokens]}]}.
 
     That is StreamingLLM (Xiao et al. 2023); without `causal`, the first queries see later keys.
     """

@@ -39,7 +39,9 @@ class SlidingWindow(Mask):
         import torch
 
         shift = sizes.n_kv - sizes.n_q if self.align == "bottom_right" else 0
-        distance = torch.arange(sizes.n_q, device=device)[:, None] + shift - torch.arange(sizes.n_kv, device=device)[None, :]
+        distance = (
+            torch.arange(sizes.n_q, device=device)[:, None] + shift - torch.arange(sizes.n_kv, device=device)[None, :]
+        )
         visible = torch.ones_like(distance, dtype=torch.bool)
         if self.left is not None:
             visible &= distance <= self.left

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 class Tree(Mask):
-    """The last Nq keys are a draft, those of the queries; `tree_mask` (bool [B, Nq, Nq]) has, for each query, what it sees of these.
+    """The last Nq keys are a draft, those of the queries; `tree_mask` (bool [B, Nq, Nq]) has, for each query, what it
+    sees of these.
 
-    In a tree of drafted tokens these are its ancestors and itself (speculative decoding: Miao et al. 2024, SpecInfer, section 4.2).
+    In a tree of drafted tokens these are its ancestors and itself (speculative decoding: Miao et al. 2024, SpecInfer,
+    section 4.2).
     """
 
     name: ClassVar[str] = "tree"

@@ -58,7 +58,8 @@ def path(points: Iterable[tuple[float, float]], cls: str) -> Shape:
 def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[int, int]) -> Drawing:
     """Draw the score matrix, n queries down and n keys across; cells[p][j] is the class of tile j of program p.
 
-    `own` is the axis that programs own, "q" or "kv". `blocks` are the rows of a tile along that axis, and along the other.
+    `own` is the axis that programs own, "q" or "kv". `blocks` are the rows of a tile along that axis, and along the
+    other.
     """
     left, top = 20, 20
     across, down = blocks if own == "kv" else blocks[::-1]  # keys and queries of a tile
@@ -143,7 +144,9 @@ def bars(title: str, lines: list[Bar], whole: float, width: int = WIDTH) -> Draw
             continue
         shapes.append(text(width, y + 15, line.shown, anchor="end"))
         shapes.append(rect(0, y + 21, width, 9, "track"))
-        shapes.append(rect(0, y + 21, max(1.0, width * min(1.0, line.value / whole)), 9, line.cls, f"{line.label}: {line.shown}"))
+        shapes.append(
+            rect(0, y + 21, max(1.0, width * min(1.0, line.value / whole)), 9, line.cls, f"{line.label}: {line.shown}")
+        )
         y += LINE
     says = "; ".join(f"{line.label} {line.shown}".strip() for line in lines)
     return Drawing(width, y, title, says, shapes)
@@ -153,7 +156,8 @@ def bars(title: str, lines: list[Bar], whole: float, width: int = WIDTH) -> Draw
 
 
 class Point(NamedTuple):
-    """A kernel under the roof. In FLOP per byte: `cached` with the device's cache, `loaded` as if every load went to memory."""
+    """A kernel under the roof. In FLOP per byte: `cached` with the device's cache, `loaded` as if every load went to
+    memory."""
 
     label: str
     cached: float
@@ -212,11 +216,14 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
 
 def _short(value: float) -> str:
     """A round number in few letters: 0.5, 20, 10k."""
-    return next((f"{value / size:g}{letter}" for size, letter in ((1e6, "M"), (1e3, "k")) if value >= size), f"{value:g}")
+    return next(
+        (f"{value / size:g}{letter}" for size, letter in ((1e6, "M"), (1e3, "k")) if value >= size), f"{value:g}"
+    )
 
 
 def _spread(wanted: list[float], apart: float, least: float, most: float) -> list[float]:
-    """Positions in rising order, near those `wanted`: at least `apart` from each other, at most `most`, at least `least` if they fit."""
+    """Positions in rising order, near those `wanted`: at least `apart` from each other, at most `most`, at least
+    `least` if they fit."""
     found: list[float] = []
     for x in wanted:
         found.append(max(x, least, found[-1] + apart if found else least))

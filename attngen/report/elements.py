@@ -1,4 +1,5 @@
-"""Pictures of masks, element by element, in which a reader can check a formula; made by hand-written references on sample data."""
+"""Pictures of masks, element by element, in which a reader can check a formula; made by hand-written references on
+sample data."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Picture:
     def rows(self) -> Iterator[list[str]]:
         """Rows of a table: a query, and the keys that it sees."""
         for q, row in enumerate(self.seen, self.q0):
-            spans = [(key, [k for k, _ in group]) for key, group in groupby(enumerate(row, self.k0), lambda pair: pair[1])]
+            spans = [
+                (key, [k for k, _ in group]) for key, group in groupby(enumerate(row, self.k0), lambda pair: pair[1])
+            ]
             runs = [f"{keys[0]} .. {keys[-1]}" if len(keys) > 1 else str(keys[0]) for visible, keys in spans if visible]
             yield [str(q), ", ".join(runs) or "none"]
 
@@ -56,7 +59,8 @@ class Sample:
     spec: Spec
 
     def inputs(self, sizes: Sizes) -> dict[str, Any]:
-        """The mask's inputs: its own samples. Tensors by position that an expression reads hold document numbers (i32) or stripes (b1)."""
+        """The mask's inputs: its own samples. Tensors by position that an expression reads hold document numbers
+        (i32) or stripes (b1)."""
         import torch
 
         from attngen.conformance.harness import make_mask_inputs
@@ -76,7 +80,8 @@ class Sample:
         return found.expand(sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv)
 
     def blocks(self, n: int, size: int) -> list[list[int]]:
-        """The number of visible elements in each block of size x size scores, for the first head of n queries and n keys."""
+        """The number of visible elements in each block of size x size scores, for the first head of n queries and n
+        keys."""
         import torch
 
         mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
@@ -100,9 +105,13 @@ class Sample:
         inputs = self.inputs(sizes)
         mask = self.mask(sizes, inputs)
         remarks = [f"{SIDE} queries and {SIDE} keys; dark elements are visible."]
-        differs = [what for what, axis in (("sequences", 0), ("heads", 1)) if not bool((mask == mask.narrow(axis, 0, 1)).all())]
+        differs = [
+            what for what, axis in (("sequences", 0), ("heads", 1)) if not bool((mask == mask.narrow(axis, 0, 1)).all())
+        ]
         remarks.append(
-            f"The first head of the first sequence; other {' and '.join(differs)} differ." if differs else "All heads are alike."
+            f"The first head of the first sequence; other {' and '.join(differs)} differ."
+            if differs
+            else "All heads are alike."
         )
         if SHARINGS[self.spec.heads.sharing].is_shared:
             remarks.append("Query heads that share a K/V head see through this mask each by itself.")
@@ -120,7 +129,8 @@ class Sample:
         return max([*numbers, 8 * blocks.size if blocks else 0])
 
     def _values(self, inputs: dict[str, Any]) -> Iterator[str]:
-        """A text for each input of the mask, for the first sequence and head: a number's or a vector's values, else how they were made."""
+        """A text for each input of the mask, for the first sequence and head: a number's or a vector's values, else
+        how they were made."""
         striped = {i.name for part in _written(self.spec.mask) for i in part.inputs() if _is_striped(i)}
         for i in (i for i in self.spec.mask.inputs() if not i.is_size):
             value, first = inputs[i.name], 0
@@ -138,7 +148,8 @@ class Sample:
                 yield f"{name} is random"
 
     def _further(self, reach: int) -> list[Picture]:
-        """A picture across the sharpest edge away from the diagonal, in a mask of more than `reach` rows; none if there is no such edge."""
+        """A picture across the sharpest edge away from the diagonal, in a mask of more than `reach` rows; none if
+        there is no such edge."""
         n = 1 << (reach + SIDE).bit_length()
         mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
         step = SIDE // 2
@@ -154,7 +165,15 @@ class Sample:
             return []
         _, q0, k0 = min(found)
         seen = mask[q0 : q0 + SIDE, k0 : k0 + SIDE].tolist()
-        return [Picture("elements further on", q0, k0, seen, [f"The same of {n} queries and keys, from query {q0} and key {k0} on."])]
+        return [
+            Picture(
+                "elements further on",
+                q0,
+                k0,
+                seen,
+                [f"The same of {n} queries and keys, from query {q0} and key {k0} on."],
+            )
+        ]
 
 
 def _written(mask: Mask) -> Iterator[Written]:
@@ -171,7 +190,8 @@ def _is_striped(i: Input) -> bool:
 
 
 def _striped(shape: list[int], dims: tuple[Any, ...], dtype: str) -> torch.Tensor:
-    """Sample data. Integers number five documents along the rows; bits form stripes. Over queries and keys, both numbers are added."""
+    """Sample data. Integers number five documents along the rows; bits form stripes. Over queries and keys, both
+    numbers are added."""
     import torch
 
     along = [torch.arange(n).view([-1 if i == axis else 1 for i in range(len(shape))]) for axis, n in enumerate(shape)]

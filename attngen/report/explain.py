@@ -28,16 +28,26 @@ from attngen.tiles.ranges import inexact
 from attngen.tiles.sampled import counted, samples
 from attngen.tiles.tiles import tile_loops
 
-FOLDED = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+FOLDED = textwrap.TextWrapper(
+    120, initial_indent="  ", subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+)
 
 
-def explain(module: Module, problem: Problem, report: dict[str, Any], undivided: Iterable[str] = ()) -> Iterator[RenderableType]:
+def explain(
+    module: Module, problem: Problem, report: dict[str, Any], unspecialized: Iterable[str] = ()
+) -> Iterator[RenderableType]:
     """Everything that the analysis knows of a target module, for one problem size.
 
     report: its report.json, with compiler readings. undivided: sentences on why backends divide none of its kernels.
     """
-    yield Text(f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}", style="bold")
-    yield Text("\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)", style="bold")
+    yield Text(
+        f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}",
+        style="bold",
+    )
+    yield Text(
+        "\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)",
+        style="bold",
+    )
     for kernel in module.kernels:
         for loop in tile_loops(kernel):
             ranges = ", ".join(f"{to_text(lo)} <= j < {to_text(hi)}" for lo, hi in loop.ranges)
@@ -64,10 +74,14 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
         moved = dram_bytes(kernel)
         yield _line(f"@{kernel.name} HBM bytes = {to_text(moved.read)} read, {to_text(moved.written)} written")
         if row:
-            yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(backend_of(row).footprint.formula(module, kernel, row))}")
+            yield _line(
+                f"@{kernel.name} SRAM bytes (H100) = {to_text(backend_of(row).resources.formula(module, kernel, row))}"
+            )
     for part in scratch(module):
         condition = "" if part.where == sympy.true else f", where {to_text(part.where)}"
-        yield _line(f"@{part.host} in @{part.block}: bytes beside results = {to_text(part.bytes)}, of {', '.join(part.tensors)}{condition}")
+        yield _line(
+            f"@{part.host} in @{part.block}: bytes beside results = {to_text(part.bytes)}, of {', '.join(part.tensors)}{condition}"
+        )
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
     yield Text(f"\nPer device, for {size}", style="bold")
     yield device_table(module, problem)
@@ -79,18 +93,25 @@ def explain(module: Module, problem: Problem, report: dict[str, Any], undivided:
     yield from map(_line, parts_of_columns(module, problem))
     if module.dealing:
         yield from over_cache(module, problem)
-    yield Text("\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread", style="bold")
+    yield Text(
+        "\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread",
+        style="bold",
+    )
     yield from fit_table(report)
-    yield from map(_line, undivided)
+    yield from map(_line, unspecialized)
 
 
 def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
-    """Which share of the tiles bounds leave, and which lists of blocks would, where the mask is a formula of positions and lengths."""
+    """Which share of the tiles bounds leave, and which lists of blocks would, where the mask is a formula of
+    positions and lengths."""
     where = module.meaning.where
     if not samples(where):
         return
     n = min(-(-problem.n_kv // LISTED) * LISTED, SAMPLED_LENGTHS[-1])
-    yield Text(f"\nTiles visited of {n} x {n}, in {LISTED} x {LISTED}, counted in a sample of rows (those that are masked)", style="bold")
+    yield Text(
+        f"\nTiles visited of {n} x {n}, in {LISTED} x {LISTED}, counted in a sample of rows (those that are masked)",
+        style="bold",
+    )
     visits = "lists" if module.blocks is not None and module.blocks.data else "bounds"
     for scene, own in ((Scene("q", "kv"), "queries"), (Scene("kv", "q"), "keys")):
         found = counted(where, scene, n)
@@ -108,7 +129,19 @@ def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
     yield _line(f"@decode, @combine bytes of parts, a sequence = {to_text(joined_bytes())}")
     yield _line(f"@decode FLOPs, a sequence = {to_text(call_flops(module))}")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = ("device", "tile", "programs", "filling", "parts", "MB K, V", "MB parts", "FLOP/B", "roof", "us", "tokens/s")
+    headings = (
+        "device",
+        "tile",
+        "programs",
+        "filling",
+        "parts",
+        "MB K, V",
+        "MB parts",
+        "FLOP/B",
+        "roof",
+        "us",
+        "tokens/s",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("device", "tile", "roof") else "right", no_wrap=True)
     for device in DEVICES.values():
@@ -116,7 +149,7 @@ def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
         if found is None:
             table.add_row(device.name, "none")
             continue
-        row = found.row
+        row = found.config
         table.add_row(
             device.name,
             f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}",
@@ -139,9 +172,21 @@ def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
 
 
 def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
-    """Predictions for each kernel on each target, beside what the compiler reported; sentences below say why no tile fits."""
+    """Predictions for each kernel on each target, beside what the compiler reported; sentences below say why no tile
+    fits."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("kernel", "target", "bytes", "rows", "tile", "predicted", "reported", "registers", "spills", "code"):
+    for heading in (
+        "kernel",
+        "target",
+        "bytes",
+        "rows",
+        "tile",
+        "predicted",
+        "reported",
+        "registers",
+        "spills",
+        "code",
+    ):
         table.add_column(heading, justify="left" if heading in ("kernel", "target", "tile") else "right", no_wrap=True)
     none, verified = [], False
     for name, kernel in report["kernels"].items():
@@ -158,9 +203,13 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
             read = (reading.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
             verified |= bool(reading)
             cells = ("" if n is None else f"{n:,}" for n in read)
-            table.add_row(name, row["device"], f"{row['elem_bytes']}", rows or "any", tile, f"{row['sram_bytes']:,}", *cells)
+            table.add_row(
+                name, row["device"], f"{row['elem_bytes']}", rows or "any", tile, f"{row['sram_bytes']:,}", *cells
+            )
             if row.get("backend") and reading.get("states"):
-                none.append(f"On {row['device']} the kernel @{name} with {tile} gets no certificate: it {reading['states']}.")
+                none.append(
+                    f"On {row['device']} the kernel @{name} with {tile} gets no certificate: it {reading['states']}."
+                )
     yield table
     yield from (_line(reason) for reason in none)
     if not verified:
@@ -184,9 +233,26 @@ def _line(text: str) -> Text:
 def device_table(module: Module, problem: Problem) -> Table:
     """One line per device and kernel."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = ("device", "kernel", "tile", "warps", "stages", "SRAM", "free", "TFLOP", "GB load", "/std", "GB HBM", "FLOP/B", "roof", "ms")
+    headings = (
+        "device",
+        "kernel",
+        "tile",
+        "warps",
+        "stages",
+        "SRAM",
+        "free",
+        "TFLOP",
+        "GB load",
+        "/std",
+        "GB HBM",
+        "FLOP/B",
+        "roof",
+        "ms",
+    )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True)
+        table.add_column(
+            heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True
+        )
     for device in DEVICES.values():
         for direction in (*module.directions, "jvp"):
             for kernel in module.kernels_of(direction):
@@ -194,13 +260,15 @@ def device_table(module: Module, problem: Problem) -> Table:
                 if e is None:
                     table.add_row(device.name, kernel.name, "none")
                     continue
-                standard = standard_total(module, direction, e.row, problem) if direction in module.directions else None
+                standard = (
+                    standard_total(module, direction, e.config, problem) if direction in module.directions else None
+                )
                 table.add_row(
                     device.name,
                     kernel.name,
-                    e.row.tile,
-                    str(e.row.num_warps),
-                    str(e.row.num_stages),
+                    e.config.tile,
+                    str(e.config.num_warps),
+                    str(e.config.num_stages),
                     f"{e.sram / 1024:.0f}K",
                     f"{100 * (1 - e.sram / e.limit):.0f}%",
                     f"{e.flops / 1e12:.2f}",

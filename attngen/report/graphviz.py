@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attngen.errors import AttngenError
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.pipe import DIVIDED_KIND, bodies_of
+from attngen.ir.pipe import ALL_KINDS, bodies_of
 from attngen.ir.text import print_op
 
 COLOURS = {"hbm": "#d9d9d9", "sram": "#b3d9ff", "reg": "#ffffff", "flight": "#ffe0b3", "?": "#ffffff"}
@@ -16,8 +16,11 @@ COLOURS = {"hbm": "#d9d9d9", "sram": "#b3d9ff", "reg": "#ffffff", "flight": "#ff
 
 def to_dot(module: Module) -> str:
     """One cluster per kernel and block; boxes are ops, coloured by memory space; dashed edges enter loop bodies."""
-    lines = [f'digraph "{module.name}" {{', "  rankdir=TB; node [shape=box, style=filled, fontname=monospace, fontsize=9];"]
-    for kernel in (*module.kernels, *module.divided):
+    lines = [
+        f'digraph "{module.name}" {{',
+        "  rankdir=TB; node [shape=box, style=filled, fontname=monospace, fontsize=9];",
+    ]
+    for kernel in (*module.kernels, *module.warp_specialized):
         lines += _kernel(kernel)
     return "\n".join([*lines, "}", ""])
 
@@ -34,7 +37,9 @@ def _kernel(kernel: Kernel) -> list[str]:
         for op in block.ops:
             space = next((t.space for t in op.results().values()), "reg")
             label = print_op(op).split(" : ")[0].replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(f'      {node(op.name)} [label="{label}", fillcolor="{COLOURS[space]}", tooltip="{DIVIDED_KIND[type(op)]}"];')
+            lines.append(
+                f'      {node(op.name)} [label="{label}", fillcolor="{COLOURS[space]}", tooltip="{ALL_KINDS[type(op)]}"];'
+            )
         lines.append("    }")
     lines.append("  }")
     lines += [f"  {node(a)} -> {node(b)};" for a, b in kernel.graph.edges]
@@ -53,7 +58,9 @@ def write_graph(module: Module, path: Path) -> None:
     if path.suffix != ".svg":
         raise AttngenError(f"--graph {path}: expected a name that ends in .dot or .svg")
     if shutil.which("dot") is None:
-        raise AttngenError(f"--graph {path}: drawing SVG needs Graphviz's `dot` on the PATH; install it, or write a .dot file")
+        raise AttngenError(
+            f"--graph {path}: drawing SVG needs Graphviz's `dot` on the PATH; install it, or write a .dot file"
+        )
     try:
         subprocess.run(["dot", "-Tsvg", "-o", str(path)], input=dot, text=True, check=True, capture_output=True)
     except subprocess.CalledProcessError as error:

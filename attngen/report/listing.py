@@ -18,7 +18,8 @@ from attngen.spec import Spec
 
 
 class Line(NamedTuple):
-    """A line of a diff: `added`, `removed` or `same`; or a heading, `where`, that says where the lines below it stand."""
+    """A line of a diff: `added`, `removed` or `same`; or a heading, `where`, that says where the lines below it
+    stand."""
 
     cls: str
     text: str
@@ -63,7 +64,8 @@ def _says(doc: str | None) -> str:
 
 
 def _diff(before: list[str], after: list[str]) -> Iterator[Line]:
-    """The changed lines, each group with a line of context on both sides, under a heading that names its kernel, schedule or module."""
+    """The changed lines, each group with a line of context on both sides, under a heading that names its kernel,
+    schedule or module."""
     for group in difflib.SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(1):
         above = after[: group[0][3] + 1]
         where = next((line for line in reversed(above) if line.startswith(("kernel ", "schedule ", "module "))), "")

@@ -61,14 +61,16 @@ def _indexed(letter: str, index: str) -> Markup:
 
 
 class MathML(Printer):
-    """Prints expressions, and remembers in `met` which symbols it met. Unknown functions become name(arguments); all else unknown, text."""
+    """Prints expressions, and remembers in `met` which symbols it met. Unknown functions become name(arguments); all
+    else unknown, text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.met: set[str] = set()
 
     def math(self, e: Any) -> Markup:
-        """The expression as <math> elements, between which lines may break: before the terms of sums and conditions, after commas."""
+        """The expression as <math> elements, between which lines may break: before the terms of sums and conditions,
+        after commas."""
         return Markup(" ").join(element("math", part, displaystyle="true") for part in self._pieces(e))
 
     def _pieces(self, e: Any) -> list[Markup]:
@@ -93,7 +95,8 @@ class MathML(Printer):
         return [self._print(e)]
 
     def _term_pieces(self, term: Expr, follows: bool) -> list[Markup]:
-        """The parts of a term of a sum, the first with its sign. Only minima, maxima and rounded quotients have several parts."""
+        """The parts of a term of a sum, the first with its sign. Only minima, maxima and rounded quotients have
+        several parts."""
         minus = term.could_extract_minus_sign()
         positive = -term if minus else term
         if not isinstance(positive, (sympy.Min, sympy.Max, floordiv, cdiv)):
@@ -105,14 +108,28 @@ class MathML(Printer):
     def between(self, lo: Expr, name: str, hi: Expr) -> Markup:
         """lo ≤ name < hi."""
         least, most = self._print(lo), self._print(hi)
-        return element("math", _row(least, _operator("≤"), element("mi", name), _operator("<"), most), displaystyle="true")
+        return element(
+            "math", _row(least, _operator("≤"), element("mi", name), _operator("<"), most), displaystyle="true"
+        )
 
     def sum_over_programs(self, factors: Iterable[Expr], turns: Expr, own: str, rows: Expr) -> Markup:
-        """`factors` times the sum of `turns` over the programs of a head; its index is the first row of a program's tile, below `rows`."""
+        """`factors` times the sum of `turns` over the programs of a head; its index is the first row of a program's
+        tile, below `rows`."""
         first, step = (self._print(sympy.Symbol(name)) for name in (f"{own}_start", AXIS_DIM[own]))
         end = self._print(rows)
         comma = _operator(",")
-        under = _row(first, _operator("="), element("mn", "0"), comma, step, comma, element("mn", "2"), step, comma, _operator("…"))
+        under = _row(
+            first,
+            _operator("="),
+            element("mn", "0"),
+            comma,
+            step,
+            comma,
+            element("mn", "2"),
+            step,
+            comma,
+            _operator("…"),
+        )
         sign = element("munderover", element("mo", "∑", **{"class": "large"}), under, _row(first, _operator("<"), end))
         head = [part for f in factors for part in (self._print(f), _SPACE)]
         pieces = self._pieces(turns)
@@ -170,7 +187,9 @@ class MathML(Printer):
     def _print_Mul(self, e: Any) -> Markup:
         if e.args[0].is_Number and e.args[0].is_negative:
             return _row(_operator("−"), self._wrapped(-e, PRECEDENCE["Mul"]))
-        above, below = sympy.fraction(e) if any(f.is_Pow and f.exp.is_negative for f in e.args) else (e, sympy.Integer(1))
+        above, below = (
+            sympy.fraction(e) if any(f.is_Pow and f.exp.is_negative for f in e.args) else (e, sympy.Integer(1))
+        )
         if below != 1:
             return element("mfrac", self._print(above), self._print(below))
         factors = [f for f in e.args if f.is_Number] + [f for f in e.as_ordered_factors() if not f.is_Number]
@@ -226,7 +245,10 @@ class MathML(Printer):
     def _print_select(self, e: Any) -> Markup:
         cases, rest = _cases(e)
         rows = [(self._print(value), _row(element("mtext", "if"), _GAP, self._print(where))) for where, value in cases]
-        table = [element("mtr", *(element("mtd", cell) for cell in row)) for row in (*rows, (self._print(rest), element("mtext", "else")))]
+        table = [
+            element("mtr", *(element("mtd", cell) for cell in row))
+            for row in (*rows, (self._print(rest), element("mtext", "else")))
+        ]
         return element("mtable", *table, **{"class": "cases"})  # the style sheet draws the brace, whatever the font
 
     def _print_exp2(self, e: Any) -> Markup:

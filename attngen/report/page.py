@@ -1,4 +1,5 @@
-"""`attngen explain --html`: everything that the compiler knows of a spec, as one HTML page that loads no other files."""
+"""`attngen explain --html`: everything that the compiler knows of a spec, as one HTML page that loads no other
+files."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from attngen.errors import AttngenError
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import If, Launch
-from attngen.ir.ops import Map, Mask, Position
+from attngen.ir.ops import ListPosition, Map, Mask
 from attngen.ir.split_axes import joined
-from attngen.lowering.pipeline import undivided
+from attngen.lowering.pipeline import unspecialized
 from attngen.report.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
 from attngen.report.elements import Sample
 from attngen.report.explain import bounds
@@ -37,7 +38,7 @@ from attngen.report.mathml import SYMBOLS, MathML
 from attngen.report.tilemap import TileMap, chosen, rows_on, tile_maps
 from attngen.report.timeline import lanes
 from attngen.spec import Spec
-from attngen.targets.registry import DIVIDERS, backend_of
+from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.tiles import extent, heads, tile_loops
 
 KV = symbol("kv_idx")
@@ -56,7 +57,8 @@ def check_path(path: Path) -> None:
 
 
 def environment(*folders: Path) -> jinja2.Environment:
-    """The templates of pages, and those of other folders. What is put into HTML is escaped; into other text, it is not."""
+    """The templates of pages, and those of other folders. What is put into HTML is escaped; into other text, it is
+    not."""
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, templates_dir() / "html"]),
         undefined=jinja2.StrictUndefined,
@@ -75,7 +77,8 @@ def marked(text: str) -> Markup:
 
 
 def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:
-    """The page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a problem size."""
+    """The page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a
+    problem size."""
     module = steps[-1][1]
     typeset = MathML()
     report, sample = json.loads(files["report.json"]), Sample(spec)
@@ -90,10 +93,10 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "pictures": sample.pictures,
         "maps": (maps := tile_maps(sample, module, problem)),
         "unlisted": any(isinstance(m, TileMap) and m.count(UNLISTED) for _, m in maps),
-        "lanes": [(kernel.name, lanes(module, kernel)) for kernel in module.divided],
+        "lanes": [(kernel.name, lanes(module, kernel)) for kernel in module.warp_specialized],
         "apart": [sentence for kernel in module.kernels if (sentence := _apart(module, kernel))],
         "tight": f"{TIGHT:.0%}",
-        "undivided": list(undivided(spec, dict(steps)["dce"])),
+        "undivided": list(unspecialized(spec, dict(steps)["dce"])),
         "fits": [_fit(module, cls, problem, report) for cls in CLASSES],
         "devices": [_device(module, device, problem) for device in DEVICES.values()],
         "passes": list(changes(spec, steps)),
@@ -105,7 +108,12 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
 
 def _code(module: Module) -> list[str]:
     """The generated files that are shown."""
-    return ["__init__.py", "kernels.py", *dict.fromkeys(DIVIDERS[kernel.backend].file for kernel in module.divided), "schedule.ir"]
+    return [
+        "__init__.py",
+        "kernels.py",
+        *dict.fromkeys(SPECIALIZERS[kernel.backend].file for kernel in module.warp_specialized),
+        "schedule.ir",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- formulas
@@ -135,14 +143,24 @@ def meaning(logical: Module, module: Module, typeset: MathML) -> list[Group]:
         what = [Formula(SEES, "always", "")]
     if module.blocks and not module.blocks.data:
         given = f"`{module.blocks.pattern}` makes" if module.blocks.pattern else "`block_mask=` of a call gives"
-        what.append(Formula("", f"and where their block of {module.blocks.size} × {module.blocks.size} scores counts, as {given} them", ""))
+        what.append(
+            Formula(
+                "",
+                f"and where their block of {module.blocks.size} × {module.blocks.size} scores counts, as {given} them",
+                "",
+            )
+        )
     what += [Formula(name, typeset.math(expr)) for name, expr in _scores(kernel).items()]
     if module.dropout:
-        what.append(Formula("dropout", "of probabilities, by random numbers of (seed, sequence, head, query, key) alone", ""))
+        what.append(
+            Formula("dropout", "of probabilities, by random numbers of (seed, sequence, head, query, key) alone", "")
+        )
     work = []
     for direction in module.directions:
         work.append(Formula(f"{direction}, FLOPs", typeset.math(useful_flops(module, direction))))
-        work.append(Formula(f"{direction}, bytes of standard attention, a head", typeset.math(standard_bytes(direction))))
+        work.append(
+            Formula(f"{direction}, bytes of standard attention, a head", typeset.math(standard_bytes(direction)))
+        )
     return [Group("What a query sees", what), Group("Work", work)]
 
 
@@ -180,7 +198,9 @@ def _scores(kernel: Kernel) -> dict[str, Expr]:
 
 
 def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -> Group:
-    found = [Formula("mask, where tiles need one", typeset.math(op.where), "") for op in kernel.ops() if isinstance(op, Mask)]
+    found = [
+        Formula("mask, where tiles need one", typeset.math(op.where), "") for op in kernel.ops() if isinstance(op, Mask)
+    ]
     turns: Expr = sympy.Integer(0)
     for loop in tile_loops(kernel):
         parts = []
@@ -189,22 +209,31 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
             turns += end - first
             parts.append(typeset.between(lo, "j", hi))
         found.append(Formula(f"{loop.cls} tiles", Markup(" and ").join(parts), ""))
-    positions = {op.name for op in kernel.ops() if isinstance(op, Position)}
+    positions = {op.name for op in kernel.ops() if isinstance(op, ListPosition)}
     for name, value in bounds(kernel):
         if str(name) in positions:
-            found.append(Formula(str(name), Markup("how many of the tiles listed come before tile {}").format(typeset.math(value))))
+            found.append(
+                Formula(
+                    str(name), Markup("how many of the tiles listed come before tile {}").format(typeset.math(value))
+                )
+            )
         else:
             found.append(Formula(str(name), typeset.math(value)))
     if tile_loops(kernel):
         factors = symbol("B"), heads(kernel) / symbol("B")
-        found.append(Formula("tiles", typeset.sum_over_programs(factors, turns, kernel.own_axis, extent(kernel, kernel.own_axis))))
+        found.append(
+            Formula(
+                "tiles",
+                typeset.sum_over_programs(factors, turns, kernel.program_axis, extent(kernel, kernel.program_axis)),
+            )
+        )
         found.append(Formula("FLOPs", typeset.math(executed_flops(kernel))))
     found.append(Formula("bytes loaded and stored", typeset.math(hbm_bytes(kernel))))
     found.append(Formula("bytes, each tensor once", typeset.math(compulsory_bytes(kernel))))
     fits: dict[Expr, list[str]] = {}
     for cls in CLASSES:
         if row := chosen(module, kernel, cls, problem):
-            fits.setdefault(backend_of(row).footprint.formula(module, kernel, row), []).append(cls)
+            fits.setdefault(backend_of(row).resources.formula(module, kernel, row), []).append(cls)
     found += [Formula(f"SRAM bytes, {', '.join(names)}", typeset.math(formula)) for formula, names in fits.items()]
     return Group(f"@{kernel.name}", found)
 
@@ -215,10 +244,13 @@ def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Mark
     meanings |= {i.name: i.help for i in module.inputs}
     meanings |= {name: f"computed by {d.function} before the kernels run" for d in module.derived for name in d.names}
     ops = (op for m in (logical, module) for kernel in m.kernels for op in kernel.ops())
-    defined = {op.name for op in ops if isinstance(op, (Map, Position))}
+    defined = {op.name for op in ops if isinstance(op, (Map, ListPosition))}
     order = [*meanings, *sorted(typeset.met - set(meanings))]
     used = [name for name in order if name in typeset.met and name not in defined]
-    return [(typeset.math(symbol(name)), name, meanings.get(name, "a number that the kernel reads or computes")) for name in used]
+    return [
+        (typeset.math(symbol(name)), name, meanings.get(name, "a number that the kernel reads or computes"))
+        for name in used
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- devices
@@ -252,7 +284,7 @@ def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> 
             elsewhere = " and ".join(dict.fromkeys(row.device for _, row in module.stand_ins(kernel.name)))
             says = (
                 f"runs on {elsewhere} alone"
-                if elsewhere and not any(u.device == cls for u in module.unfit(kernel.name))
+                if elsewhere and not any(u.device == cls for u in module.not_fitting(kernel.name))
                 else "no tile fits"
             )
             lines.append(Bar(f"@{kernel.name}: {says}"))
@@ -260,17 +292,28 @@ def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> 
         for one, row in taken:
             name = f"@{kernel.name}" + (f", {row.backend}" if row.backend != module.backend else "")
             of_report = report["kernels"].get(one.name, report["kernels"][kernel.name])["schedules"]
-            known = next(r for r in of_report if schedule(row).items() <= r.items() and r.get("backend", module.backend) == row.backend)
+            known = next(
+                r
+                for r in of_report
+                if schedule(row).items() <= r.items() and r.get("backend", module.backend) == row.backend
+            )
             need = known["sram_bytes"]
             colour = "bar tight" if need >= TIGHT * limit else "bar"
             lines.append(Bar(name, f"{need / 1024:.1f} KiB, {need / limit:.0%}", need, colour))
             read = f"{known['reading']['shared_bytes']:,}" if known["reading"] else "not read"
-            rows.append([name, row.tile.replace("x", " × "), str(row.num_warps), str(row.num_stages), f"{need:,}", read])
+            rows.append(
+                [name, row.tile.replace("x", " × "), str(row.num_warps), str(row.num_stages), f"{need:,}", read]
+            )
     headings = ["kernel", "tile", "warps", "stages", "predicted", "compiler"]
     title = f"{cls}: {limit // 1024} KiB"
-    reasons = [u.reason for kernel in module.kernels for u in module.unfit(kernel.name) if u.device == cls]
+    reasons = [u.reason for kernel in module.kernels for u in module.not_fitting(kernel.name) if u.device == cls]
     table = Table(f"Bytes of {limit:,}, as predicted and as the compiler reports them", headings, rows)
-    return Panel(title, [bars(f"Shared memory of each kernel on {cls}, of {limit // 1024} KiB", lines, limit, NARROW)], table, reasons)
+    return Panel(
+        title,
+        [bars(f"Shared memory of each kernel on {cls}, of {limit // 1024} KiB", lines, limit, NARROW)],
+        table,
+        reasons,
+    )
 
 
 def _device(module: Module, device: Device, problem: Problem) -> Panel:
@@ -289,21 +332,36 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
                 remarks.append(f"No tile of @{kernel.name} fits.")
                 continue
             mine.append(e)
-            share = e.loaded / standard_total(module, direction, e.row, problem)
-            cells = [e.row.tile.replace("x", " × "), _si(e.flops, "FLOP"), _si(e.loaded, "B"), f"{share:.3f}", _si(e.bytes, "B")]
+            share = e.loaded / standard_total(module, direction, e.config, problem)
+            cells = [
+                e.config.tile.replace("x", " × "),
+                _si(e.flops, "FLOP"),
+                _si(e.loaded, "B"),
+                f"{share:.3f}",
+                _si(e.bytes, "B"),
+            ]
             rows.append([f"@{kernel.name}", *cells, f"{e.intensity:,.0f}", e.binds, _si(e.seconds, "s")])
             if e.flops:
                 points.append(Point(f"@{kernel.name}", e.intensity, e.flops / e.loaded))
             else:
-                remarks.append(f"@{kernel.name} has no matrix product: memory bounds it, and the roofline leaves it out.")
+                remarks.append(
+                    f"@{kernel.name} has no matrix product: memory bounds it, and the roofline leaves it out."
+                )
         found += mine
         if len(mine) == len(module.kernels_of(direction)):
-            standard = standard_total(module, direction, mine[0].row, problem)
+            standard = standard_total(module, direction, mine[0].config, problem)
             moved += [
                 Bar(direction),
                 Bar("standard attention", _si(standard, "B"), standard, "bar other"),
-                Bar("loaded and stored by programs", _si(sum(e.loaded for e in mine), "B"), sum(e.loaded for e in mine)),
-                Bar("of that, from and to HBM", _si(sum(e.bytes for e in mine), "B"), sum(e.bytes for e in mine), "bar deep"),
+                Bar(
+                    "loaded and stored by programs", _si(sum(e.loaded for e in mine), "B"), sum(e.loaded for e in mine)
+                ),
+                Bar(
+                    "of that, from and to HBM",
+                    _si(sum(e.bytes for e in mine), "B"),
+                    sum(e.bytes for e in mine),
+                    "bar deep",
+                ),
             ]
     charts = []
     if points:
@@ -315,22 +373,41 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
         charts.append(bars(f"Bytes moved on {device.name}", moved, max(bar.value or 0.0 for bar in moved)))
     headings = ["kernel", "tile", "work", "loaded", "/ standard", "HBM", "FLOP / B", "roof", "time at the roof"]
     remarks += parts_of_columns(module, problem, [device])
-    return Panel(f"{device.name} ({device.cls})", charts, Table(f"Work, bytes and time on {device.name}", headings, rows), remarks)
+    return Panel(
+        f"{device.name} ({device.cls})",
+        charts,
+        Table(f"Work, bytes and time on {device.name}", headings, rows),
+        remarks,
+    )
 
 
 def _apart(module: Module, kernel: Kernel) -> str:
-    """What a kernel does for which the page shows no bytes and time: most calls of a direction do not launch it. Empty if they do."""
+    """What a kernel does for which the page shows no bytes and time: most calls of a direction do not launch it.
+    Empty if they do."""
     if any(kernel in module.kernels_of(direction) for direction in module.directions):
         return ""
     forward = module.host("forward")
-    launching = {block.name for block in forward.blocks if any(isinstance(op, Launch) and op.kernel == kernel.name for op in block.ops)}
+    launching = {
+        block.name
+        for block in forward.blocks
+        if any(isinstance(op, Launch) and op.kernel == kernel.name for op in block.ops)
+    }
     where = next((to_text(op.where) for op in forward.ops() if isinstance(op, If) and op.then in launching), "")
     return f"@{kernel.name}{f', in place of @fwd where {where}' if where else ''}. {kernel.about}"
 
 
 def _si(value: float, unit: str) -> str:
     """A quantity to three digits, with an SI prefix."""
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")):
+    for factor, prefix in (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+        (1.0, ""),
+        (1e-3, "m"),
+        (1e-6, "µ"),
+    ):
         if value >= 0.9995 * factor:
             shown = value / factor
             return f"{shown:.{2 if shown < 9.995 else 1 if shown < 99.95 else 0}f} {prefix}{unit}"

@@ -1,4 +1,5 @@
-"""`attngen explain --theory` as rich renderables: theorems with their closed forms, orders and limits, and a model's numbers."""
+"""`attngen explain --theory` as rich renderables: theorems with their closed forms, orders and limits, and a model's
+numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ Saved: what the backward reads that the forward wrote, besides o."""
 
 def explain_theory(module: Module, problem: Problem, model: Model | None) -> Iterator[RenderableType]:
     """Every theorem, and its numbers for a problem size. If there is a model, the size is that of one of its layers."""
-    yield Text(f"{module.name}: theorems, for one head with N queries and N keys of width d, and M elements on chip", style="bold")
+    yield Text(
+        f"{module.name}: theorems, for one head with N queries and N keys of width d, and M elements on chip",
+        style="bold",
+    )
     yield Text(INTRO, style="dim")
     for subject, found in theorems(module).items():
         yield Text(f"\n{subject}", style="bold")
@@ -58,7 +62,11 @@ def _lines(theorem: Theorem) -> Iterator[str]:
 
 
 def _size(module: Module, problem: Problem, model: Model | None) -> str:
-    dim = f"{module.head_dim_qk}" if module.head_dim_qk == module.head_dim_v else f"{module.head_dim_qk}/{module.head_dim_v}"
+    dim = (
+        f"{module.head_dim_qk}"
+        if module.head_dim_qk == module.head_dim_v
+        else f"{module.head_dim_qk}/{module.head_dim_v}"
+    )
     heads = f"{problem.q_heads} heads, {problem.kv_heads} K/V heads, head dim {dim}"
     if model is None:
         what = f"One layer: {heads}"
@@ -85,7 +93,16 @@ def _moved(module: Module, problem: Problem, layers: int) -> Table:
 
 
 def _done(module: Module, problem: Problem, layers: int) -> Table:
-    table = _table("schedule", "TFLOP forward", "TFLOP backward", "PFLOP, all layers", "saved", "GB saved", "GB, all layers", "/std")
+    table = _table(
+        "schedule",
+        "TFLOP forward",
+        "TFLOP backward",
+        "PFLOP, all layers",
+        "saved",
+        "GB saved",
+        "GB, all layers",
+        "/std",
+    )
     rows = list(done(module, problem))
     for row in rows:
         table.add_row(
@@ -104,5 +121,7 @@ def _done(module: Module, problem: Problem, layers: int) -> Table:
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("schedule", "device", "tiles", "saved") else "right", no_wrap=True)
+        table.add_column(
+            heading, justify="left" if heading in ("schedule", "device", "tiles", "saved") else "right", no_wrap=True
+        )
     return table

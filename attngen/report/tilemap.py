@@ -11,7 +11,7 @@ import sympy
 from attngen.cost.roofline import Problem, row_of
 from attngen.devices import CLASSES
 from attngen.ir.expr import Expr
-from attngen.ir.graph import Blocks, Kernel, Module, Row
+from attngen.ir.graph import Blocks, Config, Kernel, Module
 from attngen.ir.ops import Loop
 from attngen.ir.split_axes import ranges as shared_ranges
 from attngen.masks import registry
@@ -58,7 +58,11 @@ class TileMap:
     @property
     def counts(self) -> str:
         """How many tiles there are of each class, in words."""
-        return ", ".join(f"{self.count(cls)} {cls}" for cls in ("full", "partial", UNLISTED, "empty") if self.count(cls) or cls != UNLISTED)
+        return ", ".join(
+            f"{self.count(cls)} {cls}"
+            for cls in ("full", "partial", UNLISTED, "empty")
+            if self.count(cls) or cls != UNLISTED
+        )
 
     def programs(self) -> Iterator[list[str]]:
         """Rows of a table: the program, the rows it owns, the ranges of its loops, how many tiles it visits."""
@@ -68,30 +72,33 @@ class TileMap:
             yield [str(p), rows, *ranges, str(len(row) - row.count("empty") - row.count(UNLISTED))]
 
 
-def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Row | None:
+def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Config | None:
     """The schedule row that a kernel takes on a device class for a problem size; None if no tile fits."""
-    return row_of(module, kernel, cls, problem.n_q if kernel.own_axis == "q" else problem.n_kv)
+    return row_of(module, kernel, cls, problem.n_q if kernel.program_axis == "q" else problem.n_kv)
 
 
-def rows_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> list[tuple[Kernel, Row]]:
-    """The portable kernel and the one of another backend that calls of a size run on a device class, each with its schedule row.
+def rows_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> list[tuple[Kernel, Config]]:
+    """The portable kernel and the one of another backend that calls of a size run on a device class, each with its
+    schedule row.
 
     A call with few rows takes the first one, where both exist.
     """
     portable = chosen(module, kernel, cls, problem)
-    rows = problem.n_q if kernel.own_axis == "q" else problem.n_kv
-    others = [(k, row) for k, row in module.stand_ins(kernel.name) if row.device == cls and rows > row.min_rows]
+    rows = problem.n_q if kernel.program_axis == "q" else problem.n_kv
+    others = [
+        (k, config) for k, config in module.stand_ins(kernel.name) if config.device == cls and rows > config.min_rows
+    ]
     return [*([(kernel, portable)] if portable else []), *others[-1:]]
 
 
 def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
     """Each kernel that loops over tiles, with its map or the reason why it has none.
 
-    Left out are the kernel `packed`, which owns few queries of many heads, and `bwd`, whose tiles are those of `dkdv`. `sample` says which
-    blocks count if a call's data decides.
+    Left out are the kernel `packed`, which owns few queries of many heads, and `bwd`, whose tiles are those of `dkdv`.
+    `sample` says which blocks count if a call's data decides.
     """
     found: list[tuple[str, TileMap | str]] = []
-    for kernel in (k for k in module.kernels if tile_loops(k) and not (k.packs or k.adds)):
+    for kernel in (k for k in module.kernels if tile_loops(k) and not (k.pack_gqa or k.adds)):
         try:
             found.append((kernel.name, draw_tiles(sample, module, kernel, problem)))
         except Unknown as reason:
@@ -101,24 +108,27 @@ def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[st
 
 def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem) -> TileMap:
     """The tile map of a kernel; raises Unknown if no tile fits, or if its tiles depend on what only a call knows."""
-    row = next((r for cls in (DRAWN_ON, *CLASSES) if (r := chosen(module, kernel, cls, problem))), None)
-    if row is None:
+    config = next((r for cls in (DRAWN_ON, *CLASSES) if (r := chosen(module, kernel, cls, problem))), None)
+    if config is None:
         raise Unknown("No tile fits any device.")
-    n, block_q, block_kv = _small(module, kernel, row, min(problem.n_q, problem.n_kv))
+    n, block_q, block_kv = _small(module, kernel, config, min(problem.n_q, problem.n_kv))
     sizes = {"Nq": n, "Nk": n, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
-    remarks = [f"Tiles of {block_q} queries by {block_kv} keys" + (f", as on {row.device}." if block_q == row.block_q else ".")]
-    if block_q != row.block_q:
-        remarks.append(f"On {row.device} they are {row.block_q} by {row.block_kv}: too small to draw.")
+    remarks = [
+        f"Tiles of {block_q} queries by {block_kv} keys"
+        + (f", as on {config.device}." if block_q == config.block_q else ".")
+    ]
+    if block_q != config.block_q:
+        remarks.append(f"On {config.device} they are {config.block_q} by {config.block_kv}: too small to draw.")
     used = {str(s) for e in _bounds(kernel) for s in e.free_symbols}
     if used & FIRST.keys():
         remarks.append("Drawn for the first head of the first sequence; others differ.")
     if given := sorted(used & unbounded(kernel).keys() - sizes.keys()):
         remarks.append(f"Drawn for a call that hides nothing by {', '.join(given)}; others visit fewer tiles.")
-    own, other = (block_q, block_kv) if kernel.own_axis == "q" else (block_kv, block_q)
+    own, other = (block_q, block_kv) if kernel.program_axis == "q" else (block_kv, block_q)
     cells: list[list[str]] = []
     ranges: list[list[str]] = []
     for start in range(0, n, own):
-        values = {**FIRST, **unbounded(kernel), **sizes, f"{kernel.own_axis}_start": start}
+        values = {**FIRST, **unbounded(kernel), **sizes, f"{kernel.program_axis}_start": start}
         cells.append(["empty"] * -(-n // other))
         ranges.append([])
         for loop in tile_loops(kernel):
@@ -134,16 +144,18 @@ def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem)
             "It finds out which blocks of scores count, before the other kernels run: it visits all that the mask's bounds leave."
         )
     headings = [loop.cls for loop in tile_loops(kernel)]
-    return TileMap(kernel.name, kernel.own_axis, n, block_q, block_kv, remarks, headings, cells, ranges)
+    return TileMap(kernel.name, kernel.program_axis, n, block_q, block_kv, remarks, headings, cells, ranges)
 
 
 def _bounds(kernel: Kernel) -> list[Expr]:
-    """The bounds of the loops over tiles, with named scalars written out; of loops that programs share, those of all together."""
+    """The bounds of the loops over tiles, with named scalars written out; of loops that programs share, those of all
+    together."""
     return [e for loop in tile_loops(kernel) for pair in shared_ranges(kernel, loop) for e in pair]
 
 
-def _small(module: Module, kernel: Kernel, row: Row, most: int) -> tuple[int, int, int]:
-    """(rows, BLOCK_Q, BLOCK_KV) of a map: rows enough to show what the mask does, at most `most`; tiles of `row`, doubled if too many."""
+def _small(module: Module, kernel: Kernel, config: Config, most: int) -> tuple[int, int, int]:
+    """(rows, BLOCK_Q, BLOCK_KV) of a map: rows enough to show what the mask does, at most `most`; tiles of `config`,
+    doubled if too many."""
     block = module.blocks.size if module.blocks else None
     reach = max((2 * abs(int(i)) for e in _bounds(kernel) for i in e.atoms(sympy.Integer)), default=0)
     wanted = min(MOST * block, max(16 * block, reach)) if block else reach
@@ -151,14 +163,15 @@ def _small(module: Module, kernel: Kernel, row: Row, most: int) -> tuple[int, in
     while n < wanted:
         n *= 2
     n = min(n, most)
-    block_q, block_kv = row.block_q, row.block_kv
+    block_q, block_kv = config.block_q, config.block_kv
     while n > MOST * min(block_q, block_kv) and (block is None or 2 * max(block_q, block_kv) <= block):
         block_q, block_kv = 2 * block_q, 2 * block_kv
     return n, block_q, block_kv
 
 
 def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> list[tuple[int, int]]:
-    """The ranges of a loop for one program, within `tiles` tiles; raises Unknown, with the reason, if they cannot be told."""
+    """The ranges of a loop for one program, within `tiles` tiles; raises Unknown, with the reason, if they cannot be
+    told."""
     found = []
     for bounds in shared_ranges(kernel, loop):
         if missing := sorted({str(s) for e in bounds for s in e.free_symbols} - set(values)):
@@ -175,21 +188,32 @@ def _on_lists(blocks: Blocks) -> str:
     if blocks.pattern:
         return f"Of these ranges, programs visit the tiles of blocks that {blocks.pattern} lists."
     if blocks.data:
-        what = f"the sample data, whose blocks of {blocks.size} by {blocks.size} scores hold something visible or do not"
+        what = (
+            f"the sample data, whose blocks of {blocks.size} by {blocks.size} scores hold something visible or do not"
+        )
     else:
-        what = f"a sample of `block_mask=`, which keeps about 60% of the blocks of {blocks.size} by {blocks.size} scores"
+        what = (
+            f"a sample of `block_mask=`, which keeps about 60% of the blocks of {blocks.size} by {blocks.size} scores"
+        )
     return f"The ranges are static: all tiles but empty ones are in them. Which of them are visited follows {what}; pale ones are not."
 
 
-def _keep_listed(blocks: Blocks, sample: Sample, n: int, kernel: Kernel, cells: list[list[str]], rows: tuple[int, int]) -> None:
-    """Mark the tiles of blocks that are not listed. If data lists blocks, tiles are full in blocks that are all visible, else partial."""
+def _keep_listed(
+    blocks: Blocks, sample: Sample, n: int, kernel: Kernel, cells: list[list[str]], rows: tuple[int, int]
+) -> None:
+    """Mark the tiles of blocks that are not listed. If data lists blocks, tiles are full in blocks that are all
+    visible, else partial."""
     counts = _pattern(blocks, -(-n // blocks.size)) if blocks.pattern else None
     if counts is None:
-        counts = sample.blocks(n, blocks.size) if blocks.data else [[int(x) for x in row] for row in sample.listed(n, blocks.size)]
+        counts = (
+            sample.blocks(n, blocks.size)
+            if blocks.data
+            else [[int(x) for x in row] for row in sample.listed(n, blocks.size)]
+        )
     for p, row in enumerate(cells):
         for j in range(len(row)):
             mine, theirs = p * rows[0] // blocks.size, j * rows[1] // blocks.size
-            count = counts[mine][theirs] if kernel.own_axis == "q" else counts[theirs][mine]
+            count = counts[mine][theirs] if kernel.program_axis == "q" else counts[theirs][mine]
             if row[j] == "empty" or not count:
                 row[j] = "empty" if row[j] == "empty" or blocks.pattern else UNLISTED
             elif blocks.data:

@@ -1,9 +1,10 @@
-"""A divided kernel over time: lanes for its roles, for the slots of its rings, and for products in flight; drawn from the IR.
+"""A divided kernel over time: lanes for its roles, for the slots of its rings, and for products in flight; drawn from
+the IR.
 
-The roles run op by op, as written, with durations that are fixed here and measured nowhere. A product takes PRODUCT steps, and the tensor
-cores do one at a time, in the order of issue. A copy takes COPY steps, and a softmax SOFTMAX. Any other arithmetic on a tile takes one
-step, and so does starting a copy; all else takes none. So the picture shows one of the orders that the protocol allows. It changes with
-the ops, their order, and the slots of rings.
+The roles run op by op, as written, with durations that are fixed here and measured nowhere. A product takes PRODUCT
+steps, and the tensor cores do one at a time, in the order of issue. A copy takes COPY steps, and a softmax SOFTMAX. Any
+other arithmetic on a tile takes one step, and so does starting a copy; all else takes none. So the picture shows one of
+the orders that the protocol allows. It changes with the ops, their order, and the slots of rings.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from attngen.interp.numeric import compiled
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import SIDES, Arg, Block, Dot, Init, Load, Loop, Mask, Op, SoftmaxStep, Yield
 from attngen.ir.pipe import (
-    Await,
-    Convert,
-    Drain,
-    Fill,
-    Flush,
-    Give,
-    Halve,
-    Hold,
-    Issue,
-    Join,
+    ConcatHalves,
+    ConsumerRelease,
+    ConsumerWait,
+    ConvertLayout,
+    PinBeforeWait,
     Pipeline,
-    Put,
-    Ring,
-    Share,
-    Take,
-    Weigh,
-    Work,
+    PipelinedLoop,
+    ProducerLoad,
+    ProducerStore,
+    ProducerTail,
+    SoftmaxWeights,
+    SplitHalves,
+    TmaStore,
+    TmaStoreWait,
+    Wgmma,
+    WgmmaWait,
+    WorkLoop,
     bodies_of,
 )
 from attngen.report.charts import Drawing, Shape, path, rect, text
@@ -74,7 +75,8 @@ STYLE = """
 
 
 class Span(NamedTuple):
-    """A bar of a lane, from a step to a step. The class `leader` is a thin line: a role that waits, or a product in flight."""
+    """A bar of a lane, from a step to a step. The class `leader` is a thin line: a role that waits, or a product in
+    flight."""
 
     lane: str
     start: int
@@ -116,8 +118,12 @@ class _Agent:
     now: int = 0
     taken: dict[str, int] = field(default_factory=dict)  # ring -> uses of it that were taken
     held: dict[str, tuple[str, int]] = field(default_factory=dict)  # value -> its ring and use
-    flights: dict[str, tuple[int, str]] = field(default_factory=dict)  # product -> the step at which it ends, its tile of keys
-    stored: dict[str, int] = field(default_factory=dict)  # ring -> the step at which the copy engine has read what was put
+    flights: dict[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # product -> the step at which it ends, its tile of keys
+    stored: dict[str, int] = field(
+        default_factory=dict
+    )  # ring -> the step at which the copy engine has read what was put
     number: str = ""  # of the tile of keys whose product was awaited last
 
 
@@ -127,29 +133,41 @@ class Timeline:
     def __init__(self, kernel: Kernel, num_stages: int) -> None:
         self.kernel = kernel
         self.spans: list[Span] = []
-        rings = [op for op in kernel.ops() if isinstance(op, Ring) and not op.beside]
-        self.slots = {ring.name: int(compiled(ring.slots)({"num_stages": num_stages})) for ring in rings}
-        self.uses: dict[str, list[_Use]] = {ring.name: [] for ring in rings}
-        self.takers = {ring.name: sum(b.role.copies for b in kernel.roles if b.role and _takes(kernel, b, ring.name)) for ring in rings}
-        self.takers |= {ring.name: 1 for ring in rings if ring.relay}
-        alone = [b.name for b in kernel.roles if b.role and b.role.copies == 1]
-        self.told = {op.ring for name in alone for op in kernel.within(name) if isinstance(op, Share)}  # from one role to another
+        pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.beside]
+        self.stages = {
+            pipeline.name: int(compiled(pipeline.stages)({"num_stages": num_stages})) for pipeline in pipelines
+        }
+        self.uses: dict[str, list[_Use]] = {pipeline.name: [] for pipeline in pipelines}
+        self.takers = {
+            pipeline.name: sum(
+                b.warp_group.instances for b in kernel.warp_groups if b.warp_group and _takes(kernel, b, pipeline.name)
+            )
+            for pipeline in pipelines
+        }
+        self.takers |= {pipeline.name: 1 for pipeline in pipelines if pipeline.exchange}
+        alone = [b.name for b in kernel.warp_groups if b.warp_group and b.warp_group.instances == 1]
+        self.told = {
+            op.pipeline for name in alone for op in kernel.within(name) if isinstance(op, ProducerStore)
+        }  # from one role to another
         self.free = 0  # when the tensor cores have done what was issued
         classes = {cls for op in kernel.ops() for cls in _classes(op)}
         partial = PARTIAL if "full" in classes else TURNS
-        self.turns = {"partial": partial, "full": TURNS - partial if "partial" in classes else TURNS}
+        self.semaphore = {"partial": partial, "full": TURNS - partial if "partial" in classes else TURNS}
         self.agents = [
-            _Agent(f"{b.name} {n}" if b.role.copies > 1 else b.name) for b in kernel.roles if b.role for n in range(b.role.copies)
+            _Agent(f"{b.name} {n}" if b.warp_group.instances > 1 else b.name)
+            for b in kernel.warp_groups
+            if b.warp_group
+            for n in range(b.warp_group.instances)
         ]
-        homes = [b.name for b in kernel.roles if b.role for _ in range(b.role.copies)]
+        homes = [b.name for b in kernel.warp_groups if b.warp_group for _ in range(b.warp_group.instances)]
         self.stuck = self._run([self.block(agent, home, "full") for agent, home in zip(self.agents, homes)])
         self.end = max([agent.now for agent in self.agents] + [span.end for span in self.spans])
-        for ring in self.uses:
-            self._show(ring)
+        for pipeline in self.uses:
+            self._show(pipeline)
 
-    def _run(self, roles: list[Steps]) -> list[str]:
+    def _run(self, warp_groups: list[Steps]) -> list[str]:
         """Let the role go on that can do so first; the names of those that wait for ever."""
-        asks = {i: ask for i, role in enumerate(roles) if (ask := next(role, None))}
+        asks = {i: ask for i, warp_group in enumerate(warp_groups) if (ask := next(warp_group, None))}
         while asks:
             ready = [(max(self.agents[i].now, step), i) for i, ask in asks.items() if (step := ask.when()) is not None]
             if not ready:
@@ -159,14 +177,14 @@ class Timeline:
             self.spans.append(Span(agent.name, agent.now, step, *ask[1:]))
             agent.now = step
             with suppress(StopIteration):
-                asks[i] = roles[i].send(step)
+                asks[i] = warp_groups[i].send(step)
         return []
 
-    def _show(self, ring: str) -> None:
+    def _show(self, pipeline: str) -> None:
         """The spans of a ring's slots."""
-        for n, use in enumerate(self.uses[ring]):
-            lane, tile = f"{ring} {n % self.slots[ring]}", f"tile {use.label}"
-            end = max(use.gives) if len(use.gives) == self.takers[ring] else self.end
+        for n, use in enumerate(self.uses[pipeline]):
+            lane, tile = f"{pipeline} {n % self.stages[pipeline]}", f"tile {use.label}"
+            end = max(use.gives) if len(use.gives) == self.takers[pipeline] else self.end
             taken = min([*use.takes, end])
             self.spans.append(Span(lane, use.start, use.there, "track", "", f"{tile} is copied"))
             self.spans.append(Span(lane, use.there, taken, "unlisted", "", f"{tile} is there"))
@@ -180,10 +198,12 @@ class Timeline:
 
     def op(self, agent: _Agent, op: Op, cls: str) -> Steps:
         match op:
-            case Work():
+            case WorkLoop():
                 yield from self.work(agent, op)
-            case Pipeline():
-                classes = ["partial"] * (self.turns["partial"] * bool(op.partial)) + ["full"] * (self.turns["full"] * bool(op.full))
+            case PipelinedLoop():
+                classes = ["partial"] * (self.semaphore["partial"] * bool(op.partial)) + ["full"] * (
+                    self.semaphore["full"] * bool(op.full)
+                )
                 by_twos = dict.fromkeys(range(1, len(classes), 2), op.odd or op.pair) if op.odd or op.pair else {}
                 alone = [at for at in range(len(classes)) if not (op.pair and at + 1 in by_twos)]
                 for at, each in ((at, classes[at]) for at in alone):
@@ -194,43 +214,54 @@ class Timeline:
                 if op.last:
                     yield from self.block(agent, op.last, "full")
             case Loop():
-                for _ in range(self.turns.get(op.cls, TURNS)):
+                for _ in range(self.semaphore.get(op.cls, TURNS)):
                     yield from self.block(agent, op.body, op.cls)
-            case Fill() if op.ring in self.uses:
-                yield from self.fill(agent, op.ring, str(len(self.uses[op.ring])), COPY)
-            case Share() if op.ring in self.told:
-                self.uses[op.ring].append(_Use(str(len(self.uses[op.ring])), agent.now, agent.now, agent.name))
-            case Take():
-                agent.held[op.name] = op.ring, (yield from self.take(agent, op.ring))
-            case Give():
-                ring, use = agent.held[op.value]
-                self.uses[ring][use].gives.append(agent.now)
-            case Drain():
-                yield _Ask(lambda: self.given(op.ring, len(self.uses[op.ring])))
-            case Issue():
+            case ProducerLoad() if op.pipeline in self.uses:
+                yield from self.fill(agent, op.pipeline, str(len(self.uses[op.pipeline])), COPY)
+            case ProducerStore() if op.pipeline in self.told:
+                self.uses[op.pipeline].append(_Use(str(len(self.uses[op.pipeline])), agent.now, agent.now, agent.name))
+            case ConsumerWait():
+                agent.held[op.name] = op.pipeline, (yield from self.take(agent, op.pipeline))
+            case ConsumerRelease():
+                pipeline, use = agent.held[op.value]
+                self.uses[pipeline][use].gives.append(agent.now)
+            case ProducerTail():
+                yield _Ask(lambda: self.given(op.pipeline, len(self.uses[op.pipeline])))
+            case Wgmma():
                 self.issue(agent, op)
-            case Await():
+            case WgmmaWait():
                 yield from self.landed(agent, op.value)
             case Dot():
                 self.issue(agent, op)
                 yield from self.landed(agent, op.name)
-            case Put():
-                yield _Ask(lambda: agent.stored.get(op.through, 0))
-                agent.stored[op.through] = agent.now + COPY
+            case TmaStore():
+                yield _Ask(lambda: agent.stored.get(op.staging, 0))
+                agent.stored[op.staging] = agent.now + COPY
                 self.spans.append(
-                    Span(f"{op.through} 0", agent.now, agent.now + COPY, STORED, "", f"%{op.value} of {agent.name} is stored")
+                    Span(
+                        f"{op.staging} 0",
+                        agent.now,
+                        agent.now + COPY,
+                        STORED,
+                        "",
+                        f"%{op.value} of {agent.name} is stored",
+                    )
                 )
-            case Flush():
-                yield _Ask(lambda: agent.stored.get(op.through, 0))
+            case TmaStoreWait():
+                yield _Ask(lambda: agent.stored.get(op.staging, 0))
             case _:
                 yield from self.compute(agent, op, cls)
 
     def compute(self, agent: _Agent, op: Op, cls: str) -> Steps:
         """Arithmetic, and loads that no producer does."""
         steps, label, shown = 1, "", "hollow"
-        if isinstance(op, (SoftmaxStep, Weigh)):
-            halved = isinstance(op, Weigh)
-            steps, label, shown = SOFTMAX // 2 if halved else SOFTMAX, f"{'half ' * halved}softmax {agent.number}", "partial"
+        if isinstance(op, (SoftmaxStep, SoftmaxWeights)):
+            halved = isinstance(op, SoftmaxWeights)
+            steps, label, shown = (
+                SOFTMAX // 2 if halved else SOFTMAX,
+                f"{'half ' * halved}softmax {agent.number}",
+                "partial",
+            )
         elif isinstance(op, Load) and op.type.space == "sram":
             steps, shown = COPY, "track"
         elif not self.counts(op, cls):
@@ -240,56 +271,64 @@ class Timeline:
 
     def counts(self, op: Op, cls: str) -> bool:
         """Whether an op is arithmetic on a tile, in a turn of this class."""
-        if isinstance(op, (Arg, Init, Yield, Convert, Halve, Hold, Join)) or (
+        if isinstance(op, (Arg, Init, Yield, ConvertLayout, SplitHalves, PinBeforeWait, ConcatHalves)) or (
             isinstance(op, Mask) and cls == "full" and op.when == "partial"
         ):
             return False
         types = (*op.results().values(), *map(self.kernel.type_of, op.operands()))
         return any(len(t.dims) == 2 and t.space == "reg" for t in types)
 
-    def work(self, agent: _Agent, op: Work) -> Steps:
+    def work(self, agent: _Agent, op: WorkLoop) -> Steps:
         """The tiles of a program that stays, and the sign that there are no more."""
         for n in range(TILES + 1):
             use = -1
             if op.draws:
-                yield from self.fill(agent, op.ring, str(n) if n < TILES else "end", 0)
+                yield from self.fill(agent, op.pipeline, str(n) if n < TILES else "end", 0)
             else:
-                use = yield from self.take(agent, op.ring)
+                use = yield from self.take(agent, op.pipeline)
             if n < TILES:
                 yield from self.block(agent, op.body, "full")
             if not op.draws:
-                self.uses[op.ring][use].gives.append(agent.now)
+                self.uses[op.pipeline][use].gives.append(agent.now)
 
     # ------------------------------------------------------------------ rings and products
 
-    def given(self, ring: str, count: int) -> int | None:
+    def given(self, pipeline: str, count: int) -> int | None:
         """When the first uses of a ring, so many, have been given back by all takers; None while they have not."""
-        uses = self.uses[ring][:count]
-        if any(len(use.gives) < self.takers[ring] for use in uses):
+        uses = self.uses[pipeline][:count]
+        if any(len(use.gives) < self.takers[pipeline] for use in uses):
             return None
         return max([0, *(step for use in uses for step in use.gives)])
 
-    def fill(self, agent: _Agent, ring: str, label: str, steps: int) -> Steps:
-        """The ring's next slot, once its last tile has been given back. The copy engine fills it while the role goes on."""
-        yield _Ask(lambda: self.given(ring, len(self.uses[ring]) - self.slots[ring] + 1) if len(self.uses[ring]) >= self.slots[ring] else 0)
-        self.uses[ring].append(_Use(label, agent.now, agent.now + steps))
+    def fill(self, agent: _Agent, pipeline: str, label: str, steps: int) -> Steps:
+        """The ring's next slot, once its last tile has been given back. The copy engine fills it while the role goes
+        on."""
+        yield _Ask(
+            lambda: (
+                self.given(pipeline, len(self.uses[pipeline]) - self.stages[pipeline] + 1)
+                if len(self.uses[pipeline]) >= self.stages[pipeline]
+                else 0
+            )
+        )
+        self.uses[pipeline].append(_Use(label, agent.now, agent.now + steps))
         end = agent.now + bool(steps)
-        yield _Ask(lambda: end, STARTED, "", f"fills %{ring}")
+        yield _Ask(lambda: end, STARTED, "", f"fills %{pipeline}")
 
-    def take(self, agent: _Agent, ring: str) -> Generator[_Ask, int, int]:
-        count = agent.taken.get(ring, 0)
-        agent.taken[ring] = count + 1
+    def take(self, agent: _Agent, pipeline: str) -> Generator[_Ask, int, int]:
+        count = agent.taken.get(pipeline, 0)
+        agent.taken[pipeline] = count + 1
 
         def others() -> list[int]:
-            return [at for at, use in enumerate(self.uses[ring]) if use.by != agent.name]
+            return [at for at, use in enumerate(self.uses[pipeline]) if use.by != agent.name]
 
-        yield _Ask(lambda: self.uses[ring][others()[count]].there if count < len(others()) else None)
+        yield _Ask(lambda: self.uses[pipeline][others()[count]].there if count < len(others()) else None)
         use = others()[count]
-        self.uses[ring][use].takes.append(agent.now)
+        self.uses[pipeline][use].takes.append(agent.now)
         return use
 
-    def issue(self, agent: _Agent, op: Issue | Dot) -> None:
-        """A product starts once the tensor cores have done what was issued before. It is numbered as its right operand is."""
+    def issue(self, agent: _Agent, op: Wgmma | Dot) -> None:
+        """A product starts once the tensor cores have done what was issued before. It is numbered as its right
+        operand is."""
         start = max(agent.now, self.free)
         self.free = start + PRODUCT
         number = str(agent.held[op.b][1]) if op.b in agent.held else ""
@@ -299,7 +338,12 @@ class Timeline:
         self.spans.append(Span(lane, agent.now, start, "leader", "", f"{hint} waits for the tensor cores"))
         self.spans.append(
             Span(
-                lane, start, self.free, "bar" if op.acc and op.over not in SIDES.values() else "bar deep", f"{label} {number}".strip(), hint
+                lane,
+                start,
+                self.free,
+                "bar" if op.acc and op.over not in SIDES.values() else "bar deep",
+                f"{label} {number}".strip(),
+                hint,
             )
         )
 
@@ -310,19 +354,19 @@ class Timeline:
         yield _Ask(lambda: end)
 
 
-def _takes(kernel: Kernel, block: Block, ring: str) -> bool:
+def _takes(kernel: Kernel, block: Block, pipeline: str) -> bool:
     """Whether a block takes tiles, or places of tiles, from a ring."""
     for op in block.ops:
-        if isinstance(op, (Take, Work)) and op.ring == ring and not getattr(op, "draws", False):
+        if isinstance(op, (ConsumerWait, WorkLoop)) and op.pipeline == pipeline and not getattr(op, "draws", False):
             return True
-        if any(_takes(kernel, kernel.block(body), ring) for body in bodies_of(op)):
+        if any(_takes(kernel, kernel.block(body), pipeline) for body in bodies_of(op)):
             return True
     return False
 
 
 def _classes(op: Op) -> set[str]:
     """The classes of tiles that an op runs over."""
-    if isinstance(op, Pipeline):
+    if isinstance(op, PipelinedLoop):
         return {cls for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
     return {op.cls} if isinstance(op, Loop) else set()
 
@@ -332,7 +376,7 @@ def _classes(op: Op) -> set[str]:
 
 def lanes(module: Module, kernel: Kernel) -> Drawing:
     """Draw a divided kernel over time, at the number of slots of the first row of its schedule."""
-    row = module.rows(kernel.name, kernel.backend)[0]
+    row = module.configs(kernel.name, kernel.backend)[0]
     line = Timeline(kernel, row.num_stages)
     names = _order(kernel, line)
     width, bottom = LEFT + STEP * line.end + 12, TOP + LANE * len(names)
@@ -343,7 +387,9 @@ def lanes(module: Module, kernel: Kernel) -> Drawing:
     for i, name in enumerate(names):
         y = TOP + LANE * i
         shapes.append(text(LEFT - 8, y + BAR - 2, _called(name), anchor="end"))
-        for span in sorted((s for s in line.spans if s.lane == name and s.end > s.start), key=lambda s: s.cls != "leader"):
+        for span in sorted(
+            (s for s in line.spans if s.lane == name and s.end > s.start), key=lambda s: s.cls != "leader"
+        ):
             shapes += _bar(span, y)
     seen = {span.cls for span in line.spans if span.end > span.start}
     legend, bottom = _legend([cls for cls in MEANING if cls in seen], bottom + 12, width)
@@ -354,9 +400,9 @@ def lanes(module: Module, kernel: Kernel) -> Drawing:
 
 def _order(kernel: Kernel, line: Timeline) -> list[str]:
     """The names of lanes from the top: roles that fill rings, rings, and the other roles, each with its products."""
-    filling = {b.name for b in kernel.roles if any(isinstance(op, Fill) for op in kernel.within(b.name))}
+    filling = {b.name for b in kernel.warp_groups if any(isinstance(op, ProducerLoad) for op in kernel.within(b.name))}
     found = [agent.name for agent in line.agents if agent.name.split()[0] in filling]
-    found += [f"{ring} {slot}" for ring, slots in line.slots.items() for slot in range(slots)]
+    found += [f"{pipeline} {stage}" for pipeline, stages in line.stages.items() for stage in range(stages)]
     for agent in line.agents:
         found += [] if agent.name in found else [agent.name, f"products of {agent.name}"]
     drawn = {span.lane for span in line.spans}
@@ -365,8 +411,8 @@ def _order(kernel: Kernel, line: Timeline) -> list[str]:
 
 def _called(lane: str) -> str:
     """A lane's name for readers: `K_ring 0` is slot 0 of K."""
-    ring, is_slot, slot = lane.partition("_ring ")
-    return f"{ring}, slot {slot}" if is_slot else lane
+    pipeline, is_stage, stage = lane.partition("_pipeline ")
+    return f"{pipeline}, slot {stage}" if is_stage else lane
 
 
 def _bar(span: Span, y: float) -> list[Shape]:
@@ -395,7 +441,11 @@ def svg(drawing: Drawing) -> str:
     """A drawing as an SVG file."""
     size = f'viewBox="0 0 {drawing.width} {drawing.height}" width="{drawing.width}" height="{drawing.height}"'
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
-    lines += [f"<title>{escape(drawing.title)}</title>", f"<desc>{escape(drawing.says)}</desc>", f"<style>{STYLE}</style>"]
+    lines += [
+        f"<title>{escape(drawing.title)}</title>",
+        f"<desc>{escape(drawing.says)}</desc>",
+        f"<style>{STYLE}</style>",
+    ]
     for shape in drawing.shapes:
         attributes = "".join(f' {key}="{escape(value)}"' for key, value in shape.attributes.items())
         hint = f"<title>{escape(shape.hint)}</title>" if shape.hint else ""
@@ -404,9 +454,12 @@ def svg(drawing: Drawing) -> str:
 
 
 def write_lanes(module: Module, file: Path) -> None:
-    """Write the picture of a module's divided kernel; AttngenError for another suffix, or where no kernel is divided."""
+    """Write the picture of a module's divided kernel; AttngenError for another suffix, or where no kernel is
+    divided."""
     if file.suffix != ".svg":
         raise AttngenError(f"--lanes {file}: expected a name that ends in .svg")
-    if not module.divided:
-        raise AttngenError(f"--lanes {file}: no kernel of {module.name} is divided into roles here; `attngen dump` shows its kernels")
-    file.write_text(svg(lanes(module, module.divided[0])), encoding="utf-8")
+    if not module.warp_specialized:
+        raise AttngenError(
+            f"--lanes {file}: no kernel of {module.name} is divided into roles here; `attngen dump` shows its kernels"
+        )
+    file.write_text(svg(lanes(module, module.warp_specialized[0])), encoding="utf-8")

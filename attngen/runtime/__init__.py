@@ -1,6 +1,7 @@
 """The part of a call that is the same in every generated module, as plain Python.
 
-`bundle` joins the files of this folder into one. Each generated folder has it as runtime.py, so that it needs only torch and triton.
+`bundle` joins the files of this folder into one. Each generated folder has it as runtime.py, so that it needs only
+torch and triton.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ _KEPT: dict[Any, dict[int, Any]] = {}
 
 
 def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, ...]) -> Any:
-    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream that comes first.
+    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream
+    that comes first.
 
     A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph, and is not kept.
     """
@@ -34,11 +35,12 @@ def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes:
 
 
 class BlockPlan(NamedTuple):
-    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
+    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are
+    int32.
 
-    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count, in rising order,
-    then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come before it in its row.
-    `q_list` and `q_rank` are the same for the transposed mask.
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count,
+    in rising order, then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come
+    before it in its row. `q_list` and `q_rank` are the same for the transposed mask.
     """
 
     kv_rank: torch.Tensor
@@ -60,7 +62,8 @@ def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is a position in it."""
+    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is
+    a position in it."""
     full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
     rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
     listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
@@ -90,7 +93,9 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
             f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
         )
     if not 2 <= block_mask.dim() <= 4:
-        raise ValueError(f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it")
+        raise ValueError(
+            f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it"
+        )
     return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
 
 
@@ -108,13 +113,16 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
         if x.device != q.device:
             raise ValueError(f"attention: block_mask is on {x.device} and q on {q.device}; expected one device")
         if x.dtype != torch.int32 or list(x.shape) != shape[:2] + last or not x.is_contiguous():
-            raise ValueError(f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged")
+            raise ValueError(
+                f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged"
+            )
 
 
 def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any], block: int, heads: list[int]) -> None:
     """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call.
 
-    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of each.
+    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of
+    each.
     heads: the lists' lengths along B and H.
     """
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
@@ -126,6 +134,8 @@ def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any]
     lengths = {"Tq": rows, "Tq1": rows + 1, "Tk": columns, "Tk1": columns + 1}
     for name, dims in lists:
         x = getattr(plan, name)
-        check_input(q, f"plan.{name}", x, torch.int32, [*heads, *(lengths[d] for d in dims)], "what attention.plan makes")
+        check_input(
+            q, f"plan.{name}", x, torch.int32, [*heads, *(lengths[d] for d in dims)], "what attention.plan makes"
+        )
         if not x.is_contiguous():
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")

@@ -39,7 +39,8 @@ def _is_near(x: torch.Tensor, rows: int) -> bool:
 
 
 def _repeats_elements(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie inside one another."""
+    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie
+    inside one another."""
     end = 0
     for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
         if step <= end:
@@ -49,10 +50,11 @@ def _repeats_elements(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides, whether the first is.
+    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides,
+    whether the first is.
 
-    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie inside one another,
-    the difference in the widest is one of two, and so on.
+    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie
+    inside one another, the difference in the widest is one of two, and so on.
     """
     dims = [(a, b, n, m) for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1]
     distance = y.data_ptr() - x.data_ptr()
@@ -65,13 +67,15 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _distance(caches: Tensors) -> tuple[int, int]:
-    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share none."""
+    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share
+    none."""
     ends = (sum(step * (n - 1) for n, step in zip(x.shape, x.stride())) + 1 for x in caches)
     return caches[-1].data_ptr() - caches[0].data_ptr(), max(ends) * caches[0].element_size() if len(caches) > 1 else 0
 
 
 def without_backward(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call over a cache."""
+    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call
+    over a cache."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
     if in_forward_ad(*tensors) and has_tangents(*tensors):
@@ -83,23 +87,37 @@ class CacheRules:
 
     page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
     latent: values are columns of the keys, so that there is one cache for both.
-    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head", or a "page" and head;
-        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and rotated columns.
+    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head",
+    or a "page" and head;
+        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and
+        rotated columns.
     """
 
-    def __init__(self, rules: Rules, page: int | None, latent: bool = False, dtype: torch.dtype | None = None, scale: str = "") -> None:
+    def __init__(
+        self, rules: Rules, page: int | None, latent: bool = False, dtype: torch.dtype | None = None, scale: str = ""
+    ) -> None:
         self.rules, self.page, self.dtype, self.scale = rules, page, dtype, scale
         self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
         self.new = dict(self.widths)  # columns of new keys and values
         self.whole = 2 if dtype else 1  # bytes by which rows must lie apart, as kernels read them
         if scale == "columns":
-            self.ends = (rules.width_v, rules.width_v + 4 * (rules.width_v // GROUP))  # of numbers and of factors, in bytes
+            self.ends = (
+                rules.width_v,
+                rules.width_v + 4 * (rules.width_v // GROUP),
+            )  # of numbers and of factors, in bytes
             self.widths, self.whole = {"k": self.ends[1] + 2 * (rules.width_qk - rules.width_v)}, 4
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
-        self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
+        self.last: tuple[Callable[..., bool], list[Layout]] = (
+            (lambda *tensors: False),
+            [],
+        )  # of the last call that was valid
         self.last_scales: list[Any] = []  # of the same
-        self.distance = 0, 0  # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
+        self.distance = (
+            0,
+            0,
+            # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
+        )
 
     def admit(
         self,
@@ -113,18 +131,21 @@ class CacheRules:
     ) -> tuple[torch.Tensor, Tensors, Tensors]:
         """q as kernels read it, the caches with heads before rows; and new keys and values, nothing if there are none.
 
-        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same order; scales: the
-        factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be wanted.
-        Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
+        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same
+        order; scales: the factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be
+        wanted. Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
 
         Raises:
-            ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
+            ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was
+            expected.
         """
         without_backward(q, *caches, *new, *scales, *inputs)
         given_new = tuple(x for x in new if x is not None)
         table = () if page_table is None else (page_table,)
         rest = (cache_seqlens, *table, *given_new)
-        if (page_table is None) != (self.page is None) or not (self._knows(q, *caches, *rest) and self._knows_scales(scales)):
+        if (page_table is None) != (self.page is None) or not (
+            self._knows(q, *caches, *rest) and self._knows_scales(scales)
+        ):
             self._check(q, caches, cache_seqlens, page_table, new)
             self._check_scales(q, caches[0], scales)
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
@@ -148,8 +169,9 @@ class CacheRules:
         )
 
     def _knows(self, *tensors: Any) -> bool:
-        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with caches at multiples of 16
-        bytes, which share no memory if they are stored in. It is the fast way to what `_check` says in sentences."""
+        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with
+        caches at multiples of 16 bytes, which share no memory if they are stored in. It is the fast way to what
+        `_check` says in sentences."""
         like, layouts = self.last
         try:
             alike = [(x.shape, x.stride()) for x in tensors] == layouts
@@ -211,9 +233,13 @@ class CacheRules:
             if list(x.shape) != shape:
                 raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and the cache has {shape}")
             if x.shape[-1] > 1 and x.stride(-1) != 1:
-                raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+                raise _error(
+                    ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()"
+                )
             if x.is_neg():
-                raise _error(ValueError, name, "is a negated view", "numbers as they lie in memory: call .resolve_neg()")
+                raise _error(
+                    ValueError, name, "is a negated view", "numbers as they lie in memory: call .resolve_neg()"
+                )
 
     def _check_queries(self, q: torch.Tensor) -> None:
         expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
@@ -236,10 +262,17 @@ class CacheRules:
         if self.page is None and k_cache.shape[0] != q.shape[0]:
             raise _error(ValueError, "k_cache", f"has {k_cache.shape[0]} sequences", f"{q.shape[0]}, as many as q has")
         if self.page and k_cache.shape[1] != self.page:
-            raise _error(ValueError, "k_cache", f"has pages of {k_cache.shape[1]} keys", f"{self.page}, as the spec says")
+            raise _error(
+                ValueError, "k_cache", f"has pages of {k_cache.shape[1]} keys", f"{self.page}, as the spec says"
+            )
         hq, hk = q.shape[1], k_cache.shape[2]
         if (hq != hk) if rules.sharing == "mha" else hk != 1 if rules.sharing == "mqa" else (hq % hk if hk else hq):
-            raise _error(ValueError, "q", f"has {hq} heads and k_cache {hk}", f"heads that are shared as the spec says, {rules.sharing}")
+            raise _error(
+                ValueError,
+                "q",
+                f"has {hq} heads and k_cache {hk}",
+                f"heads that are shared as the spec says, {rules.sharing}",
+            )
 
     def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int) -> None:
         if not _is_dense(x):
@@ -247,33 +280,53 @@ class CacheRules:
         if x.dim() != 4 or x.shape[3] != width:
             raise _error(ValueError, name, f"has shape {list(x.shape)}", self.shapes[name])
         if x.dtype != (self.dtype or q.dtype) or x.device != q.device:
-            expected = f"{self.dtype} on {q.device}, the device of q" if self.dtype else f"{q.dtype} on {q.device}, as q is"
+            expected = (
+                f"{self.dtype} on {q.device}, the device of q" if self.dtype else f"{q.dtype} on {q.device}, as q is"
+            )
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
         if not _is_near(x, 1):
             raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
         if self.dtype and (x.storage_offset() % self.whole or any(step % self.whole for step in x.stride()[:3])):
             given = f"starts at element {x.storage_offset()} of its storage and has strides {list(x.stride())}"
             numbers = f"multiples of {self.whole}" if self.whole > 2 else "even numbers"
-            raise _error(ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()")
+            raise _error(
+                ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()"
+            )
         unit = 16 // x.element_size()  # by which a copy engine reads rows
         if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
-            raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
+            raise _error(
+                ValueError,
+                name,
+                f"starts at {x.data_ptr()} and has strides {list(x.stride())}",
+                "rows at multiples of 16 bytes",
+            )
         if x.shape[1] > MAX_ROWS or (self.page is not None and x.shape[1] < 1):
-            raise _error(ValueError, name, f"has {x.shape[1]} rows", "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1")
+            raise _error(
+                ValueError,
+                name,
+                f"has {x.shape[1]} rows",
+                "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1",
+            )
 
     def _check_stored(self, caches: Tensors, page_table: torch.Tensor | None) -> None:
         """Raise ValueError, in one sentence, if keys that are stored would overwrite others."""
         for name, x in zip(self.shapes, caches):
             if x.numel() and _repeats_elements(x):
                 given = f"has strides {list(x.stride())}, by which elements share memory"
-                raise _error(ValueError, name, given, "a place for each element, as new keys are stored: call .contiguous()")
+                raise _error(
+                    ValueError, name, given, "a place for each element, as new keys are stored: call .contiguous()"
+                )
         if any(map(torch.Tensor.numel, caches)) and _share_memory(caches[0], caches[-1]) and len(caches) > 1:
-            raise _error(ValueError, "k_cache and v_cache", "share memory", "two caches that share none, as new keys are stored")
+            raise _error(
+                ValueError, "k_cache and v_cache", "share memory", "two caches that share none, as new keys are stored"
+            )
         if page_table is not None and page_table.shape[0] > 1 and not page_table.stride(0):
             given = f"has strides {list(page_table.stride())}, by which all sequences have the same pages"
             raise _error(ValueError, "page_table", given, "pages of its own for each, as new keys are stored")
 
-    def _check_numbers(self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str) -> None:
+    def _check_numbers(
+        self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str
+    ) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
             given = f"is {x.dtype}" if isinstance(x, torch.Tensor) else f"is a {kind(x)}"
             raise _error(TypeError, name, given, f"torch.int32 {text}, on the device")
@@ -282,9 +335,13 @@ class CacheRules:
         if x.device != q.device:
             raise _error(ValueError, name, f"is on {x.device} and q on {q.device}", "one device")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+            raise _error(
+                ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()"
+            )
 
-    def _check_new(self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]) -> None:
+    def _check_new(
+        self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]
+    ) -> None:
         text = f"[{q.shape[0]}, {cache.shape[2]}, new, {self.new[name]}]"
         if x is None or not _is_dense(x):
             expected = f"both k and v, {text}, or neither" if "v" in self.widths else f"a dense tensor {text}"
@@ -313,7 +370,8 @@ def over_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
 
-    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where there are any.
+    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where
+    there are any.
     operands: the other arguments of `decode`.
     """
     appended, dtype = 0, q.dtype

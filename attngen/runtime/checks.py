@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from attngen.runtime.memory import MAX_ROW_STRIDE
-from attngen.runtime.private import autocast_is_on, current_device, dispatch_modes, guard_of, is_tracing, transforms_are_active
+from attngen.runtime.private import (
+    autocast_is_on,
+    current_device,
+    dispatch_modes,
+    guard_of,
+    is_tracing,
+    transforms_are_active,
+)
 from attngen.runtime.shards import is_dtensor
 
 MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
@@ -38,7 +45,8 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they are no such three."""
+    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they
+    are no such three."""
     if not (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
@@ -62,18 +70,25 @@ def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
 
 
 class Rules:
-    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules accept CPU tensors too."""
+    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules
+    accept CPU tensors too."""
 
-    def __init__(self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool) -> None:
+    def __init__(
+        self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool
+    ) -> None:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
-        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken up last.
+        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken
+        # up last.
         self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
         self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
-    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
-        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them in place, else None.
+    def admit(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
+        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them
+        in place, else None.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -88,12 +103,17 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
-        what `check` says in sentences."""
+        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else
+        None: the fast way to what `check` says in sentences."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk), of_v = q.shape, k.shape, v.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, not of four dimensions, sparse, nested
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # no tensors, not of four dimensions, sparse, nested
             return None
         knows, device = self.last
         if not knows(q, k, v):
@@ -119,7 +139,8 @@ class Rules:
         return None
 
     def _device_of_unknown(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their dtype or device.
+        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their
+        dtype or device.
 
         It makes a guard for the next such tensors, or takes up the one that was made."""
         device = _device_of(q, k, v)
@@ -134,8 +155,13 @@ class Rules:
         return device
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
-        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the same."""
-        if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the
+        same."""
+        if (
+            isinstance(x, torch.Tensor)
+            and x.device.type in ("cuda", "cpu")
+            and torch.is_autocast_enabled(x.device.type)
+        ):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype in self.dtypes and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
                 return x.to(dtype)
@@ -184,7 +210,9 @@ class Rules:
         if x.device != q.device:
             raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
         if x.stride(3) != 1:
-            raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
+            raise ValueError(
+                f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()"
+            )
 
     def check_scale(self, scale: float) -> float:
         """The factor on the scores, as a float. (For an int, Triton would compile another kernel.)"""
@@ -199,7 +227,9 @@ class Rules:
 def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
     """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is wrong."""
     if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
-        raise TypeError(f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}")
+        raise TypeError(
+            f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}"
+        )
     if not -(2**30) < x < 2**30 or x < least:
         bounds = f"at least {least}" if x < least else "between -2**30 and 2**30"
         raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
@@ -209,11 +239,20 @@ Sizes = list[Any]  # for each dimension: its length, a tuple of allowed lengths,
 
 
 def check_input(
-    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
+    q: torch.Tensor,
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sizes,
+    meaning: str,
+    more: tuple[torch.dtype, ...] = (),
 ) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
+    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other
+    allowed dtypes."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}")
+        raise TypeError(
+            f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}"
+        )
     if x.dtype != dtype and x.dtype not in more:
         known = " or ".join(map(str, dict.fromkeys((dtype, *more))))
         raise TypeError(f"attention: {name} is {x.dtype}; expected {known} {_shape_text(shape)}: {meaning}")
@@ -232,14 +271,21 @@ def _shape_text(shape: Sizes) -> str:
 _LARGEST = 2**31 - 1  # of int32
 # Dtypes of inputs that are converted: int64 to int32, floating-point dtypes to each other.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
+_CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.int32: (torch.int64,),
+    **dict.fromkeys(_FLOATS, _FLOATS),
+}
 
 
-def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
-    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the call's.
+def take_input(
+    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str
+) -> torch.Tensor:
+    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the
+    call's.
 
-    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype. An int64 beyond the
-    numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
+    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
+    An int64 beyond the numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to
+    wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
     if is_dtensor(x) and not x.is_floating_point():  # what the mask reads is small, and functions derive from all of it

@@ -26,11 +26,12 @@ def laid_out(descriptor: Any) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
-    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
+    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or
+    of Gluon's.
 
-    In x [B, H, S, N, D], of S parts of each head, every part counts as a head.
-    A tile has `columns` columns; without them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at
-    multiples of 16 bytes. A tensor whose rows do not is copied.
+    In x [B, H, S, N, D], of S parts of each head, every part counts as a head. A tile has `columns` columns; without
+    them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at multiples of 16
+    bytes. A tensor whose rows do not is copied.
     """
     if not x.numel():
         x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # no tile of it is read
@@ -75,7 +76,8 @@ def _form(
 class Described:
     """The arguments of a kernel that are given by descriptor, and how these are encoded for the driver.
 
-    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such a tensor there.
+    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such
+    a tensor there.
     """
 
     MOST = 1024  # calls that are remembered; with one more all are forgotten
@@ -91,7 +93,11 @@ class Described:
             args[at] = descriptor(tensors[at], rows, columns, self.gluon)
 
     def encoded(
-        self, args: list[Any], tensors: Sequence[Any], strides: tuple[int, ...], encode: Callable[[list[Any]], list[Any]]
+        self,
+        args: list[Any],
+        tensors: Sequence[Any],
+        strides: tuple[int, ...],
+        encode: Callable[[list[Any]], list[Any]],
     ) -> list[Any]:
         """The arguments as `encode` makes them with descriptors in place; remembered by addresses, sizes and strides.
 
@@ -107,7 +113,9 @@ class Described:
         found = encode(args)
         more = (len(found) - len(args)) // len(self.places)  # arguments of an encoded descriptor after the first
         starts = [at + turn * more for turn, (at, _, _) in enumerate(self.places)]
-        if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(isinstance(x, torch.Tensor) for x in found):
+        if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(
+            isinstance(x, torch.Tensor) for x in found
+        ):
             if len(self.known) >= self.MOST:
                 self.known.clear()
             self.known[key] = [(at, found[at : at + more + 1]) for at in starts]

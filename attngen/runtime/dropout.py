@@ -14,13 +14,18 @@ from attngen.runtime.launch import interpreting, is_interpreted
 from attngen.runtime.memory import on_its_device
 
 
-def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
-    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is kept).
+def check_dropout(
+    q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None
+) -> tuple[torch.Tensor | None, int, float]:
+    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is
+    kept).
 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, numbers.Real)):  # an abstract class is slow to ask
+    if isinstance(dropout_p, bool) or not isinstance(
+        dropout_p, (float, numbers.Real)
+    ):  # an abstract class is slow to ask
         raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
@@ -32,7 +37,9 @@ def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | 
             )
     elif seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"attention: seed is a {type(seed).__name__}; expected an int, an int64 tensor of one element, or None")
+            raise TypeError(
+                f"attention: seed is a {type(seed).__name__}; expected an int, an int64 tensor of one element, or None"
+            )
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"attention: seed is {seed}; expected an int of 64 bits")
     if threshold == 0:
@@ -48,12 +55,16 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
     """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
 
     def dropout_mask(
-        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str | None = None
+        shape: tuple[int, int, int, int],
+        dropout_p: float,
+        seed: int | torch.Tensor,
+        device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging.
+        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests
+        and debugging.
 
-        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU where Triton's
-        interpreter runs kernels.
+        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU
+        where Triton's interpreter runs kernels.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -61,7 +72,11 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
         interpreted = is_interpreted(keep_mask)
         if device is None:
             device = seed.device if isinstance(seed, torch.Tensor) else "cpu" if interpreted else "cuda"
-        if not (torch.cuda.is_available() if (kind_ := torch.device(device).type) == "cuda" else interpreted and kind_ == "cpu"):
+        if not (
+            torch.cuda.is_available()
+            if (kind_ := torch.device(device).type) == "cuda"
+            else interpreted and kind_ == "cpu"
+        ):
             raise ValueError(
                 f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or TRITON_INTERPRET=1 in the "
                 "environment before Triton is imported, to run on the CPU"

@@ -29,11 +29,13 @@ def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: boo
     return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
 
 
-def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
+def by_distance(
+    parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor
+) -> torch.Tensor:
     """The gradient of a table x that is read by distance along its dimension `dim`.
 
-    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for each distance, the
-    place in the table. index_put_ adds in a fixed order, on CUDA too.
+    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for
+    each distance, the place in the table. index_put_ adds in a fixed order, on CUDA too.
     """
     sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
     whole = torch.zeros_like(x).movedim(dim, 0).contiguous()

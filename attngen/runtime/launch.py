@@ -26,8 +26,8 @@ from attngen.runtime.warp_specialized import counter_of, divided
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _NONE: tuple[tuple[Any, ...], list[Launch]] = (), []
 _HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
-# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind (see `kind_of`).
-# So the table stays small, however many shapes the calls have.
+# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind
+# (see `kind_of`). So the table stays small, however many shapes the calls have.
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 # Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
 LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
@@ -64,7 +64,8 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
-# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters belong to all threads.
+# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters
+# belong to all threads.
 _IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\.interpreter"), 0)
 
 
@@ -72,9 +73,9 @@ _IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\
 def interpreting(kernel: Any) -> Iterator[None]:
     """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
 
-    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a kernel runs. The lock is
-    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero, and a row
-    of NaN alone has no maximum.
+    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a
+    kernel runs. The lock is kept in the interpreter, where all generated modules find it. NumPy's warnings are off:
+    rows that see nothing divide by zero, and a row of NaN alone has no maximum.
     """
     if isinstance(kernel, triton.JITFunction):
         yield
@@ -96,7 +97,8 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def device_class(kernels: ModuleType, device: torch.device) -> str:
-    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices of its maker."""
+    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices
+    of its maker."""
     if device.type != "cuda":
         return str(kernels.INTERPRETED_AS)
     properties = torch.cuda.get_device_properties(device)
@@ -115,9 +117,14 @@ def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -
 
 @functools.cache
 def _schedules_alone(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
-    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where it does not run."""
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where
+    it does not run."""
     for key, entries in kernels.SCHEDULES[kernel].items():
-        if key[:2] == (device_class(kernels, device), elem_bytes) and device.type == "cuda" and divided(kernels, key[2]):
+        if (
+            key[:2] == (device_class(kernels, device), elem_bytes)
+            and device.type == "cuda"
+            and divided(kernels, key[2])
+        ):
             return entries
     return ()
 
@@ -126,7 +133,9 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
     Raises ValueError where no tile fits the device."""
-    interpreted = x.device.type != "cuda" and x.is_floating_point()  # in the schedules of one element size, whatever its dtype
+    interpreted = (
+        x.device.type != "cuda" and x.is_floating_point()
+    )  # in the schedules of one element size, whatever its dtype
     elem_bytes = kernels.INTERPRETED_BYTES if interpreted else x.element_size()
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
@@ -137,7 +146,8 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
 def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
     """(the file of a kernel, largest number of rows, tile sizes and launch options), ... for the dtype and device of x.
 
-    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a number without options."""
+    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a
+    number without options."""
     table = kernels.SCHEDULES[kernel]
     alone = all(len(key) == 3 for key in table)  # it runs divided alone
     portable = [] if alone else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
@@ -152,29 +162,40 @@ def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[Modul
 
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
     """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
-    config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
+    config: dict[str, Any] = next(
+        config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most
+    )
     return config
 
 
 def kind_of(n: int) -> int:
-    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64 bits."""
+    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64
+    bits."""
     return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
 
 
 class Launch:
-    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
+    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's
+    own launcher."""
 
-    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device
+    ) -> None:
         self.config = {name: value for name, value in config.items() if name != "KERNEL"}
-        self.file, self.name = file, config.get("KERNEL", kernel.name)  # a divided kernel for rows of its own has a name of its own
+        self.file, self.name = (
+            file,
+            config.get("KERNEL", kernel.name),
+        )  # a divided kernel for rows of its own has a name of its own
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
         self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
         divided = file is not kernel.kernels
         if divided:
-            described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
-            self.most_programs = file.STAYING.get(self.name, 0) * processors(device)
+            described = [
+                (at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]
+            ]
+            self.most_programs = file.PERSISTENT.get(self.name, 0) * processors(device)
         self.described = Described(described, gluon=divided) if described else None
         self.parts: tuple[Any, ...] | None = None
 
@@ -187,7 +208,8 @@ class Launch:
         more: tuple[Any, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides once more."""
+        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides
+        once more."""
         parts = None if hooks_look_on() else self.parts
         if self.most_programs:
             counter: Any = counter_of(device)
@@ -213,7 +235,8 @@ class Launch:
             run(programs, 1, 1, stream(device), *before, *passed)
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
+        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct
+        launch needs."""
         function = getattr(self.file, self.name)
         with interpreting(function):
             compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
@@ -229,8 +252,10 @@ class Kernel:
 
     tile: the name of the size of a program's tile, as in "BLOCK_Q"; empty if a program walks over all tiles.
     described: (position, name of the tile's size) of each tensor that a schedule may read by descriptor.
-    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for each.
-    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for strides.
+    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for
+    each.
+    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for
+    strides.
     flags: names of the constants that a call gives. Each value has a compiled kernel of its own.
     """
 
@@ -311,5 +336,7 @@ class Kernel:
         if launches is None:
             more = dict(zip(self.flags, flags))
             found = homes(self.kernels, self.name, x)
-            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found]
+            launches = LAUNCHES[key] = [
+                Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found
+            ]
         return launches

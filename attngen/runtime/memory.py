@@ -18,7 +18,8 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or its sign is lazy."""
+    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or
+    its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
     _, _, step, of_column = x.stride()
@@ -33,7 +34,8 @@ def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def rows_layout(x: torch.Tensor, width: int) -> Layout:
-    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were too far apart."""
+    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were
+    too far apart."""
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
@@ -63,7 +65,8 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
 
 
 class Notes(threading.local):
-    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills with 0."""
+    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills
+    with 0."""
 
     on = False
     launches: list[Any] = []
@@ -71,7 +74,8 @@ class Notes(threading.local):
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be freed."""
+        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be
+        freed."""
         self.on, self.launches, self.zeros = True, [], []
         try:
             yield self.launches, self.zeros
@@ -97,7 +101,9 @@ def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) ->
         return empty(x, *_known_layout(x.shape, x.stride(), width), dtype)
     b, h, n, _ = x.shape
     of_head = n * width
-    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(
+        (b, h, n, width), (h * of_head, of_head, width, 1), dtype
+    )
     return made
 
 
@@ -108,12 +114,14 @@ def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = No
 
 @functools.cache
 def no_rows(device: torch.device) -> torch.Tensor:
-    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of most tensors are."""
+    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of
+    most tensors are."""
     return torch.empty_strided((1, 1, 0), (16, 16, 1), dtype=torch.float32, device=device)
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton launches there."""
+    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton
+    launches there."""
 
     def run(x: torch.Tensor, *args: Any) -> Any:
         if not x.is_cuda or x.get_device() == current_device():
@@ -124,11 +132,15 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def by_group(x: torch.Tensor, group: int, fresh: bool = False, shaped: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group, head after head.
+def by_group(
+    x: torch.Tensor, group: int, fresh: bool = False, shaped: bool = False
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group,
+    head after head.
 
-    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an uninitialised one. With
-    `shaped` it has these sizes and strides, as descriptors ask; kernels that address rows by strides do without, which takes less time.
+    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an
+    uninitialised one. With `shaped` it has these sizes and strides, as descriptors ask; kernels that address rows by
+    strides do without, which takes less time.
     """
     n, strides = x.shape[2], x.stride()
     if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:

@@ -11,7 +11,8 @@ from attngen.runtime.unknown import refuse_arguments
 
 
 class AttentionModule(torch.nn.Module):
-    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of `attention`."""
+    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of
+    `attention`."""
 
     attention: ClassVar[Callable[..., Any]]
     spec: ClassVar[str]
@@ -27,9 +28,13 @@ class AttentionModule(torch.nn.Module):
 
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if held := next((name for name in ("scale", "dropout_p") if name in inputs), ""):
-            raise TypeError(f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)")
+            raise TypeError(
+                f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)"
+            )
         dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
-        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(*args, **inputs, **dropping, scale=self.scale)
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(
+            *args, **inputs, **dropping, scale=self.scale
+        )
         return found
 
     def extra_repr(self) -> str:

@@ -29,8 +29,8 @@ class Signature(NamedTuple):
     results: the dtype of outputs, if it is not that of q.
     rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
     kept: those of the rows that the backward and forward mode read; empty where these are those that have a gradient.
-    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a call: neither its
-    mask nor its scores count along these.
+    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a
+    call: neither its mask nor its scores count along these.
     """
 
     schema: str
@@ -73,7 +73,8 @@ def _refuse_vmap(*args: Any) -> Any:
 
 
 def refuse_gradients(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or tangents of some of these."""
+    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or
+    tangents of some of these."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         _without_backward()
     if in_forward_ad(*tensors) and has_tangents(*tensors):
@@ -81,7 +82,9 @@ def refuse_gradients(*tensors: Any) -> None:
 
 
 def _without_backward(*args: Any, **more: Any) -> None:
-    raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+    raise NotImplementedError(
+        "attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()"
+    )
 
 
 def _without_forward_mode() -> None:
@@ -102,13 +105,15 @@ def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torc
 
 
 class Operators:
-    """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run its host programs.
+    """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run
+    its host programs.
 
-    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q, k, v, out,
-    *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the rows that have one, and of these
-    too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They
-    get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
-    module has registered NAME, a `_` is added to it.
+    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q,
+    k, v, out, *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the
+    rows that have one, and of these too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out,
+    *tangent_rows)`, with tangents of learned inputs. They get tensors that kernels can read in place. A module whose
+    `backward` and `jvp` are None has no such operators. If another copy of the module has registered NAME, a `_` is
+    added to it.
 
     Operators stay until the process ends, as graphs of torch hold them and not the module; but see `release`.
     """
@@ -146,9 +151,14 @@ class Operators:
         along = "".join(f", Tensor t_{i}" for i in range(len(learned)))
         tangents = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
         self.smooth, self.kept = len(signature.smooth), len(read)
-        self.keep = itemgetter(0, *(1 + signature.rows.index(name) for name in read))  # of results: the output and the rows that are kept
+        self.keep = itemgetter(
+            0, *(1 + signature.rows.index(name) for name in read)
+        )  # of results: the output and the rows that are kept
         self.forward = self.define(
-            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})", self._forward, self.fake_forward
+            "forward",
+            f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})",
+            self._forward,
+            self.fake_forward,
         )
         self.backward: Any = backward and self.define(
             "backward",
@@ -157,7 +167,10 @@ class Operators:
             self._fake_backward,
         )
         self.jvp: Any = jvp and self.define(
-            "jvp", f"({found}, Tensor tq, Tensor tk, Tensor tv, {operands}{along}) -> ({tangents})", self._jvp, self._fake_jvp
+            "jvp",
+            f"({found}, Tensor tq, Tensor tk, Tensor tv, {operands}{along}) -> ({tangents})",
+            self._jvp,
+            self._fake_jvp,
         )
         # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
         self.recorded = _recorded_operator(self)
@@ -174,11 +187,14 @@ class Operators:
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
         self.library.impl(op, self._weak(on_its_device(kernel)), "CompositeExplicitAutograd")
         torch.library.register_fake(op.name(), self._weak(self._noting(fake)), lib=self.library)
-        torch.library.register_vmap(op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library)
+        torch.library.register_vmap(
+            op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library
+        )
         return op
 
     def _weak(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long as this object."""
+        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long
+        as this object."""
         self._registered.append(function)
         made: Callable[..., Any] = weakref.proxy(function)
         return made
@@ -193,16 +209,24 @@ class Operators:
         return traced
 
     def release(self) -> None:
-        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded hold it.
+        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded
+        hold it.
 
-        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The caller knows that
-        none was traced with real tensors, which is not seen here, and that no CUDA graph has captured a call.
+        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The
+        caller knows that none was traced with real tensors, which is not seen here, and that no CUDA graph has captured
+        a call.
         """
         if not self._traced:
             self._root.clear()
 
     def __call__(
-        self, shapes: Shapes | None, return_rows: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
+        self,
+        shapes: Shapes | None,
+        return_rows: bool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *operands: Any,
     ) -> tuple[torch.Tensor | None, ...]:
         """(out, *rows); without `return_rows` the rows may be None.
 
@@ -211,7 +235,12 @@ class Operators:
         if shapes is None or in_forward_ad(q, k, v) or (self.interpreted and q.dtype not in _OF_NUMPY):
             return self._through_dispatcher(q, k, v, *operands)
         learned = self.signature.learned
-        wanted = q.requires_grad or k.requires_grad or v.requires_grad or (learned and any(operands[i].requires_grad for i in learned))
+        wanted = (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (learned and any(operands[i].requires_grad for i in learned))
+        )
         if wanted and torch.is_grad_enabled():
             if return_rows:
                 return self.apply_with_rows(q, k, v, *operands, shapes)
@@ -219,7 +248,8 @@ class Operators:
         return self.host_forward(q, k, v, *operands, shapes)
 
     def define_key_mass(self, schema: str, kernel: Callable[..., Any]) -> Any:
-        """Define `attngen::NAME_key_mass`, (q, k, lse, *operands) -> [B, Hq, Nk] fp32, which the host program `kernel` computes."""
+        """Define `attngen::NAME_key_mass`, (q, k, lse, *operands) -> [B, Hq, Nk] fp32, which the host program
+        `kernel` computes."""
 
         def run(*args: Any) -> Any:
             q, k, *rest = self._multiplied(*args)
@@ -231,14 +261,16 @@ class Operators:
         return self.define("key_mass", schema, run, fake)
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
-        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
+        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16:
+        there it gets fp32."""
         dtype = args[0].dtype
         if self.interpreted and dtype not in _OF_NUMPY:
             return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
         return args
 
     def _through_dispatcher(self, *args: Any) -> Results:
-        """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the recorded call instead."""
+        """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the
+        recorded call instead."""
         if any(map(is_dtensor, args[:3])):
             return self._on_shards(*args)
         dtype, args = args[0].dtype, self._multiplied(*args)
@@ -248,7 +280,10 @@ class Operators:
     def _on_shards(self, *args: Any) -> Results:
         """A call of DTensors: the operator on each rank's parts."""
         tensors, numbers = args[: self.numbers_at], args[self.numbers_at :]
-        if any(x is not None and "? seed" in declared for x, declared in zip(tensors[3:], self.signature.schema.split(", "))):
+        if any(
+            x is not None and "? seed" in declared
+            for x, declared in zip(tensors[3:], self.signature.schema.split(", "))
+        ):
             raise NotImplementedError(
                 "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same weights; expected "
                 "dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
@@ -262,7 +297,8 @@ class Operators:
         return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
 
     def _backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
-        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which gradients are needed."""
+        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which
+        gradients are needed."""
         signature = self.signature
         grad_rows, (q, k, v, *saved) = args[: self.smooth], args[self.smooth :]
         if signature.unordered and saved[-1] and _wants_order():
@@ -282,7 +318,9 @@ class Operators:
         k, v, out = map(addressable, args[:3])
         tangents = map(addressable, args[rows : rows + 3])
         operands, learned = args[rows + 3 : len(args) - numbers], map(_by_elements, args[len(args) - numbers :])
-        return self.host_jvp(addressable(q), k, v, out, *map(_by_elements, args[3:rows]), *tangents, *operands, *learned)
+        return self.host_jvp(
+            addressable(q), k, v, out, *map(_by_elements, args[3:rows]), *tangents, *operands, *learned
+        )
 
     def _fake_jvp(self, q: torch.Tensor, *args: Any) -> Results:
         out, *rows = self.fake_forward(q, q, q)
@@ -321,15 +359,20 @@ class Operators:
                 torch.library.register_autograd(self.jvp.name(), _of_tangents, lib=self.library)
             else:
                 name = self.forward.name()
-                torch.library.register_autograd(name, _without_backward, setup_context=_without_backward, lib=self.library)
+                torch.library.register_autograd(
+                    name, _without_backward, setup_context=_without_backward, lib=self.library
+                )
             return
         self.library.impl(self.forward, self._weak(_where_recorded(self.forward, self._record)), "Autograd")
         if self.backward:
-            self.library.impl(self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd")
+            self.library.impl(
+                self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd"
+            )
             self.library.impl(self.jvp, self._weak(_where_recorded(self.jvp, self.recorded_jvp.apply)), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
-        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that they read."""
+        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that they
+        read."""
         saved = (*self.keep(results), *args[: self.numbers_at])
         ctx.save_for_backward(*saved)
         if in_forward_ad(*saved):
@@ -356,7 +399,9 @@ class Operators:
         given = [_tangent(x, t) for x, t in zip((q, k, v), tangents)]
         learned = [_tangent(tensors[i], tangents[3 + i]) for i in self.signature.learned]
         call = self.recorded_jvp.apply if _is_transformed() else self.jvp
-        made = (x.detach() for x in saved[:at])  # a graph from tangents to results would have a way back: autograd saves these with theirs
+        made = (
+            x.detach() for x in saved[:at]
+        )  # a graph from tangents to results would have a way back: autograd saves these with theirs
         found = call(q, k, v, *made, *given, *tensors, *ctx.numbers, *learned)
         return *found, *[None] * self.signature.flat
 
@@ -374,7 +419,9 @@ class Operators:
         learned = self.signature.learned
         needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
         if is_plain(q, k, v):
-            call = self.backward if torch.is_grad_enabled() else self.run_backward  # then the operator would do nothing else
+            call = (
+                self.backward if torch.is_grad_enabled() else self.run_backward
+            )  # then the operator would do nothing else
         else:
             call = self.recorded_backward.apply if _is_transformed() else self.backward
         dq, dk, dv, *inputs = call(grad_out, *grad_rows, q, k, v, out, *rows, *tensors, *ctx.numbers, *needs)
@@ -400,7 +447,8 @@ def _by_elements(x: torch.Tensor) -> torch.Tensor:
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
-    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself otherwise."""
+    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself
+    otherwise."""
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
@@ -411,9 +459,16 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows: bool) -> type[torch.autograd.Function]:
+def _recorded_calls(
+    operators: Operators, run: Callable[..., Results], with_rows: bool
+) -> type[torch.autograd.Function]:
     """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
-    keep, numbers_at, flat, smooth = operators.keep, operators.numbers_at, operators.signature.flat, 1 + operators.smooth
+    keep, numbers_at, flat, smooth = (
+        operators.keep,
+        operators.numbers_at,
+        operators.signature.flat,
+        1 + operators.smooth,
+    )
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -434,7 +489,8 @@ def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows
 
 
 def _recorded_operator(operators: Operators) -> type[torch.autograd.Function]:
-    """The autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows): for all modes and transforms."""
+    """The autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows): for all modes
+    and transforms."""
 
     class Attention(torch.autograd.Function):
         @staticmethod

@@ -1,6 +1,7 @@
 """Private interfaces of torch and Triton that save a call's time, each beside a public way.
 
-No other file of the runtime names a private interface. Each is probed once, when the module is imported, as far as that needs no GPU.
+No other file of the runtime names a private interface. Each is probed once, when the module is imported, as far as that
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
-    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell tensors apart."""
+    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell
+    tensors apart."""
     make: Any = torch._C._dynamo.guards.TensorGuards
 
     def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
@@ -64,7 +66,9 @@ empty_cuda = _first(
 # The number of the current CUDA device.
 current_device = _first(lambda: torch._C._cuda_getDevice, torch.cuda.current_device)
 # The address of the current stream of a CUDA device, which is given by its number.
-current_stream = _first(lambda: torch._C._cuda_getCurrentRawStream, lambda device: torch.cuda.current_stream(device).cuda_stream)
+current_stream = _first(
+    lambda: torch._C._cuda_getCurrentRawStream, lambda device: torch.cuda.current_stream(device).cuda_stream
+)
 # Whether torch.autocast is on for some device.
 autocast_is_on = _first(
     lambda: _called(torch._C._is_any_autocast_enabled),
@@ -72,19 +76,23 @@ autocast_is_on = _first(
 )
 # Whether torch.jit is tracing.
 is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
-# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
+# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones
+# the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device, `requires_grad` and
-# number of dimensions, and under the same modes; sizes and strides may differ. It never knows one tensor twice. It ends the process if a
-# tensor has no sizes, as nested ones have none. Where `guard_of` is None, tensors have to be looked at one by one.
+# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device,
+# `requires_grad` and number of dimensions, and under the same modes; sizes and strides may differ. It never knows one
+# tensor twice. It ends the process if a tensor has no sizes, as nested ones have none. Where `guard_of` is None,
+# tensors have to be looked at one by one.
 guard_of = _first(lambda: _guards(torch.empty(1, device="cpu", dtype=torch.float32)), None)
-# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
+# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by
+# torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a tangent."""
+    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a
+    tangent."""
     try:
         return bool(forward_ad._current_level >= 0)
     except AttributeError:
@@ -112,10 +120,12 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
-    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton lacks some of it.
+    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton
+    lacks some of it.
 
-    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple, function
-    that makes of arguments with descriptors those that the launcher takes, or None if it takes them as they are).
+    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as
+    one tuple, function that makes of arguments with descriptors those that the launcher takes, or None if it takes them
+    as they are).
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
@@ -126,13 +136,18 @@ def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
 
 
 def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
-    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of 3.7 and later."""
+    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of
+    3.7 and later."""
     try:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
         before = function, launcher.launch_cooperative_grid, launcher.launch_pdl
         if hasattr(launcher, "kernel_signature"):
-            return launcher.launch, (*before, metadata, *hooks, None, None, launcher.arg_annotations, launcher.kernel_signature), True
+            return (
+                launcher.launch,
+                (*before, metadata, *hooks, None, None, launcher.arg_annotations, launcher.kernel_signature),
+                True,
+            )
         return launcher.launch, (*before, None, None, metadata, *hooks), False
     except AttributeError:
         return None
@@ -141,8 +156,8 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
 def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
     """The last four of `parts_of`.
 
-    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the wrapped launcher,
-    and a copy of the function that gives back what it would launch with.
+    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the
+    wrapped launcher, and a copy of the function that gives back what it would launch with.
     """
     first = (1, 1, 1, 0, *before)
     try:

@@ -18,7 +18,8 @@ _BY_PLAN = "what attention.plan makes"
 
 
 def checks_data(interpreted: bool) -> bool:
-    """Whether calls that do not say so check what their data promises: as ATTNGEN_CHECK says, and else in Triton's interpreter alone.
+    """Whether calls that do not say so check what their data promises: as ATTNGEN_CHECK says, and else in Triton's
+    interpreter alone.
 
     Raises ValueError, in one sentence, if the variable is neither 0 nor 1.
     """
@@ -29,12 +30,14 @@ def checks_data(interpreted: bool) -> bool:
 
 
 def can_wait(x: torch.Tensor) -> bool:
-    """Whether the host may wait for the device of x: no CUDA graph is captured, and neither a tracer nor a transform sees the call."""
+    """Whether the host may wait for the device of x: no CUDA graph is captured, and neither a tracer nor a transform
+    sees the call."""
     return not is_watched() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_data(call: str, *promises: Promises) -> None:
-    """Raise ValueError, in one sentence, for the first promise that is broken. If none is, the host has waited for the device once."""
+    """Raise ValueError, in one sentence, for the first promise that is broken. If none is, the host has waited for
+    the device once."""
     found = [(broken, say) for several in promises for broken, say in several if broken.numel()]
     if not found or not bool(torch.stack([broken.any() for broken, _ in found]).any()):
         return
@@ -54,11 +57,16 @@ def promised(
 ) -> Promises:
     """The promises of an input of integers, `x`.
 
-    least, most: of each number; `most` may be a tensor that broadcasts to x. first: what the first number of each row is. rising: numbers
-    never fall along a row. rows: int [B], how many numbers of each row of x [B, n] count; None: all.
+    least, most: of each number; `most` may be a tensor that broadcasts to x. first: what the first number of each row
+    is. rising: numbers never fall along a row. rows: int [B], how many numbers of each row of x [B, n] count; None:
+    all.
     """
     found: list[tuple[torch.Tensor, Callable[..., str]]] = []
-    counts = torch.ones_like(x, dtype=torch.bool) if rows is None else torch.arange(x.shape[-1], device=x.device) < rows[:, None]
+    counts = (
+        torch.ones_like(x, dtype=torch.bool)
+        if rows is None
+        else torch.arange(x.shape[-1], device=x.device) < rows[:, None]
+    )
 
     def said(*at: int) -> str:
         return f"{name}[{', '.join(map(str, at))}] is {int(x[at])}"
@@ -77,7 +85,13 @@ def promised(
         def bounds(*at: int) -> str:
             largest = int(most.expand(x.shape)[at]) if isinstance(most, torch.Tensor) else most
             both = least is not None and largest is not None
-            text = f"a number from {least} to {largest}" if both else f"at least {least}" if largest is None else f"at most {largest}"
+            text = (
+                f"a number from {least} to {largest}"
+                if both
+                else f"at least {least}"
+                if largest is None
+                else f"at most {largest}"
+            )
             return f"{said(*at)}; expected {text}: {meaning}"
 
         outside = torch.zeros_like(counts)
@@ -89,11 +103,14 @@ def promised(
 
 def promised_of_plan(plan: Any, *names: str) -> Promises:
     """The promises of those tensors of a plan whose numbers never fall: some kernels wait for one another by them."""
-    return [promise for name in names for promise in promised(f"plan.{name}", getattr(plan, name), _BY_PLAN, rising=True)]
+    return [
+        promise for name in names for promise in promised(f"plan.{name}", getattr(plan, name), _BY_PLAN, rising=True)
+    ]
 
 
 def listed(blocks: Any) -> Promises:
-    """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as attention.plan makes them."""
+    """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as
+    attention.plan makes them."""
     expected: dict[str, tuple[torch.Tensor, ...]]
     names: tuple[str, ...]
     first = getattr(blocks, "kv_full_rank", None)
@@ -134,11 +151,12 @@ def promised_of_cache(
 ) -> Promises:
     """The promises of a call over a cache.
 
-    Lengths are not negative, and the cache has room for all keys, the new ones too. The pages that hold a sequence's keys exist, and no
-    new key is stored in a row that another key has. Factors are positive and finite.
+    Lengths are not negative, and the cache has room for all keys, the new ones too. The pages that hold a sequence's
+    keys exist, and no new key is stored in a row that another key has. Factors are positive and finite.
 
-    caches: [B or pages, Hkv, rows, columns]; cache_seqlens: [B]; page_table: [B, max_pages]; new: [B, Hkv, new, columns]; first: the first
-    key of each sequence that is read, [B] or 0: pages before it may have been given back; scales: [Hkv], or [pages, Hkv].
+    caches: [B or pages, Hkv, rows, columns]; cache_seqlens: [B]; page_table: [B, max_pages]; new: [B, Hkv, new,
+    columns]; first: the first key of each sequence that is read, [B] or 0: pages before it may have been given back;
+    scales: [Hkv], or [pages, Hkv].
     """
     rows, more = caches[0].shape[2], new_keys(new)
     room = rows if page_table is None else page_table.shape[1] * rows
@@ -148,7 +166,9 @@ def promised_of_cache(
         expected = f"a number from 0 to {room - more}: the cache has room for {room} keys of a sequence{given}"
         return f"cache_seqlens[{b}] is {int(cache_seqlens[b])}; expected {expected}"
 
-    found: list[tuple[torch.Tensor, Callable[..., str]]] = [((cache_seqlens < 0) | (cache_seqlens > room - more), seqlens)]
+    found: list[tuple[torch.Tensor, Callable[..., str]]] = [
+        ((cache_seqlens < 0) | (cache_seqlens > room - more), seqlens)
+    ]
     used = None  # the pages that hold keys
     if page_table is not None:
         pages, keys = caches[0].shape[0], (cache_seqlens + more)[:, None]
@@ -174,7 +194,10 @@ def promised_of_cache(
             keys_of_row.scatter_add_(0, row.flatten(), counted.int().flatten())
 
             def shared(b: int, key: int) -> str:
-                at, expected = f"[{b}, {key // rows}]", "a page of its own: each new key needs a row of the cache that no other key has"
+                at, expected = (
+                    f"[{b}, {key // rows}]",
+                    "a page of its own: each new key needs a row of the cache that no other key has",
+                )
                 return f"page_table{at} is {int(page_table[b, key // rows])}, where another sequence has keys, too; expected {expected}"
 
             found.append((counted & (position >= stored_from) & (keys_of_row[row] > 1), shared))

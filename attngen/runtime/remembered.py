@@ -19,10 +19,14 @@ _strides: Callable[[Any], tuple[int, ...]] = torch.Tensor.stride
 
 
 class Steps(NamedTuple):
-    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then those it makes."""
+    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then
+    those it makes."""
 
-    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]  # shape, strides, dtype; whether it is filled with 0
-    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors from all of them.
+    made: list[
+        tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+    ]  # shape, strides, dtype; whether it is filled with 0
+    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors
+    # from all of them.
     launches: list[tuple[Launch, int, tuple[Any, ...], tuple[int, ...], Callable[[list[Any]], tuple[Any, ...]]]]
     results: Callable[[list[Any]], tuple[Any, ...]]
 
@@ -49,7 +53,9 @@ def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return itemgetter(*at) if len(at) > 1 else lambda items: tuple(items[i] for i in at)
 
 
-def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]) -> Steps | None:
+def _noted(
+    given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]
+) -> Steps | None:
     """The steps of a program; None if they are not those of other arguments of this form.
 
     So it is if a tensor was given twice, if an address is no multiple of 16, and on AMD.
@@ -73,10 +79,11 @@ def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: li
 
 
 def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be None.
+    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be
+    None.
 
-    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the device, from the sizes,
-    strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
+    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the
+    device, from the sizes, strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
     """
 
     def of(program: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +91,14 @@ def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         def run(*args: Any) -> Any:
             dense = args[: count if args[count - 1] is not None else count - 1]
             rest = args[len(dense) :]
-            form = program, args[0].get_device(), *[t.dtype for t in dense], *map(_shape, dense), *map(_strides, dense), *rest
+            form = (
+                program,
+                args[0].get_device(),
+                *[t.dtype for t in dense],
+                *map(_shape, dense),
+                *map(_strides, dense),
+                *rest,
+            )
             steps = STEPS.get(form)
             if steps is not None:
                 found = steps.repeat(args[:count])

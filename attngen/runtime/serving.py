@@ -12,10 +12,11 @@ from attngen.runtime.operators import Operators, Results
 
 
 class ServedOperators:
-    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in them first.
+    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in
+    them first.
 
-    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the second
-    has; other `tensors`; and `numbers`, declared as in "float scale".
+    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order,
+    which only the second has; other `tensors`; and `numbers`, declared as in "float scale".
     """
 
     def __init__(

@@ -23,11 +23,14 @@ def is_dtensor(x: Any) -> bool:
 def check_local(argument: str, x: torch.Tensor) -> None:
     """Raise NotImplementedError if x is a DTensor, of which an argument of the call cannot be had."""
     if is_dtensor(x):
-        raise NotImplementedError(f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()")
+        raise NotImplementedError(
+            f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()"
+        )
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes alone."""
+    """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes
+    alone."""
     return torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape) if is_dtensor(x) else x
 
 
@@ -40,8 +43,9 @@ def on_shards(
 ) -> list[torch.Tensor]:
     """The results of `call(*tensors, *numbers)` as DTensors that are placed as q is: each rank calls it with its parts.
 
-    shards: the dimensions of q that may be sharded. tensors: q, k, v and operands: DTensors, or of operands tensors that all ranks have
-    whole. dims: the names of the dimensions of each operand. Gradients of what several ranks read are summed over these.
+    shards: the dimensions of q that may be sharded. tensors: q, k, v and operands: DTensors, or of operands tensors
+    that all ranks have whole. dims: the names of the dimensions of each operand. Gradients of what several ranks read
+    are summed over these.
 
     Raises:
         ValueError or TypeError: one sentence that says how the tensors are placed and what was expected.
@@ -52,7 +56,9 @@ def on_shards(
     for name, x in zip("qkv", (q, k, v)):
         if not is_dtensor(x) or x.device_mesh != q.device_mesh:
             given = f"{name} is on another mesh" if is_dtensor(x) else f"{name} is a {type(x).__name__}"
-            raise TypeError(f"attention: q, k or v is a DTensor, and {given}; expected DTensors of one mesh for all three")
+            raise TypeError(
+                f"attention: q, k or v is a DTensor, and {given}; expected DTensors of one mesh for all three"
+            )
     mesh: Any = q.device_mesh
     one_head = k.shape[1] == 1
     split = [_split(placement, shards) for placement in q.placements]
@@ -95,12 +101,19 @@ def on_shards(
 
 
 def _split(placement: Any, shards: Sequence[str]) -> str:
-    """The dimension of q that a placement shards; empty where all ranks have the same. ValueError for other placements."""
+    """The dimension of q that a placement shards; empty where all ranks have the same. ValueError for other
+    placements."""
     if placement.is_replicate():
         return ""
     dim = placement.dim if placement.is_shard() else None
     if dim is not None and dim % 4 < 3 and _DIMS[dim % 4] in shards:
         return _DIMS[dim % 4]
-    possible = " or ".join(f"Shard({_DIMS.index(name)}) ({_SAID[name]})" for name in _DIMS if name in shards) or "no Shard"
-    why = "; the mask or the scores count positions, heads or sequences, from 0 on each rank" if dim is not None and dim % 4 < 3 else ""
+    possible = (
+        " or ".join(f"Shard({_DIMS.index(name)}) ({_SAID[name]})" for name in _DIMS if name in shards) or "no Shard"
+    )
+    why = (
+        "; the mask or the scores count positions, heads or sequences, from 0 on each rank"
+        if dim is not None and dim % 4 < 3
+        else ""
+    )
     raise ValueError(f"attention: q has the placement {placement}{why}; expected Replicate, {possible}")

@@ -27,10 +27,13 @@ HINTS = {
     **dict.fromkeys(("attn_bias", "bias", "position_bias"), _BIAS),
     **dict.fromkeys(("dropout_p", "dropout", "p", "seed"), _DROPOUT),
     **dict.fromkeys(
-        ("enable_gqa", "num_heads", "num_kv_heads"), f"{_SPEC}`heads: {{sharing: gqa}}`; numbers of heads are those of the tensors"
+        ("enable_gqa", "num_heads", "num_kv_heads"),
+        f"{_SPEC}`heads: {{sharing: gqa}}`; numbers of heads are those of the tensors",
     ),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), _SCALE),
-    **dict.fromkeys(("window_size", "sliding_window", "window"), f"{_SPEC}`mask: {{sliding_window: {{left: 1023, right: 0}}}}`"),
+    **dict.fromkeys(
+        ("window_size", "sliding_window", "window"), f"{_SPEC}`mask: {{sliding_window: {{left: 1023, right: 0}}}}`"
+    ),
     **dict.fromkeys(("softcap", "logits_soft_cap"), f"{_SPEC}`score: [{{softcap: 30.0}}]`"),
     **dict.fromkeys(("sink", "sinks", "s_aux", "learnable_sink"), _SINK),
     "alibi_slopes": f"{_SPEC}`score: [{{alibi: {{slopes: given}}}}]`",
@@ -42,7 +45,10 @@ HINTS = {
     "kernel_options": f"{_SPEC}`schedule: {{block_q: 64}}`",
     **dict.fromkeys(("key_padding", "key_padding_mask"), _PADDING),
     **dict.fromkeys(("kv_lengths", "seqlens", "seqlens_k", "seqused_k"), _LENGTHS),
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k", "max_seqlen"), _PACKED),
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k", "max_seqlen"),
+        _PACKED,
+    ),
     "document_ids": f"{_SPEC}`mask: {{all_of: [causal, document]}}`",
     "prefix_length": f"{_SPEC}`mask: prefix_lm`",
     "tree_mask": f"{_SPEC}`mask: tree`, with `cache: contiguous`",
@@ -51,19 +57,28 @@ HINTS = {
     **dict.fromkeys(("return_softmax_lse", "return_aux"), "write `return_lse=True`"),
     **{f"return_{name}": f"{_SPEC}`outputs: [lse, {name}]`" for name in ("entropy", "max_score", "key_mass")},
     **dict.fromkeys(("k_cache", "v_cache", "cache_seqlens", "page_table", "block_table", "past_key_values"), _CACHE),
-    **dict.fromkeys(("tensor_layout", "layout"), "tensors are [B, H, N, D], and `x.transpose(1, 2)` of others costs no copy"),
+    **dict.fromkeys(
+        ("tensor_layout", "layout"), "tensors are [B, H, N, D], and `x.transpose(1, 2)` of others costs no copy"
+    ),
     "plan": "a plan is of masks that read data; this one reads none",
 }
 
 
 def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as nothing is to check."""
+    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as
+    nothing is to check."""
     for name in unknown:
         if name == "check":
             continue
-        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+        known = [
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is not p.VAR_KEYWORD and p.name != "self"
+        ]
         near = difflib.get_close_matches(name, known, n=1)
         hint = (
-            f"did you mean {near[0]}?" if near and name not in HINTS else HINTS.get(name, "an argument for each input comes from the spec")
+            f"did you mean {near[0]}?"
+            if near and name not in HINTS
+            else HINTS.get(name, "an argument for each input comes from the spec")
         )
         raise TypeError(f"{call}: {name} is no argument; expected {', '.join(known)}; {hint}")

@@ -1,14 +1,16 @@
-"""select-tiles: choose tile sizes and warps for every device class, element size and range of rows, and the order of programs.
+"""select-tiles: choose tile sizes and warps for every device class, element size and range of rows, and the order of
+programs.
 
 before:  (no schedule)                        grid(q in cdiv(Nq, BLOCK_Q), ...)
 after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
-                                              grid(q in cdiv(Nq, BLOCK_Q) descending abreast(8), ...)
+                                              grid(q in cdiv(Nq, BLOCK_Q) reversed swizzle(8), ...)
 
-What the spec asks for comes first. Otherwise a schedule that was measured to be the fastest for such kernels is taken (attngen/schedule),
-as in `... measured`; without one, the candidate that fits and that the cost model finds cheapest. If none fits, a line says why, as in
-`gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most tiles start first, ABREAST heads at a time, so that the
-last to finish are short. A kernel that adds runs divided alone, and gets its rows from who divides it.
+What the spec asks for comes first. Otherwise a schedule that was measured to be the fastest for such kernels is taken
+(attngen/schedule), as in `... measured`; without one, the candidate that fits and that the cost model finds cheapest.
+If none fits, a line says why, as in `gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most
+tiles start first, ABREAST heads at a time, so that the last to finish are short. A kernel that adds runs divided alone,
+and gets its rows from who divides it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,10 @@ import sympy
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.heuristics import (
-    ABREAST,
     COMPARED,
     COMPARED_EACH,
-    DEALT,
-    FEW_ABREAST,
     FEW_QUERIES,
+    FEW_SWIZZLE,
     JOINED,
     MANY_ROWS,
     MODELLED,
@@ -39,10 +39,12 @@ from attngen.heuristics import (
     RANGES,
     ROUNDED,
     SHORT_ROWS,
+    SPLIT_RANGES,
     STRIP,
     SUMMED,
-    TOGETHER,
-    TOGETHER_LISTED,
+    SWIZZLE,
+    SWIZZLE_ROWS,
+    SWIZZLE_ROWS_LISTED,
     UNEVEN,
     UNIT,
     WALKED,
@@ -50,8 +52,8 @@ from attngen.heuristics import (
     WIDEST_SUM,
 )
 from attngen.ir.expr import select
-from attngen.ir.graph import Kernel, Module, Row, Unfit
-from attngen.ir.ops import Add, Load, Map, Op
+from attngen.ir.graph import Config, DoesNotFit, Kernel, Module
+from attngen.ir.ops import Load, Map, Op, OrderedAdd
 from attngen.schedule.table import Table, committed
 from attngen.targets.registry import backend_of
 from attngen.tiles.launches import joining_warps
@@ -78,13 +80,13 @@ class SelectTiles(Pass):
         schedules = tuple((k.name, () if k.adds else tuple(self._rows(module, k))) for k in module.kernels)
         return replace(module, schedules=schedules)
 
-    def _rows(self, module: Module, kernel: Kernel) -> Iterator[Row | Unfit]:
+    def _rows(self, module: Module, kernel: Kernel) -> Iterator[Config | DoesNotFit]:
         reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module, kernel)}
         for device, elem in product(CLASSES, elem_sizes(module, kernel)):
             if kernel.prepares:
                 yield from [_comparing(device, elem)] if _compares(kernel) else _walking(device, elem)
                 continue
-            if kernel.joins_parts:
+            if kernel.combines_splits:
                 yield from _joining(module, device, elem)
                 continue
             try:
@@ -93,60 +95,72 @@ class SelectTiles(Pass):
                 reasons[elem][device] = error
                 if len(reasons[elem]) == len(CLASSES):  # on none: say it of the one with the most room
                     raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from None
-                yield Unfit(device, elem, error.reason)
+                yield DoesNotFit(device, elem, error.reason)
                 continue
             yield from joined([*self._measured(module, kernel, *rows)])
 
-    def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Row]:
-        """The model's lines, for the fewest rows, for few rows and for any number. FitError if the device has no such products."""
+    def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Config]:
+        """The model's lines, for the fewest rows, for few rows and for any number. FitError if the device has no
+        such products."""
         if kernel.dots and (how := mode(module, elem)) not in CLASSES[device].flops_per_cycle:
-            raise FitError(("dtype",), f"on {device} the kernel @{kernel.name} has no {how} products; expected another dtype")
-        if not kernel.packs:
+            raise FitError(
+                ("dtype",), f"on {device} the kernel @{kernel.name} has no {how} products; expected another dtype"
+            )
+        if not kernel.pack_gqa:
             return [self._choose(module, kernel, device, elem, limit) for limit in (*MODELLED, None)]
         least, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))
         return [least, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
 
-    def _measured(self, module: Module, kernel: Kernel, least: Row, few: Row, chosen: Row) -> Iterator[Row]:
+    def _measured(self, module: Module, kernel: Kernel, least: Config, few: Config, chosen: Config) -> Iterator[Config]:
         """Lines for rising numbers of rows: measured ones if there are any, else the model's."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
         table = None if asked else self.tables.get(chosen.device)
-        if kernel.deal:
-            for (limit, _), modelled in zip(DEALT, (least, chosen)):
-                yield table and table.row(module, kernel, chosen.elem_bytes, limit) or modelled
+        if kernel.kv_split:
+            for (limit, _), modelled in zip(SPLIT_RANGES, (least, chosen)):
+                yield table and table.config(module, kernel, chosen.elem_bytes, limit) or modelled
             return
         yield least
-        if kernel.packs:  # however many heads share its tiles, each of its programs has few turns
-            yield replace(table and table.row(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
+        if kernel.pack_gqa:  # however many heads share its tiles, each of its programs has few turns
+            yield replace(table and table.config(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
             return
         for limit, _ in RANGES:
             modelled = few if limit == SHORT_ROWS else replace(chosen, max_rows=limit)
-            yield table and table.row(module, kernel, chosen.elem_bytes, limit) or modelled
+            yield table and table.config(module, kernel, chosen.elem_bytes, limit) or modelled
 
-    def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Row:
-        def candidates(blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]) -> Iterator[Row]:
+    def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Config:
+        def candidates(
+            blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]
+        ) -> Iterator[Config]:
             able = elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
-            always = limit is None or kernel.deal is not None
+            always = limit is None or kernel.kv_split is not None
             for q, kv, w, columns in product(blocks_q, blocks_kv, warps, column_choices(module, kernel)):
-                plain = Row(device, elem, limit, q, kv, w, self.num_stages or 1, backend=module.backend, columns=columns)
+                plain = Config(
+                    device, elem, limit, q, kv, w, self.num_stages or 1, backend=module.backend, columns=columns
+                )
                 described = replace(plain, tma=able)
                 described = described if lies_in_pages(module, kernel, described) else plain
-                # A call of few rows takes pointers, as encoding descriptors costs the host time, unless these are compiled wrongly.
+                # A call of few rows takes pointers, as encoding descriptors costs the host time, unless these are
+                # compiled wrongly.
                 ways = [described] if always else [plain, described]
                 if not self.num_stages:
                     ways.append(replace(described, num_stages=2))
-                yield next((row for row in ways if not backend.footprint.misfit(module, kernel, row)), ways[0])
+                yield next(
+                    (config for config in ways if not backend.resources.why_not_fit(module, kernel, config)), ways[0]
+                )
 
-        def price(row: Row) -> float:
-            return min(backend.cost.cycles(module, kernel, r) for r in ([row] if self.num_stages else depths(row)))
+        def price(config: Config) -> float:
+            return min(
+                backend.cost.cycles(module, kernel, r) for r in ([config] if self.num_stages else depths(config))
+            )
 
         backend = backend_of(module)
         most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks
         blocks = tuple(b for b in backend.choices.blocks if b <= most)
         given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
-        if kernel.deal and limit == PACKED and not self.block_q:
+        if kernel.kv_split and limit == PACKED and not self.block_q:
             given_q = (PACKED,)  # the keys are what takes time: further rows would be empty
-        if kernel.deal and not self.block_kv:
+        if kernel.kv_split and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
             # To find where rows are takes a while, which longer tiles hide.
             lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2, UNIT // 4)
@@ -156,52 +170,59 @@ class SelectTiles(Pass):
             given_kv = tuple(kv for kv in given_kv if kernel.tile_page % kv == 0)
         if not tile_loops(kernel):
             rounds = any("GROUPS_V" in t.dims for op in kernel.ops() for t in op.results().values())
-            side = (SUMMED if kernel.loops else ROUNDED if rounds else PLAIN) // (1 if module.rope else _times_as_wide(module))
-            return Row(device, elem, limit, side, side, 4, 1, backend=module.backend)
+            side = (SUMMED if kernel.loops else ROUNDED if rounds else PLAIN) // (
+                1 if module.rope else _times_as_wide(module)
+            )
+            return Config(device, elem, limit, side, side, 4, 1, backend=module.backend)
         if kernel.counts_pairs:
-            return Row(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
+            return Config(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
         rows = list(candidates(given_q, given_kv, warps))
         best = min(rows, key=price)
         if price(best) < float("inf"):
             return best
-        fitting = [r for r in rows if not backend.footprint.misfit(module, kernel, r)]  # asked for by the spec, though it may spill
+        fitting = [
+            r for r in rows if not backend.resources.why_not_fit(module, kernel, r)
+        ]  # asked for by the spec, though it may spill
         if not fitting:
             smallest = min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q, r.columns))
             raise self._too_large(module, kernel, smallest, [*candidates(blocks, blocks, (smallest.num_warps,))])
         return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps, r.columns))
 
-    def _too_large(self, module: Module, kernel: Kernel, row: Row, free: list[Row]) -> FitError:
-        """The smallest row does not fit: blame the spec's overrides, unless none of the `free` rows fits either, with one stage."""
-        footprint = backend_of(module).footprint
+    def _too_large(self, module: Module, kernel: Kernel, config: Config, free: list[Config]) -> FitError:
+        """The smallest row does not fit: blame the spec's overrides, unless none of the `free` rows fits either,
+        with one stage."""
+        resources = backend_of(module).resources
         free = [replace(r, num_stages=1) for r in free]
-        if all(footprint.misfit(module, kernel, r) for r in free):
-            large = [r for r in free if footprint.sram_bytes(module, kernel, r) > CLASSES[r.device].smem_per_block]
+        if all(resources.why_not_fit(module, kernel, r) for r in free):
+            large = [r for r in free if resources.sram_bytes(module, kernel, r) > CLASSES[r.device].smem_per_block]
             if not large:  # the compiler cannot do with tiles that divide the mask's blocks
-                return FitError(("mask",), str(footprint.misfit(module, kernel, free[0])))
-            change = "head_dim or dtype" if row.elem_bytes > 2 else "head_dim"
-            return FitError(("head_dim",), str(footprint.misfit(module, kernel, large[0], change)))
+                return FitError(("mask",), str(resources.why_not_fit(module, kernel, free[0])))
+            change = "head_dim or dtype" if config.elem_bytes > 2 else "head_dim"
+            return FitError(("head_dim",), str(resources.why_not_fit(module, kernel, large[0], change)))
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
         change = " or ".join(name for name, value in given.items() if value)
-        return FitError(("schedule",), str(footprint.misfit(module, kernel, row, change)))
+        return FitError(("schedule",), str(resources.why_not_fit(module, kernel, config, change)))
 
 
 def _times_as_wide(module: Module) -> int:
-    """How many times as many columns as WIDEST_SUM heads have: tiles of kernels without scores have as many rows fewer."""
+    """How many times as many columns as WIDEST_SUM heads have: tiles of kernels without scores have as many rows
+    fewer."""
     return max(1, tile_width(max(module.head_dim_qk, module.head_dim_v)) // WIDEST_SUM)
 
 
-def _walking(device: str, elem: int) -> Iterator[Row]:
+def _walking(device: str, elem: int) -> Iterator[Config]:
     """The rows of a kernel that walks over all positions of a sequence, as many at a time as WALKED says."""
     for block in WALKED:
         warps = max(1, min(block // WALKED_EACH, MOST_THREADS) // CLASSES[device].threads_per_warp)
-        yield Row(device, elem, None if block == WALKED[-1] else block, block, block, warps, 1)
+        yield Config(device, elem, None if block == WALKED[-1] else block, block, block, warps, 1)
 
 
-def _joining(module: Module, device: str, elem: int) -> Iterator[Row]:
-    """The rows of a kernel that joins parts: a program has one row of a call, of which a warp has all columns where such rows are many."""
+def _joining(module: Module, device: str, elem: int) -> Iterator[Config]:
+    """The rows of a kernel that joins parts: a program has one row of a call, of which a warp has all columns where
+    such rows are many."""
     for most, parts in JOINED:
         warps = 1 if most is None else joining_warps(module, device)
-        yield Row(device, elem, most and most // warps, 1, parts, warps, 1, backend=module.backend)
+        yield Config(device, elem, most and most // warps, 1, parts, warps, 1, backend=module.backend)
 
 
 def _compares(kernel: Kernel) -> bool:
@@ -209,38 +230,59 @@ def _compares(kernel: Kernel) -> bool:
     return any(set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in kernel.ops() if isinstance(op, Map))
 
 
-def _comparing(device: str, elem: int) -> Row:
+def _comparing(device: str, elem: int) -> Config:
     """The row of such a kernel without scores."""
     block_q, block_kv = COMPARED
-    return Row(device, elem, None, block_q, block_kv, block_q * block_kv // COMPARED_EACH // CLASSES[device].threads_per_warp, 1)
+    return Config(
+        device,
+        elem,
+        None,
+        block_q,
+        block_kv,
+        block_q * block_kv // COMPARED_EACH // CLASSES[device].threads_per_warp,
+        1,
+    )
 
 
-def depths(row: Row) -> list[Row]:
+def depths(config: Config) -> list[Config]:
     """The row with each depth of the ring, deepest first."""
-    return [replace(row, num_stages=s) for s in backend_of(row).choices.stages]
+    return [replace(config, num_stages=s) for s in backend_of(config).choices.stages]
 
 
-def joined(rows: Sequence[Row | Unfit]) -> Iterator[Row | Unfit]:
-    """The lines of a table without those that differ from the next one only in the number of rows, or in being measured."""
-    for row, after in zip(rows, [*rows[1:], None]):
-        same = isinstance(row, Row) and isinstance(after, Row) and row == replace(after, max_rows=row.max_rows, measured=row.measured)
+def joined(rows: Sequence[Config | DoesNotFit]) -> Iterator[Config | DoesNotFit]:
+    """The lines of a table without those that differ from the next one only in the number of rows, or in being
+    measured."""
+    for config, after in zip(rows, [*rows[1:], None]):
+        same = (
+            isinstance(config, Config)
+            and isinstance(after, Config)
+            and config == replace(after, max_rows=config.max_rows, measured=config.measured)
+        )
         if not same:
-            yield row
+            yield config
 
 
 def _in_turns(module: Module, kernel: Kernel) -> Kernel:
-    """Start with the last tiles, whose turns come first; as many heads together as the L2 has room for what is streamed of them.
+    """Start with the last tiles, whose turns come first; as many heads together as the L2 has room for what is streamed
+    of them.
 
-    Where earlier tiles visit more, the last of these heads start with the first tiles, so that the last programs to end are short.
+    Where earlier tiles visit more, the last of these heads start with the first tiles, so that the last programs to end
+    are short.
     """
     row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
-    few = FEW_ABREAST if kernel.takes_heads and module.head_dim_qk > OF_COLUMNS else 1
-    mirrored = first_first(module, kernel)
-    room = TOGETHER_LISTED if module.blocks else TOGETHER
-    first = replace(kernel.grid[0], descending=True, abreast=few, together=room // row, mirrored=mirrored is not None)
+    few = FEW_SWIZZLE if kernel.takes_heads and module.head_dim_qk > OF_COLUMNS else 1
+    reversed_group = first_first(module, kernel)
+    room = SWIZZLE_ROWS_LISTED if module.blocks else SWIZZLE_ROWS
+    first = replace(
+        kernel.grid[0], reversed=True, swizzle=few, swizzle_rows=room // row, reversed_group=reversed_group is not None
+    )
     made = replace(kernel, grid=(first, *kernel.grid[1:]))
     return made.rewrite(
-        lambda _, op: [replace(op, turn=either_way(mirrored, op.turn)) if isinstance(op, Add) and op.turn is not None else op]
+        lambda _, op: [
+            replace(op, order=either_way(reversed_group, op.order))
+            if isinstance(op, OrderedAdd) and op.order is not None
+            else op
+        ]
     )
 
 
@@ -254,13 +296,20 @@ def _one_head(op: Op) -> list[Op]:
     """In one pass a program has one query head."""
     if not isinstance(op, Map) or op.name != "splits":
         return [op]
-    return [replace(op, expr=op.expr.replace(lambda e: isinstance(e, select), lambda e: select(e.args[0], sympy.Integer(1), e.args[2])))]
+    return [
+        replace(
+            op,
+            expr=op.expr.replace(
+                lambda e: isinstance(e, select), lambda e: select(e.args[0], sympy.Integer(1), e.args[2])
+            ),
+        )
+    ]
 
 
 def _visited(kernel: Kernel, start: int) -> int:
     """How many tiles the program of the tile that starts there visits, in a long sequence."""
     sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
-    return int(evaluate(visited(kernel), {**sizes, f"{kernel.own_axis}_start": start}))
+    return int(evaluate(visited(kernel), {**sizes, f"{kernel.program_axis}_start": start}))
 
 
 def _longest_first(kernel: Kernel) -> Kernel:
@@ -268,5 +317,5 @@ def _longest_first(kernel: Kernel) -> Kernel:
     if kernel.walks or not tile_loops(kernel):
         return kernel
     first, last = (_visited(kernel, x) for x in (0, MANY_ROWS - 64))
-    grid = (replace(kernel.grid[0], descending=last > first, abreast=ABREAST if last != first else 1), *kernel.grid[1:])
+    grid = (replace(kernel.grid[0], reversed=last > first, swizzle=SWIZZLE if last != first else 1), *kernel.grid[1:])
     return replace(kernel, grid=grid)

@@ -1,4 +1,5 @@
-"""Tables of measured schedules: one small file per GPU, one line per entry, which select-tiles asks before the cost model."""
+"""Tables of measured schedules: one small file per GPU, one line per entry, which select-tiles asks before the cost
+model."""
 
 from __future__ import annotations
 
@@ -11,31 +12,39 @@ from typing import Any
 
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.ops import Load
-from attngen.targets.registry import DIVIDERS, backend_of
+from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.classes import Key, key
 from attngen.tiles.sizes import column_choices, lies_in_pages
 from attngen.tiles.tiles import tile_loops
 
 FOLDER = Path(__file__).parent
 Schedule = dict[str, Any]  # a row's tile sizes and launch options, by their names
-KNOBS = tuple(f.name for f in fields(Row) if f.name not in ("device", "elem_bytes", "max_rows", "measured", "backend", "min_rows"))
+KNOBS = tuple(
+    f.name
+    for f in fields(Config)
+    if f.name not in ("device", "elem_bytes", "max_rows", "measured", "backend", "min_rows")
+)
 
 
-def schedule_of(row: Row) -> Schedule:
+def schedule_of(config: Config) -> Schedule:
     """What of a row is not the range that it is for; columns only where programs may share these."""
-    return {name: getattr(row, name) for name in KNOBS if name != "columns" or row.columns}
+    return {name: getattr(config, name) for name in KNOBS if name != "columns" or config.columns}
 
 
 def shown(schedule: Mapping[str, int]) -> str:
     """A schedule as docs and tables write it: `128x64x8x3`, `128x64x8x3 TMA`, or `64x32x8x2 TMA, 256 columns`."""
     columns = f", {schedule['columns']} columns" if schedule.get("columns") else ""
-    return "x".join(str(schedule[name]) for name in KNOBS if name not in ("tma", "columns")) + " TMA" * schedule["tma"] + columns
+    return (
+        "x".join(str(schedule[name]) for name in KNOBS if name not in ("tma", "columns"))
+        + " TMA" * schedule["tma"]
+        + columns
+    )
 
 
 @dataclass(frozen=True)
-class Divided:
+class WarpSpecialized:
     """A schedule of a kernel that a backend divides into roles, and its time."""
 
     backend: str
@@ -45,9 +54,11 @@ class Divided:
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest portable schedule measured for a key, and what the model would take, which it is where nothing was faster.
+    """The fastest portable schedule measured for a key, and what the model would take, which it is where nothing was
+    faster.
 
-    divided: schedules of divided kernels that are faster still, the fastest first; None where none was measured beside it.
+    warp_specialized: schedules of divided kernels that are faster still, the fastest first; None where none was
+    measured beside it. Files call it `divided`.
     """
 
     schedule: Schedule
@@ -55,13 +66,14 @@ class Entry:
     model: Schedule
     model_ms: float | None  # None: it cannot run there, or spills
     triton: str  # the version that compiled what was measured
-    divided: tuple[Divided, ...] | None = None
+    warp_specialized: tuple[WarpSpecialized, ...] | None = None
     gpu: str = ""  # that measured it, as its driver names it, if it is not the table's
 
     def plain(self) -> dict[str, Any]:
         """As data for JSON."""
+        said = {"divided" if name == "warp_specialized" else name: value for name, value in asdict(self).items()}
         unsaid = {"divided": None, "gpu": ""}
-        return {name: value for name, value in asdict(self).items() if name not in unsaid or value != unsaid[name]}
+        return {name: value for name, value in said.items() if name not in unsaid or value != unsaid[name]}
 
 
 @dataclass(frozen=True)
@@ -74,29 +86,40 @@ class Table:
     triton: str = ""
     entries: dict[Key, Entry] = field(default_factory=dict)
 
-    def row(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Row | None:
-        """The measured row of a kernel for a range of rows; None without an entry, or where it would spill or not fit."""
+    def config(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Config | None:
+        """The measured row of a kernel for a range of rows; None without an entry, or where it would spill or not
+        fit."""
         entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
         if entry is None:
             return None
-        row = Row(DEVICES[self.device].cls, elem_bytes, max_rows, **entry.schedule, measured=True, backend=module.backend)
-        return row if usable(module, kernel, row) else None
+        config = Config(
+            DEVICES[self.device].cls, elem_bytes, max_rows, **entry.schedule, measured=True, backend=module.backend
+        )
+        return config if usable(module, kernel, config) else None
 
-    def divided(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None, backend: str) -> dict[Row, float] | None:
-        """Rows under which a backend's divided kernel is faster than the portable one in a range, and their times, the fastest first.
+    def warp_specialized(
+        self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None, backend: str
+    ) -> dict[Config, float] | None:
+        """Rows under which a backend's divided kernel is faster than the portable one in a range, and their times, the
+        fastest first.
 
         None where this was not measured.
         """
         entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
-        if entry is None or entry.divided is None:
+        if entry is None or entry.warp_specialized is None:
             return None
-        usual = Row(DEVICES[self.device].cls, elem_bytes, None, **entry.schedule, measured=True, backend=backend)
-        return {replace(usual, **found.schedule): found.ms for found in entry.divided if found.backend == backend}
+        usual = Config(DEVICES[self.device].cls, elem_bytes, None, **entry.schedule, measured=True, backend=backend)
+        return {
+            replace(usual, **found.schedule): found.ms for found in entry.warp_specialized if found.backend == backend
+        }
 
     def text(self) -> str:
         """The file: a header, then a line for each entry, sorted."""
         head = {"device": self.device, "gpu": self.gpu, "torch": self.torch, "triton": self.triton}
-        lines = [json.dumps({**k._asdict(), **e.plain()}) for k, e in sorted(self.entries.items(), key=lambda item: _order(item[0]))]
+        lines = [
+            json.dumps({**k._asdict(), **e.plain()})
+            for k, e in sorted(self.entries.items(), key=lambda item: _order(item[0]))
+        ]
         rows = ",\n  ".join(lines)
         return json.dumps(head)[:-1] + f', "entries": [{f"{chr(10)}  {rows}{chr(10)}" if lines else ""}]}}\n'
 
@@ -105,16 +128,16 @@ def _order(k: Key) -> tuple[Any, ...]:
     return (*k[:-1], k.max_rows or float("inf"))
 
 
-def usable(module: Module, kernel: Kernel, row: Row) -> bool:
+def usable(module: Module, kernel: Kernel, config: Config) -> bool:
     """Whether a row divides the module's blocks, fits, reads what it can, and is not known to spill for its mask."""
-    divides = not (module.blocks and tile_loops(kernel)) or max(row.block_q, row.block_kv) <= module.blocks.size
+    divides = not (module.blocks and tile_loops(kernel)) or max(config.block_q, config.block_kv) <= module.blocks.size
     described = any(isinstance(op, Load) and op.via for op in kernel.ops())
     return (
         divides
-        and row.columns in column_choices(module, kernel)
-        and (described or not row.tma)
-        and lies_in_pages(module, kernel, row)
-        and backend_of(row).cost.cycles(module, kernel, row) < float("inf")
+        and config.columns in column_choices(module, kernel)
+        and (described or not config.tma)
+        and lies_in_pages(module, kernel, config)
+        and backend_of(config).cost.cycles(module, kernel, config) < float("inf")
     )
 
 
@@ -125,7 +148,9 @@ def read_table(path: Path) -> Table:
         lines = data.pop("entries")
         table = Table(**data, entries=dict(map(_entry, lines)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AttngenError(f"{path}: cannot be read as a table of `attngen tune`; expected one that it wrote ({error})") from None
+        raise AttngenError(
+            f"{path}: cannot be read as a table of `attngen tune`; expected one that it wrote ({error})"
+        ) from None
     if table.device not in DEVICES:
         raise AttngenError(f"{path}: `{table.device}` is not a device; {suggest(table.device, DEVICES)}")
     return table
@@ -135,15 +160,19 @@ def _entry(line: dict[str, Any]) -> tuple[Key, Entry]:
     k = Key(*(line.pop(name) for name in Key._fields))
     schedule, model = (_schedule(line.pop(name)) for name in ("schedule", "model"))
     given = line.pop("divided", None)
-    divided = None if given is None else tuple(Divided(d["backend"], _schedule(d["schedule"]), d["ms"]) for d in given)
-    for one in divided or ():
-        if one.backend not in DIVIDERS:
-            raise ValueError(f"`{one.backend}` divides no kernels; {suggest(one.backend, DIVIDERS)}")
-    return k, Entry(schedule=schedule, model=model, **line, divided=divided)
+    warp_specialized = (
+        None
+        if given is None
+        else tuple(WarpSpecialized(d["backend"], _schedule(d["schedule"]), d["ms"]) for d in given)
+    )
+    for one in warp_specialized or ():
+        if one.backend not in SPECIALIZERS:
+            raise ValueError(f"`{one.backend}` divides no kernels; {suggest(one.backend, SPECIALIZERS)}")
+    return k, Entry(schedule=schedule, model=model, **line, warp_specialized=warp_specialized)
 
 
 def _schedule(given: dict[str, Any]) -> Schedule:
-    return schedule_of(Row("", 0, None, **given))
+    return schedule_of(Config("", 0, None, **given))
 
 
 def path_of(device: str) -> Path:

@@ -1,7 +1,8 @@
 """Score modifiers, one file each. A new one is a new file here. It is found by discovery, with no other edit.
 
-A file holds one subclass of `Score`: its parameters (pydantic fields), its run-time inputs, its expression over `s` (the scaled score),
-`q_idx`, `kv_idx`, `Nq`, `Nk`, `b`, `h` and the inputs' names, and a hand-written eager oracle. Its backward is derived from the expression.
+A file holds one subclass of `Score`: its parameters (pydantic fields), its run-time inputs, its expression over `s`
+(the scaled score), `q_idx`, `kv_idx`, `Nq`, `Nk`, `b`, `h` and the inputs' names, and a hand-written eager oracle. Its
+backward is derived from the expression.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ S = symbol("s")
 
 
 class Score(Part):
-    """Base of every modifier. A spec may give the fields of the subclass as parameters; the field `short` also without its name."""
+    """Base of every modifier. A spec may give the fields of the subclass as parameters; the field `short` also
+    without its name."""
 
     short: ClassVar[str] = ""
 

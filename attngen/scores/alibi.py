@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... if n heads are a power of two. Other numbers add every second slope of 2n."""
+    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... if n heads are a power of two. Other numbers add every
+    second slope of 2n."""
     whole = 1 << (heads.bit_length() - 1) if heads else 0
     head = torch.arange(heads, device=device, dtype=torch.float32)
     exponent = torch.where(head < whole, (head + 1) / max(1, whole), (head - whole + 0.5) / max(1, whole))
@@ -25,7 +26,8 @@ def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 
 class Alibi(Score):
-    """s - slope[h] * |distance| (Press et al. 2022), queries aligned with the last keys; `slopes: given` are `alibi_slopes`, fp32 [Hq]."""
+    """s - slope[h] * |distance| (Press et al. 2022), queries aligned with the last keys; `slopes: given` are
+    `alibi_slopes`, fp32 [Hq]."""
 
     name: ClassVar[str] = "alibi"
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (standard_slopes,)
@@ -41,7 +43,15 @@ class Alibi(Score):
     def inputs(self) -> tuple[Input, ...]:
         if self.slopes == "standard":
             return ()
-        return (Input("alibi_slopes", "f32", ("Hq",), "by how much each head's scores fall per position", ("grad",) * self.learnable),)
+        return (
+            Input(
+                "alibi_slopes",
+                "f32",
+                ("Hq",),
+                "by how much each head's scores fall per position",
+                ("grad",) * self.learnable,
+            ),
+        )
 
     def derived(self) -> tuple[Derived, ...]:
         if self.slopes == "given":
@@ -59,8 +69,13 @@ class Alibi(Score):
     def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        slopes = inputs["alibi_slopes"] if self.slopes == "given" else torch.tensor(_paper(sizes.q_heads), device=s.device)
-        q, kv = torch.arange(sizes.n_q, device=s.device) + sizes.n_kv - sizes.n_q, torch.arange(sizes.n_kv, device=s.device)
+        slopes = (
+            inputs["alibi_slopes"] if self.slopes == "given" else torch.tensor(_paper(sizes.q_heads), device=s.device)
+        )
+        q, kv = (
+            torch.arange(sizes.n_q, device=s.device) + sizes.n_kv - sizes.n_q,
+            torch.arange(sizes.n_kv, device=s.device),
+        )
         return s - slopes.to(s.dtype)[:, None, None] * (q[:, None] - kv).abs()
 
 

@@ -19,7 +19,15 @@ class DenseBias(Score):
     learnable: bool = True
 
     def inputs(self) -> tuple[Input, ...]:
-        return (Input("bias", "T", ("B", "Hq", "Nq", "Nk"), "what is added to the scores", ("grad",) * self.learnable + ("broadcast",)),)
+        return (
+            Input(
+                "bias",
+                "T",
+                ("B", "Hq", "Nq", "Nk"),
+                "what is added to the scores",
+                ("grad",) * self.learnable + ("broadcast",),
+            ),
+        )
 
     def expression(self) -> Expr:
         return S + symbol("bias")

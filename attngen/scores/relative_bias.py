@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 
 
 class RelativeBias(Score):
-    """s + table[h, distance + max_distance], distance = q_pos - kv_idx within +-max_distance (T5, Raffel et al. 2020, without its buckets).
+    """s + table[h, distance + max_distance], distance = q_pos - kv_idx within +-max_distance (T5, Raffel et al. 2020,
+    without its buckets).
 
-    `relative_bias` is fp32 [Hq, 2 max_distance + 1]; the queries are the last positions. T5's buckets are an expression (see README).
+    `relative_bias` is fp32 [Hq, 2 max_distance + 1]; the queries are the last positions. T5's buckets are an expression
+    (see README).
     """
 
     name: ClassVar[str] = "relative_bias"
@@ -26,7 +28,9 @@ class RelativeBias(Score):
 
     def inputs(self) -> tuple[Input, ...]:
         shape = ("Hq", str(2 * self.max_distance + 1))
-        return (Input("relative_bias", "f32", shape, "what is added, by head and distance", ("grad",) * self.learnable),)
+        return (
+            Input("relative_bias", "f32", shape, "what is added, by head and distance", ("grad",) * self.learnable),
+        )
 
     def reads(self) -> tuple[Read, ...]:
         distance = clamp(Q + NK - NQ - KV, -self.max_distance, self.max_distance)
@@ -38,7 +42,10 @@ class RelativeBias(Score):
     def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        # Distances fall along the keys: a query's row is a window of these, one further on than that of the query after it.
-        distance = torch.arange(sizes.n_kv, -sizes.n_q, -1, device=s.device).clamp(-self.max_distance, self.max_distance)
+        # Distances fall along the keys: a query's row is a window of these, one further on than that of the query after
+        # it.
+        distance = torch.arange(sizes.n_kv, -sizes.n_q, -1, device=s.device).clamp(
+            -self.max_distance, self.max_distance
+        )
         bias = inputs["relative_bias"].to(s.dtype)[:, distance + self.max_distance]
         return s + bias.unfold(1, sizes.n_kv, 1).flip(1)[:, : sizes.n_q]

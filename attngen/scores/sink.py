@@ -13,13 +13,22 @@ if TYPE_CHECKING:
 
 
 class Sink(Score):
-    """exp(sink[h]) joins every row's denominator (gpt-oss, 2025), and its LSE: `sink` is fp32 [Hq], by default learnable."""
+    """exp(sink[h]) joins every row's denominator (gpt-oss, 2025), and its LSE: `sink` is fp32 [Hq], by default
+    learnable."""
 
     name: ClassVar[str] = "sink"
     learnable: bool = True
 
     def inputs(self) -> tuple[Input, ...]:
-        return (Input("sink", "f32", ("Hq",), "a logit of each head, in the softmax of all its rows", ("grad",) * self.learnable),)
+        return (
+            Input(
+                "sink",
+                "f32",
+                ("Hq",),
+                "a logit of each head, in the softmax of all its rows",
+                ("grad",) * self.learnable,
+            ),
+        )
 
     def sink(self) -> Expr:
         return symbol("sink")

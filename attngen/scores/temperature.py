@@ -20,7 +20,9 @@ class Temperature(Score):
     learnable: bool = True
 
     def inputs(self) -> tuple[Input, ...]:
-        return (Input("temperature", "f32", ("Hq",), "what each head's scores are divided by", ("grad",) * self.learnable),)
+        return (
+            Input("temperature", "f32", ("Hq",), "what each head's scores are divided by", ("grad",) * self.learnable),
+        )
 
     def expression(self) -> Expr:
         return S / symbol("temperature")

@@ -1,6 +1,7 @@
 """The spec: what a user writes in YAML, as pydantic models, and its errors.
 
-`load_spec` reads one file and raises SpecError with one sentence per mistake: file, line, key, what was expected, a hint.
+`load_spec` reads one file and raises SpecError with one sentence per mistake: file, line, key, what was expected, a
+hint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reading one YAML document as plain data: mappings, lists, text, numbers and booleans, and the line of each of them.
 
-YAML's other features (several documents, anchors, tags, repeated keys) are errors: a spec that uses one means something else.
+YAML's other features (several documents, anchors, tags, repeated keys) are errors: a spec that uses one means something
+else.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from attngen.errors import SpecError, dotted, shown
 Path: TypeAlias = "tuple[str | int, ...]"  # keys and list positions from the root
 DEPTH = 20
 _PLAIN = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
-# Numbers are decimal. YAML 1.1, which the parser reads, has others too (1:04 and 0100 are 64), and no 5e1, which YAML 1.2 has.
+# Numbers are decimal. YAML 1.1, which the parser reads, has others too (1:04 and 0100 are 64), and no 5e1, which YAML
+# 1.2 has.
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _REAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NO_NUMBER = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def read_document(text: str, source: str) -> tuple[Any, dict[Path, int]]:
-    """The document's data, and the line of every key and list item; SpecError, with `source` and the line, if it is not one."""
+    """The document's data, and the line of every key and list item; SpecError, with `source` and the line, if it is
+    not one."""
     lines: dict[Path, int] = {}
     try:
         _check_events(text, source)
@@ -31,7 +34,9 @@ def read_document(text: str, source: str) -> tuple[Any, dict[Path, int]]:
         return (_plain(root, (), lines, source) if root else None), lines
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise SpecError(f"{source}, line {line}: not valid YAML: the character {error.character:#x} is not text") from None
+        raise SpecError(
+            f"{source}, line {line}: not valid YAML: the character {error.character:#x} is not text"
+        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = f"{error.problem or 'it does not parse'}; check quotes, brackets and indentation"
@@ -74,7 +79,9 @@ def _plain(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> 
                 raise SpecError(f"{where}: a list or a mapping is used as a key; expected a word, as in `mask: causal`")
             place = (*path, key.value)
             if place in lines:
-                raise SpecError(f"{where}: key `{shown(key.value)}` is given twice, first on line {lines[place]}; expected each key once")
+                raise SpecError(
+                    f"{where}: key `{shown(key.value)}` is given twice, first on line {lines[place]}; expected each key once"
+                )
             lines[place] = key.start_mark.line + 1
             found[key.value] = _plain(value, place, lines, source)
         return found

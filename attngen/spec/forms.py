@@ -20,13 +20,15 @@ from attngen.spec.sentences import Mistakes, mistakes, said, said_by
 _WRITTEN = ["expr", "let", "params"]
 ALGEBRA = ("all_of", "any_of", "not", "expr")
 MASK_FORMS = (
-    "a mask: its name as in `causal`, {name: {parameter: value}}, {expr: text}, {all_of: [masks]}, {any_of: [masks]} or {not: mask}"
+    "a mask: its name as in `causal`, {name: {parameter: value}}, {expr: text}, "
+    "{all_of: [masks]}, {any_of: [masks]} or {not: mask}"
 )
 SCORE_FORMS = "a score modifier: its name as in `alibi`, {name: {parameter: value}} or {expr: text}"
 
 
 def parse_mask(value: Any) -> Mask:
-    """A mask from its spec form: `name`, `{name: {parameters}}`, `{expr: text, params: {...}}`, or any_of, all_of, not of masks."""
+    """A mask from its spec form: `name`, `{name: {parameters}}`, `{expr: text, params: {...}}`, or any_of, all_of,
+    not of masks."""
     if isinstance(value, Mask):
         return value
     if isinstance(value, str):
@@ -36,7 +38,9 @@ def parse_mask(value: Any) -> Mask:
     if isinstance(value, dict) and "expr" in value:
         return _parse_written(Written, value)
     if isinstance(value, list) and value or isinstance(value, dict) and len(value) > 1:
-        raise Mistakes(((), f"is {said(value)} of {len(value)}; expected one mask; for several at once write {{all_of: [masks]}}"))
+        raise Mistakes(
+            ((), f"is {said(value)} of {len(value)}; expected one mask; for several at once write {{all_of: [masks]}}")
+        )
     if not isinstance(value, dict) or not value:
         raise Mistakes(((), f"is {said(value)}; expected {MASK_FORMS}"))
     ((name, params),) = value.items()
@@ -55,7 +59,8 @@ def parse_mask(value: Any) -> Mask:
 
 
 def parse_score(value: Any) -> tuple[Score, ...]:
-    """Score modifiers from their spec form: a list of names, `{name: {parameters}}` or `{expr: text, params: {...}}`."""
+    """Score modifiers from their spec form: a list of names, `{name: {parameters}}` or `{expr: text, params:
+    {...}}`."""
     if isinstance(value, tuple):
         return value
     items = value if isinstance(value, list) else [value]
@@ -120,7 +125,9 @@ def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
         raise Mistakes((("params",), f"is {said(declared)}; expected the declarations of parameters by name"))
     let = {} if value.get("let") is None else value["let"]
     if not isinstance(let, dict) or not all(isinstance(x, str) for x in let.values()):
-        raise Mistakes((("let",), f'is {said(let)}; expected expressions in quotes by name, as in {{row: "q_idx // 64"}}'))
+        raise Mistakes(
+            (("let",), f'is {said(let)}; expected expressions in quotes by name, as in {{row: "q_idx // 64"}}')
+        )
     params: dict[str, Param] = {}
     found: list[tuple[document.Path, str]] = []
     for name, declaration in declared.items():
@@ -129,7 +136,10 @@ def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
                 raise ValueError(problem)
             params[name] = Param.model_validate(declaration)
         except ValidationError as error:
-            found += [(("params", name, *path), text) for path, text in mistakes(error, Param.model_json_schema(), declaration)]
+            found += [
+                (("params", name, *path), text)
+                for path, text in mistakes(error, Param.model_json_schema(), declaration)
+            ]
         except ValueError as error:
             found.append((("params", name), str(error)))
     if found:
@@ -147,7 +157,9 @@ def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
 def _parse_several(cls: type[AllOf] | type[AnyOf], value: Any) -> Mask:
     name = cls.name
     if not isinstance(value, list) or not value:
-        raise Mistakes(((name,), f"is {said(value)}; expected a list of at least one mask, as in [causal, key_padding]"))
+        raise Mistakes(
+            ((name,), f"is {said(value)}; expected a list of at least one mask, as in [causal, key_padding]")
+        )
     masks: list[Mask] = []
     found: list[tuple[document.Path, str]] = []
     for i, item in enumerate(value):
@@ -157,9 +169,16 @@ def _parse_several(cls: type[AllOf] | type[AnyOf], value: Any) -> Mask:
             found += [((name, i, *path), text) for path, text in error.found]
             continue
         if mask.names_blocks() and any(m.names_blocks() for m in masks):
-            found.append(((name, i), "names blocks a second time; expected one `block_sparse`: combine the block masks in the call"))
+            found.append(
+                (
+                    (name, i),
+                    "names blocks a second time; expected one `block_sparse`: combine the block masks in the call",
+                )
+            )
         if mask in masks:
-            found.append(((name, i), f"is `{mask.describe()}` again; expected each mask once: a repeat {_REPEAT[name]}"))
+            found.append(
+                ((name, i), f"is `{mask.describe()}` again; expected each mask once: a repeat {_REPEAT[name]}")
+            )
         masks.append(mask if name == "all_of" else mask.unlisted())
     if found:
         raise Mistakes(*found)
@@ -183,7 +202,9 @@ def score_schema() -> dict[str, Any]:
     for name, cls in score_registry().items():
         if cls.short:
             short = cls.model_json_schema()["properties"][cls.short]
-            named.append({"type": "object", "properties": {name: short}, "required": [name], "additionalProperties": False})
+            named.append(
+                {"type": "object", "properties": {name: short}, "required": [name], "additionalProperties": False}
+            )
     one = {"anyOf": [*named, _written_schema()]}
     return {
         "description": "what is done to scores, in order, before the mask",
@@ -196,7 +217,9 @@ def _named_schemas(known: Mapping[str, type[Part]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"enum": list(known)}]
     for name, cls in known.items():
         params = {**cls.model_json_schema(), "title": name}
-        found.append({"type": "object", "properties": {name: params}, "required": [name], "additionalProperties": False})
+        found.append(
+            {"type": "object", "properties": {name: params}, "required": [name], "additionalProperties": False}
+        )
     return found
 
 

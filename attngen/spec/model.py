@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import sympy
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from attngen.errors import shown
@@ -31,7 +40,20 @@ from attngen.tiles.ranges import is_too_long, shows_nothing
 
 # Packages that Python, generated modules and attngen import: the names that a module cannot have.
 PACKAGES = frozenset(sys.stdlib_module_names) | {
-    *("attngen", "filelock", "jinja2", "matplotlib", "networkx", "numpy", "platformdirs", "pydantic", "rich", "sympy", "torch", "triton"),
+    *(
+        "attngen",
+        "filelock",
+        "jinja2",
+        "matplotlib",
+        "networkx",
+        "numpy",
+        "platformdirs",
+        "pydantic",
+        "rich",
+        "sympy",
+        "torch",
+        "triton",
+    ),
     *("typer", "yaml", "generated", "hypothesis", "pip", "pytest", "setuptools", "site"),
 }
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -63,12 +85,14 @@ class Heads(BaseModel):
 
     model_config = _STRICT
     sharing: Literal["mha", "mqa", "gqa"] = Field(
-        default="mha", description="mha: one K/V head per query head; mqa: one in all; gqa: one per group of query heads"
+        default="mha",
+        description="mha: one K/V head per query head; mqa: one in all; gqa: one per group of query heads",
     )
 
 
 class HeadDim(BaseModel):
-    """Width of a head of q and k, and of v: multiples of 8 from 16 to 512, or more where values are part of a latent."""
+    """Width of a head of q and k, and of v: multiples of 8 from 16 to 512, or more where values are part of a
+    latent."""
 
     model_config = _STRICT
     qk: int = Field(ge=16, multiple_of=8)
@@ -79,21 +103,29 @@ class Latent(BaseModel):
     """What DeepSeek's multi-head latent attention (MLA) keeps of each key: a latent, and columns that are rotated."""
 
     model_config = _STRICT
-    rope: int = Field(ge=16, le=WIDEST_ROPE, multiple_of=16, description="columns of a key that are rotated, after those of the latent")
+    rope: int = Field(
+        ge=16,
+        le=WIDEST_ROPE,
+        multiple_of=16,
+        description="columns of a key that are rotated, after those of the latent",
+    )
 
 
 class KeysValues(BaseModel):
     """How keys and values are stored."""
 
     model_config = _STRICT
-    latent: Latent = Field(description="values are the first columns of the keys, which a cache has once; projections are absorbed in q")
+    latent: Latent = Field(
+        description="values are the first columns of the keys, which a cache has once; projections are absorbed in q"
+    )
 
 
 Block = Annotated[Literal[16, 32, 64, 128, 256], BeforeValidator(_whole)]
 
 
 class Schedule(BaseModel):
-    """The order of the loops; and overrides of what tile selection would choose, for the forward, dK/dV and dQ kernels on every device."""
+    """The order of the loops; and overrides of what tile selection would choose, for the forward, dK/dV and dQ
+    kernels on every device."""
 
     model_config = _STRICT
     order: Literal["q_outer", "kv_outer"] = Field(
@@ -105,7 +137,9 @@ class Schedule(BaseModel):
     stages: Annotated[Literal[1, 2, 3, 4, 5], BeforeValidator(_whole)] | None = Field(
         default=None, description="depth of the load pipeline"
     )
-    warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(default=None, description="warps per program")
+    warps: Annotated[Literal[1, 2, 4, 8, 16], BeforeValidator(_whole)] | None = Field(
+        default=None, description="warps per program"
+    )
     split: Literal["balanced"] | Parts = Field(
         default="balanced",
         description="how the keys of a cache are dealt among programs; balanced: evenly over the device; {keys: n}: in parts of n keys, "
@@ -142,7 +176,8 @@ class Cache(BaseModel):
         f"for each key and {LATENT_GROUP} columns, beside it; q's without it",
     )
     scale: Literal["head", "page"] | None = Field(
-        default=None, description="what has a factor of its own: each K/V head (`head`, the default), or each head of a page (`page`)"
+        default=None,
+        description="what has a factor of its own: each K/V head (`head`, the default), or each head of a page (`page`)",
     )
 
     @property
@@ -163,7 +198,8 @@ class Backward(BaseModel):
 
     model_config = _STRICT
     deterministic: bool = Field(
-        default=True, description="every sum in a fixed order; false lets learned inputs be read anywhere, their gradients added atomically"
+        default=True,
+        description="every sum in a fixed order; false lets learned inputs be read anywhere, their gradients added atomically",
     )
 
 
@@ -201,7 +237,8 @@ def _parse_list(value: Any) -> Any:
 
 
 def _needed(part: Mask | Score, heads: dict[Expr, Expr]) -> set[str]:
-    """The names of what the expressions of a mask or modifier depend on, also by what they read, and what that is computed from."""
+    """The names of what the expressions of a mask or modifier depend on, also by what they read, and what that is
+    computed from."""
     expressions = [part.expression()]
     expressions += [part.by_key()] if isinstance(part, Mask) else [part.sink() or sympy.true]
     names = {str(s) for e in expressions for s in e.xreplace(heads).free_symbols}
@@ -231,7 +268,8 @@ class Spec(BaseModel):
         default=("bf16", "fp16"), description="element types the module accepts"
     )
     fp32_precision: Literal["ieee", "tf32"] = Field(
-        default="ieee", description="how products of fp32 matrices are computed; tf32 reads 10 of the 23 bits of a fraction"
+        default="ieee",
+        description="how products of fp32 matrices are computed; tf32 reads 10 of the 23 bits of a fraction",
     )
     mask: Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)] = Field(
         default_factory=lambda: registry()["none"](), validate_default=False
@@ -239,12 +277,15 @@ class Spec(BaseModel):
     score: Annotated[tuple[SerializeAsAny[Score], ...], BeforeValidator(parse_score)] = Field(
         default=(), description="what is done to scores, in order, before the mask"
     )
-    dropout: bool = Field(default=False, description="whether calls can drop probabilities: their `dropout_p` and `seed`")
+    dropout: bool = Field(
+        default=False, description="whether calls can drop probabilities: their `dropout_p` and `seed`"
+    )
     backward: Annotated[Backward | None, BeforeValidator(_parse_backward)] = Field(
         default=Backward(), description="how gradients are computed; false builds a module without a backward"
     )
     cache: Annotated[Cache | None, BeforeValidator(_parse_cache)] = Field(
-        default=None, description="where `attention.with_kvcache` reads keys and values: contiguous, or {paged: {page_size: 64}}"
+        default=None,
+        description="where `attention.with_kvcache` reads keys and values: contiguous, or {paged: {page_size: 64}}",
     )
     kv: KeysValues | None = Field(
         default=None, description="how keys and values are stored: {latent: {rope: 64}} for MLA; apart without it"
@@ -258,9 +299,13 @@ class Spec(BaseModel):
     @classmethod
     def _importable(cls, value: str) -> str:
         if keyword.iskeyword(value):
-            raise ValueError(f"is `{value}`, a word of Python's grammar, so nothing could import it; expected another name")
+            raise ValueError(
+                f"is `{value}`, a word of Python's grammar, so nothing could import it; expected another name"
+            )
         if value in PACKAGES:
-            raise ValueError(f"is `{value}`, a package that its module would hide where both can be imported; expected another name")
+            raise ValueError(
+                f"is `{value}`, a package that its module would hide where both can be imported; expected another name"
+            )
         return value
 
     @field_validator("dtype")
@@ -271,8 +316,12 @@ class Spec(BaseModel):
         if len(set(value)) != len(value):
             raise ValueError("names an element type twice; expected each once")
         if not agree(value):
-            given = ", ".join(f"`{d}` gives {ELEMENTS[d].results or d}, of weights times {1 << ELEMENTS[d].weights}" for d in value)
-            raise ValueError(f"has element types that kernels treat differently: {given}; expected a spec for each kind")
+            given = ", ".join(
+                f"`{d}` gives {ELEMENTS[d].results or d}, of weights times {1 << ELEMENTS[d].weights}" for d in value
+            )
+            raise ValueError(
+                f"has element types that kernels treat differently: {given}; expected a spec for each kind"
+            )
         return tuple(d for d in ELEMENTS if d in value)
 
     @field_validator("outputs")
@@ -285,13 +334,17 @@ class Spec(BaseModel):
     @model_validator(mode="after")
     def _trains_if_its_types_do(self) -> Spec:
         if self.trains and (fixed := next((d for d in self.dtype if not ELEMENTS[d].trains), None)):
-            raise Mistakes((("dtype",), f"names `{fixed}`, in which there is no backward; expected `backward: false` beside it"))
+            raise Mistakes(
+                (("dtype",), f"names `{fixed}`, in which there is no backward; expected `backward: false` beside it")
+            )
         return self
 
     @model_validator(mode="after")
     def _tf32_needs_fp32(self) -> Spec:
         if self.fp32_precision == "tf32" and not by_precision(self.dtype):
-            raise Mistakes((("fp32_precision",), "is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out"))
+            raise Mistakes(
+                (("fp32_precision",), "is `tf32`, but `dtype` has no `fp32`; add it there, or leave this key out")
+            )
         return self
 
     @model_validator(mode="after")
@@ -303,7 +356,9 @@ class Spec(BaseModel):
         for path, part in self._parts():
             for i in part.inputs():
                 if known.setdefault(i.name, i) != i:
-                    raise Mistakes((path, f"declares `{i.name}` again, in another way; expected one declaration, or another name"))
+                    raise Mistakes(
+                        (path, f"declares `{i.name}` again, in another way; expected one declaration, or another name")
+                    )
             for d in part.derived():
                 for name in d.names:
                     if made.setdefault(name, d) != d:
@@ -313,26 +368,45 @@ class Spec(BaseModel):
                     two = f"reads `{read.tensor}` as `{read.name}`, which is read in another way too"
                     raise Mistakes((path, f"{two}; expected another name in one of them"))
         if taken := next((name for name in made if name in known), None):
-            raise Mistakes((("mask",), f"computes `{taken}`, which is a parameter's name too; expected another name for the parameter"))
+            raise Mistakes(
+                (
+                    ("mask",),
+                    f"computes `{taken}`, which is a parameter's name too; expected another name for the parameter",
+                )
+            )
         for path, part in self._parts():
             if taken := next((r.name for r in part.reads() if r.name in known and not known[r.name].shape), None):
-                raise Mistakes((path, f"reads a tensor as `{taken}`, a parameter's name too; expected another name for the parameter"))
+                raise Mistakes(
+                    (
+                        path,
+                        f"reads a tensor as `{taken}`, a parameter's name too; expected another name for the parameter",
+                    )
+                )
         return self
 
     @model_validator(mode="after")
     def _expressions_say_something(self) -> Spec:
-        """The mask shows some pairs, scores depend on `s`, and what is written out depends on every parameter, once simplified."""
+        """The mask shows some pairs, scores depend on `s`, and what is written out depends on every parameter, once
+        simplified."""
         heads = SHARINGS[self.heads.sharing].known
         if shows_nothing(self.visible()):
             raise Mistakes((("mask",), "hides every key from every query; expected a condition that some pairs meet"))
         for path, part in self._parts():
             needed = _needed(part, heads)
             if gone := next((i.name for i in part.inputs() if i.name not in needed and not i.is_size), None):
-                raise Mistakes((path, f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out"))
-            if isinstance(part, Score) and part.sink() is None and symbol("s") not in part.expression().xreplace(heads).free_symbols:
+                raise Mistakes(
+                    (path, f"does not depend on `{gone}`, once simplified; expected it to, or the parameter left out")
+                )
+            if (
+                isinstance(part, Score)
+                and part.sink() is None
+                and symbol("s") not in part.expression().xreplace(heads).free_symbols
+            ):
                 raise Mistakes((path, "forgets the score `s`; expected an expression in it"))
         if gone := self._forgotten():
-            said = f"does not depend on `{gone}`, once simplified; expected it to, or the part that declares it left out"
+            said = (
+                f"does not depend on `{gone}`, once simplified; expected it to, or the part that declares it left out"
+            )
             raise Mistakes((self.key_of(gone), said))
         return self
 
@@ -353,7 +427,9 @@ class Spec(BaseModel):
     @model_validator(mode="after")
     def _split_is_of_a_cache(self) -> Spec:
         if self.cache is None and self.schedule.keys_of_part:
-            raise Mistakes((("schedule", "split"), "deals the keys of a cache, and there is none; expected `cache` beside it"))
+            raise Mistakes(
+                (("schedule", "split"), "deals the keys of a cache, and there is none; expected `cache` beside it")
+            )
         return self
 
     @model_validator(mode="after")
@@ -368,8 +444,16 @@ class Spec(BaseModel):
         missing: tuple[tuple[bool, document.Path, str], ...] = (
             (self.cache is None, ("kv",), "is for keys in a cache, and there is none; expected `cache` beside it"),
             (self.trains, ("kv",), "is for serving, and the spec has a backward; expected `backward: false` beside it"),
-            (self.heads.sharing != "mqa", ("heads",), f"has `{self.heads.sharing}`, and a latent is one for all heads; expected `mqa`"),
-            (dim.v > WIDEST_LATENT, ("head_dim",), f"has {dim.v} columns of v; expected at most {WIDEST_LATENT}, the widest latent"),
+            (
+                self.heads.sharing != "mqa",
+                ("heads",),
+                f"has `{self.heads.sharing}`, and a latent is one for all heads; expected `mqa`",
+            ),
+            (
+                dim.v > WIDEST_LATENT,
+                ("head_dim",),
+                f"has {dim.v} columns of v; expected at most {WIDEST_LATENT}, the widest latent",
+            ),
             (
                 dim.qk != dim.v + rope,
                 ("head_dim",),
@@ -389,7 +473,11 @@ class Spec(BaseModel):
         wide = next((d for d in self.dtype if ELEMENTS[d].bytes != 2), "")
         odd = next((n for n in (self.head_dim.qk, self.head_dim.v) if n % 16 or n < 32), 0)
         cannot: tuple[tuple[bool, document.Path, str], ...] = (
-            (not cache.dtype, ("cache", "scale"), "is of numbers of 8 bits, and the cache has none; expected `dtype: fp8_e4m3` beside it"),
+            (
+                not cache.dtype,
+                ("cache", "scale"),
+                "is of numbers of 8 bits, and the cache has none; expected `dtype: fp8_e4m3` beside it",
+            ),
             (
                 cache.scale == "page" and not cache.paged,
                 ("cache", "scale"),
@@ -436,11 +524,17 @@ class Spec(BaseModel):
             (self.dropout, ("dropout",), "cannot drop weights"),
             (self.mask.blocks() is not None, ("mask",), "visits no lists of blocks"),
             (bool(tensor), home, f"reads no `{tensor}`"),
-            (self.head_dim.qk + self.head_dim.v > 256, ("head_dim",), "holds dK and dV of at most 256 columns together"),
+            (
+                self.head_dim.qk + self.head_dim.v > 256,
+                ("head_dim",),
+                "holds dK and dV of at most 256 columns together",
+            ),
         )
         if found := next(((path, what) for wrong, path, what in cannot if wrong), None):
             path, what = found
-            raise Mistakes((path, f"asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`"))
+            raise Mistakes(
+                (path, f"asks for what `schedule: {{order: kv_outer}}` does not do: it {what}; expected `q_outer`")
+            )
         return self
 
     @model_validator(mode="after")
@@ -450,9 +544,19 @@ class Spec(BaseModel):
         if not more:
             return self
         if self.cache is not None:
-            raise Mistakes((("outputs",), f"asks for {more}, which calls over a cache do not give; expected `lse` alone beside `cache`"))
+            raise Mistakes(
+                (
+                    ("outputs",),
+                    f"asks for {more}, which calls over a cache do not give; expected `lse` alone beside `cache`",
+                )
+            )
         if self.schedule.order != "q_outer":
-            raise Mistakes((("outputs",), f"asks for {more}, which `order: {self.schedule.order}` does not give; expected `q_outer`"))
+            raise Mistakes(
+                (
+                    ("outputs",),
+                    f"asks for {more}, which `order: {self.schedule.order}` does not give; expected `q_outer`",
+                )
+            )
         if taken := next((i.name for i in self.inputs() if i.name in OF_OUTPUTS), None):
             has = f"declares `{taken}`, a name that modules with `outputs` have themselves"
             raise Mistakes((self.key_of(taken), f"{has}; expected another one"))
@@ -476,7 +580,8 @@ class Spec(BaseModel):
 
     @property
     def factors(self) -> str:
-        """What has a factor of its own in a cache of 8 bits: `head`, `page`, or of a latent `columns`; empty where there are no factors."""
+        """What has a factor of its own in a cache of 8 bits: `head`, `page`, or of a latent `columns`; empty where
+        there are no factors."""
         if self.cache is None or not self.cache.dtype:
             return ""
         return "columns" if self.rope else self.cache.scale or "head"
@@ -536,8 +641,8 @@ class Spec(BaseModel):
         return unique(iter(found + ([(("mask",), of_union)] if of_union else [])))
 
     def canonical(self) -> dict[str, Any]:
-        """The spec as plain data with every default filled in; `score`, `backward`, `outputs`, the backend and the order of loops only
-        where they say something."""
+        """The spec as plain data with every default filled in; `score`, `backward`, `outputs`, the backend and the
+        order of loops only where they say something."""
         unsaid = [name for name in ("backward", "outputs") if getattr(self, name) == Spec.model_fields[name].default]
         plain = self.model_dump(mode="json", exclude={"mask", "score", *unsaid})
         del plain["cache"], plain["kv"]
@@ -564,7 +669,10 @@ def json_schema() -> dict[str, Any]:
     schema["properties"]["score"] = score_schema()
     schema["properties"]["head_dim"] = {
         "description": "width of a head: one number, or one for q and k and one for v",
-        "anyOf": [{"type": "integer", "minimum": 16, "maximum": WIDEST_HEAD, "multipleOf": 8}, {"$ref": "#/$defs/HeadDim"}],
+        "anyOf": [
+            {"type": "integer", "minimum": 16, "maximum": WIDEST_HEAD, "multipleOf": 8},
+            {"$ref": "#/$defs/HeadDim"},
+        ],
     }
     schema["properties"]["backward"]["anyOf"] = [{"const": False}, {"$ref": "#/$defs/Backward"}]
     schema["properties"]["cache"] = {

@@ -29,9 +29,15 @@ def load_spec(path: str | Path) -> Spec:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         if path.is_symlink():
-            raise SpecError(f"{path}: is a link to {path.readlink()}, which does not exist; expected a YAML spec") from None
+            raise SpecError(
+                f"{path}: is a link to {path.readlink()}, which does not exist; expected a YAML spec"
+            ) from None
         near = nearest(path.stem, (p.stem for p in path.parent.glob("*.yaml") if p.exists()))
-        hint = f"did you mean {path.with_name(near + '.yaml')}?" if near else "`attngen new NAME` writes a spec to start from"
+        hint = (
+            f"did you mean {path.with_name(near + '.yaml')}?"
+            if near
+            else "`attngen new NAME` writes a spec to start from"
+        )
         raise SpecError(f"{path}: there is no such file; {hint}") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a YAML spec") from None
@@ -58,7 +64,9 @@ def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] |
     """A spec from plain data; `lines` gives the line of each key that came from a file."""
     if not isinstance(data, dict):
         what = "the file is empty" if data is None else f"the file holds {said(data)}"
-        raise SpecError(f"{source}: {what}; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start")
+        raise SpecError(
+            f"{source}: {what}; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start"
+        )
     try:
         return Spec.model_validate(data)
     except ValidationError as error:
@@ -69,7 +77,8 @@ def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] |
 
 
 def place(path: Path | None, key: document.Path) -> str:
-    """The file, and the line of a key in it, for an error found after the spec was read; `spec` for one of plain data."""
+    """The file, and the line of a key in it, for an error found after the spec was read; `spec` for one of plain
+    data."""
     if path is None:
         return "spec"
     _, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))

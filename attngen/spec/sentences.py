@@ -12,7 +12,8 @@ from attngen.spec import document
 
 
 class Mistakes(ValueError):
-    """What is wrong below a value: the path of each mistake from there, and the sentence that follows the key's name."""
+    """What is wrong below a value: the path of each mistake from there, and the sentence that follows the key's
+    name."""
 
     def __init__(self, *found: tuple[document.Path, str]) -> None:
         super().__init__(*found)
@@ -22,13 +23,20 @@ class Mistakes(ValueError):
 _COUNTS = "sizes come from the tensors of a call; `heads: {sharing: gqa}` says how heads share keys"
 # What a spec says in other words, or not at all.
 _ELSEWHERE = {
-    **dict.fromkeys(("num_heads", "num_kv_heads", "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads"), _COUNTS),
+    **dict.fromkeys(
+        ("num_heads", "num_kv_heads", "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads"), _COUNTS
+    ),
     **dict.fromkeys(("batch", "batch_size", "seq_len", "seqlen", "max_seq_len", "max_position_embeddings"), _COUNTS),
     **dict.fromkeys(("causal", "is_causal"), "write `mask: causal`"),
-    **dict.fromkeys(("window", "window_size", "sliding_window"), "write `mask: {sliding_window: {left: 1023, right: 0}}`"),
-    **dict.fromkeys(("softcap", "alibi", "sink", "bias", "scores"), "score modifiers are a list: `score: [{softcap: 30.0}, alibi]`"),
     **dict.fromkeys(
-        ("dropout_p", "scale", "softmax_scale", "seed"), "it is an argument of the call; `dropout: true` gives calls a dropout_p"
+        ("window", "window_size", "sliding_window"), "write `mask: {sliding_window: {left: 1023, right: 0}}`"
+    ),
+    **dict.fromkeys(
+        ("softcap", "alibi", "sink", "bias", "scores"), "score modifiers are a list: `score: [{softcap: 30.0}, alibi]`"
+    ),
+    **dict.fromkeys(
+        ("dropout_p", "scale", "softmax_scale", "seed"),
+        "it is an argument of the call; `dropout: true` gives calls a dropout_p",
     ),
     **dict.fromkeys(("block_q", "block_kv", "stages", "warps", "backend", "order"), "write it under `schedule`"),
     **dict.fromkeys(("page_size", "paged"), "write `cache: {paged: {page_size: 64}}`"),
@@ -54,7 +62,10 @@ def mistakes(error: ValidationError, schema: dict[str, Any], data: Any) -> Itera
             path, value = _given(data, path)
             words = [str(w) for node in _nodes(schema, path) for w in node.get("enum", ())]
             near = nearest(value, words) if isinstance(value, str) else None
-            yield path, f"is {said(value)}; expected {_expected(schema, path)}" + (f"; did you mean `{near}`?" if near else "")
+            yield (
+                path,
+                f"is {said(value)}; expected {_expected(schema, path)}" + (f"; did you mean `{near}`?" if near else ""),
+            )
 
 
 def _given(data: Any, path: document.Path) -> tuple[document.Path, Any]:
@@ -79,7 +90,9 @@ def _nodes(schema: dict[str, Any], path: document.Path) -> list[dict[str, Any]]:
 
     nodes = resolve(schema)
     for key in path:
-        below = (node["items"] if isinstance(key, int) else node["properties"][key] for node in nodes if _has(node, key))
+        below = (
+            node["items"] if isinstance(key, int) else node["properties"][key] for node in nodes if _has(node, key)
+        )
         nodes = [found for node in below for found in resolve(node)]
     return nodes
 
@@ -103,7 +116,9 @@ def said_by(node: dict[str, Any]) -> str:
         case "integer":
             least, most = node.get("minimum"), node.get("maximum")
             size = "" if least is None else f" of {least} or more" if most is None else f" from {least} to {most}"
-            return f"a whole number{size}" + (f" that is a multiple of {node['multipleOf']}" if "multipleOf" in node else "")
+            return f"a whole number{size}" + (
+                f" that is a multiple of {node['multipleOf']}" if "multipleOf" in node else ""
+            )
         case "number":
             return f"a number from {_plain(node['minimum'])} to {_plain(node['maximum'])}"
         case "boolean":
@@ -111,7 +126,10 @@ def said_by(node: dict[str, Any]) -> str:
         case "array":
             return "a list of these"
         case "object":
-            parts = (f"{key}: {'|'.join(map(str, below.get('enum', ['...'])))}" for key, below in node.get("properties", {}).items())
+            parts = (
+                f"{key}: {'|'.join(map(str, below.get('enum', ['...'])))}"
+                for key, below in node.get("properties", {}).items()
+            )
             return f"{{{', '.join(parts)}}}"
     return str(node.get("description", "text"))
 

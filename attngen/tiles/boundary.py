@@ -24,11 +24,11 @@ def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
 def cut_by(where: Bool, data: frozenset[str]) -> Bool | None:
     """A condition on the place of a tile: where it is false, `where` holds for all pairs of its keys and rows.
 
-    In the forward a copy of a role has BLOCK_Q rows from q_start on, as in the bounds of its own tiles (see copies.py); in the backward it
-    has BLOCK_KV keys from kv_start on.
+    In the forward a copy of a role has BLOCK_Q rows from q_start on, as in the bounds of its own tiles (see copies.py);
+    in the backward it has BLOCK_KV keys from kv_start on.
 
-    None if nothing is known: a comparison is not linear in the key's position, or reads data, or names neither keys nor rows. Of several of
-    which one has to hold, those count that compare keys with rows.
+    None if nothing is known: a comparison is not linear in the key's position, or reads data, or names neither keys nor
+    rows. Of several of which one has to hold, those count that compare keys with rows.
     """
     cut = _derived(where, data)
     return cut if cut is not None and is_whole_without(cut, where, data) else None
@@ -58,7 +58,10 @@ def is_whole_without(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
 def _follows(bounds: list[Expr], cut: Bool) -> bool:
     """Whether one of the numbers is proven to be at most 0 wherever any of the cut's comparisons is false."""
     parts = sympy.And.make_args(cut)
-    return all(isinstance(part, INEQUALITIES) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds) for part in parts)
+    return all(
+        isinstance(part, INEQUALITIES) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds)
+        for part in parts
+    )
 
 
 def _beyond(comparison: Bool, data: frozenset[str]) -> tuple[Expr, Expr] | None:

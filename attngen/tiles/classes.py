@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from attngen.heuristics import DEALT, DEALT_KEYS, RANGES, REACH
+from attngen.heuristics import RANGES, REACH, SPLIT_KEYS_OF, SPLIT_RANGES
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import STATISTICS
@@ -28,24 +28,27 @@ class Key(NamedTuple):
 
 
 def ranges(kernel: Kernel) -> tuple[tuple[int | None, int], ...]:
-    """The ranges that get measured schedules of their own, the one of fewest rows first: rows at most (None: any), and those measured."""
-    return DEALT if kernel.deal else RANGES
+    """The ranges that get measured schedules of their own, the one of fewest rows first: rows at most (None: any),
+    and those measured."""
+    return SPLIT_RANGES if kernel.kv_split else RANGES
 
 
 def key(module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Key:
-    """The key of a kernel for elements of so many bytes and a range of rows; `packed` has that of `fwd`, whose loop it has.
+    """The key of a kernel for elements of so many bytes and a range of rows; `packed` has that of `fwd`, whose loop it
+    has.
 
     Where keys are dealt among programs, the mask's class is that of as many rows as there are keys.
     """
     head_dim = f"{tile_width(module.head_dim_qk)}/{tile_width(module.head_dim_v)}"
     heads = "grouped" if SHARINGS[module.sharing].is_shared else "mha"
-    mask = mask_class(module, kernel, DEALT_KEYS if kernel.deal else dict(RANGES)[max_rows])
-    name = "fwd" if kernel.packs and not kernel.deal else kernel.name
+    mask = mask_class(module, kernel, SPLIT_KEYS_OF if kernel.kv_split else dict(RANGES)[max_rows])
+    name = "fwd" if kernel.pack_gqa and not kernel.kv_split else kernel.name
     return Key(name, head_dim, mode(module, elem_bytes), heads, mask, max_rows)
 
 
 def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
-    """How the mask shapes a kernel's loops over as many queries as keys, and what else takes its registers, as in `causal+rows`.
+    """How the mask shapes a kernel's loops over as many queries as keys, and what else takes its registers, as in
+    `causal+rows`.
 
     The shape, by counting tiles:
         none     the kernel has no loop
@@ -53,12 +56,12 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
         full     more than three quarters of all tiles are visited
         short    fewer than a third are, SHORT rows on average at most: windows, documents; another program on the SM hides the waits
         causal   anything between: programs are long, and differ in length
-    Where data lists blocks, the shape is not known, and `listed`; in FlashAttention-1's order, `rewritten` says all. So a window of 1024
-    is `causal` where there are 1024 rows.
+    Where data lists blocks, the shape is not known, and `listed`; in FlashAttention-1's order, `rewritten` says all. So
+    a window of 1024 is `causal` where there are 1024 rows.
 
-    What else, in this order: `blocks` are listed; `pages` of a cache are too short for tiles, or of any length; `rows` of numbers are
-    read beside the tiles (of padding, documents, pages); a number is read for each score (`pairs`), or all such are looked up in tables
-    (`lookups`); the `score` is modified; `dropout`; keys are `quantised`.
+    What else, in this order: `blocks` are listed; `pages` of a cache are too short for tiles, or of any length; `rows`
+    of numbers are read beside the tiles (of padding, documents, pages); a number is read for each score (`pairs`), or
+    all such are looked up in tables (`lookups`); the `score` is modified; `dropout`; keys are `quantised`.
     """
     if not tile_loops(kernel):
         return "none"
@@ -72,7 +75,7 @@ def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
         "pairs": kernel.reads_pairs and not kernel.looks_up,
         "lookups": kernel.looks_up,
         "score": module.score != "none",
-        "dropout": kernel.draws,
+        "dropout": kernel.has_dropout,
         "quantised": kernel.reads_quantised,
     }
     shape = "listed" if module.blocks is not None and module.blocks.data else _shape(kernel, rows)

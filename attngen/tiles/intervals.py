@@ -1,9 +1,10 @@
-"""Solves a mask's condition for the tiles along a loop: which may hold something visible, and which hold nothing hidden.
+"""Solves a mask's condition for the tiles along a loop: which may hold something visible, and which hold nothing
+hidden.
 
-`terms` writes the condition as a union of terms, each a conjunction of literals. `solve` solves a literal over integers for the loop's
-index, through sums, products, floor divisions, minima, maxima, absolute values and selects. `extremes` bounds the rest of the literal
-from below and above over the rows of the program's own tile. A literal that cannot be solved is taken to hold somewhere in every tile,
-and everywhere in no tile.
+`terms` writes the condition as a union of terms, each a conjunction of literals. `solve` solves a literal over integers
+for the loop's index, through sums, products, floor divisions, minima, maxima, absolute values and selects. `extremes`
+bounds the rest of the literal from below and above over the rows of the program's own tile. A literal that cannot be
+solved is taken to hold somewhere in every tile, and everywhere in no tile.
 """
 
 from __future__ import annotations
@@ -16,12 +17,27 @@ from typing import Any, NamedTuple
 
 import sympy
 
-from attngen.ir.expr import INEQUALITIES, REAL, TO_INTEGER, Bool, Expr, apart, clamp, floordiv, mod, select, size, symbol
+from attngen.ir.expr import (
+    INEQUALITIES,
+    REAL,
+    TO_INTEGER,
+    Bool,
+    Expr,
+    apart,
+    clamp,
+    floordiv,
+    mod,
+    select,
+    size,
+    symbol,
+)
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 from attngen.ir.prove import excess, prove_le
 
 MOST_TERMS = 8  # of a union; a union with more becomes one unsolved literal
-MOST_SOLVED = 24  # comparisons that are solved of a condition; a split gives more of them, in a nest twice as many each time
+MOST_SOLVED = (
+    24  # comparisons that are solved of a condition; a split gives more of them, in a nest twice as many each time
+)
 MOST_BOUNDS = 8  # of a term; each is compared with each
 MOST_NODES = 150  # of a bound
 GREATEST = 2**31 - 1  # greatest value of an i32
@@ -29,7 +45,8 @@ GREATEST = 2**31 - 1  # greatest value of an i32
 
 @dataclass(frozen=True)
 class Scene:
-    """The setting of a condition: the axis of the program's own tile, the axis of the loop, and the symbols besides sizes and positions.
+    """The setting of a condition: the axis of the program's own tile, the axis of the loop, and the symbols besides
+    sizes and positions.
 
     rows: names of integer values with one number for each row of the own tile.
     others: names of values that differ along the loop or are not integers.
@@ -58,7 +75,8 @@ def mentions(e: Any, names: frozenset[str]) -> bool:
 
 
 class Bound(NamedTuple):
-    """A solved literal: side * loop_idx + rest <= 0. `side` is -1, 0 or 1; `rest` may contain the own index, but not the loop's."""
+    """A solved literal: side * loop_idx + rest <= 0. `side` is -1, 0 or 1; `rest` may contain the own index, but not
+    the loop's."""
 
     side: int
     rest: Expr
@@ -74,10 +92,12 @@ class Term(NamedTuple):
 def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
     """The condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved literal.
 
-    So does what is left of a condition after MOST_SOLVED comparisons, and each bound beyond MOST_BOUNDS of a term or of more than
-    MOST_NODES parts. These limits are numbers of steps and sizes, so that what is solved depends on the condition alone.
+    So does what is left of a condition after MOST_SOLVED comparisons, and each bound beyond MOST_BOUNDS of a term or of
+    more than MOST_NODES parts. These limits are numbers of steps and sizes, so that what is solved depends on the
+    condition alone.
 
-    A conjunction is left out if no pair inside the tensors meets it: one bound alone (`q_idx > q_len`), or two (`q_idx < 3`, `q_idx == 3`).
+    A conjunction is left out if no pair inside the tensors meets it: one bound alone (`q_idx > q_len`), or two (`q_idx
+    < 3`, `q_idx == 3`).
     """
     return _solved_terms(where, scene)[0]
 
@@ -97,7 +117,9 @@ def _solved_terms(where: Bool, scene: Scene) -> tuple[tuple[Term, ...], bool]:
         short = [x for x in each if isinstance(x, Bound) and size(x.rest) <= MOST_NODES]
         solved = tuple(short[:MOST_BOUNDS])
         budget.exceeded |= len(solved) < sum(isinstance(x, Bound) for x in each)
-        free = [x.rest for x in solved if x.side == 0] + [a.rest + b.rest for a, b in combinations(solved, 2) if a.side + b.side == 0]
+        free = [x.rest for x in solved if x.side == 0] + [
+            a.rest + b.rest for a, b in combinations(solved, 2) if a.side + b.side == 0
+        ]
         if not any(_positive_in_all_rows(rest, scene) for rest in free):
             found.append(Term(solved, tuple(_condition(x, scene) for x in each if x not in solved)))
     return tuple(dict.fromkeys(found)), budget.exceeded
@@ -123,7 +145,8 @@ class _Budget:
 
 
 def _positive_in_all_rows(rest: Expr, scene: Scene) -> bool:
-    """Whether an expression without the loop's index, which bounds say is at most 0, is above 0 in every row of the own axis."""
+    """Whether an expression without the loop's index, which bounds say is at most 0, is above 0 in every row of the
+    own axis."""
     found = extremes(rest, scene, (sympy.Integer(0), symbol(AXIS_EXTENT[scene.own]) - 1))
     return found is not None and prove_le(sympy.Integer(1), with_rows(found[0], scene.own, scene.rows))
 
@@ -161,7 +184,8 @@ def _sorted(e: Bool) -> list[Bool]:
 
 
 def _plain(e: Bool, scene: Scene) -> Bool:
-    """The condition with negations only on symbols and on literals of facts, and with equalities of integers as two comparisons."""
+    """The condition with negations only on symbols and on literals of facts, and with equalities of integers as two
+    comparisons."""
     if any(e == fact.literal for fact in scene.facts):
         return e
     if isinstance(e, (sympy.And, sympy.Or)):
@@ -190,7 +214,8 @@ def _whole(e: Expr) -> bool:
 
 
 def solve(condition: Bool, scene: Scene) -> Any:
-    """Solve a comparison: a `Bound`, or a condition of simpler comparisons to be solved in turn, or None if it cannot be solved."""
+    """Solve a comparison: a `Bound`, or a condition of simpler comparisons to be solved in turn, or None if it
+    cannot be solved."""
     difference = excess(condition)
     if mentions(difference, scene.others) or not _whole(difference):
         return None
@@ -215,7 +240,12 @@ def _solved(e: Expr, scene: Scene) -> Any:
     if len(inner) != 1:
         return None
     number, core = inner[0].as_coeff_Mul()
-    if not number.is_Integer or not isinstance(core, floordiv) or not _positive(core.args[1]) or core.args[1].has(index):
+    if (
+        not number.is_Integer
+        or not isinstance(core, floordiv)
+        or not _positive(core.args[1])
+        or core.args[1].has(index)
+    ):
         return None
     below, by = core.args
     if number > 0:  # floor(below / by) <= most
@@ -226,12 +256,14 @@ def _solved(e: Expr, scene: Scene) -> Any:
 
 
 def _positive(e: Expr) -> bool:
-    """Whether a divisor is known to be positive. A symbol is: the verifier's rule `names` lets only positive numbers of a call divide."""
+    """Whether a divisor is known to be positive. A symbol is: the verifier's rule `names` lets only positive numbers
+    of a call divide."""
     return bool(e.is_positive or e.is_Symbol)
 
 
 def _linear(factor: int, rest: Expr) -> Bound:
-    """factor * index + rest <= 0 as a Bound of side 1 or -1: divided by abs(factor), and rounded so that the same integers satisfy it."""
+    """factor * index + rest <= 0 as a Bound of side 1 or -1: divided by abs(factor), and rounded so that the same
+    integers satisfy it."""
     if abs(factor) == 1:
         return Bound(factor, rest)
     if factor > 0:
@@ -240,7 +272,8 @@ def _linear(factor: int, rest: Expr) -> Bound:
 
 
 def _split(e: Expr, extreme: Expr) -> Any:
-    """e <= 0 as a condition without `extreme`, a min, max, abs, clamp or select in e. None unless e is an integer times it, plus a rest."""
+    """e <= 0 as a condition without `extreme`, a min, max, abs, clamp or select in e. None unless e is an integer
+    times it, plus a rest."""
     mark = sympy.Dummy()
     marked = sympy.expand(e.xreplace({extreme: mark}))
     factor = marked.coeff(mark)
@@ -262,11 +295,12 @@ def _split(e: Expr, extreme: Expr) -> Any:
 
 
 def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tuple[Expr, Expr] | None:
-    """Least and greatest value of an expression over the rows of the own tile that count, in closed form; None if unknown.
+    """Least and greatest value of an expression over the rows of the own tile that count, in closed form; None if
+    unknown.
 
-    The rows that count are those from the first to the last of `rows`, else the valid ones, or all if `scene.whole`. The bounds are
-    exact if the own index occurs once in the expression. Otherwise they may be too wide, but never too narrow. Those of more than
-    MOST_NODES parts are not known.
+    The rows that count are those from the first to the last of `rows`, else the valid ones, or all if `scene.whole`.
+    The bounds are exact if the own index occurs once in the expression. Otherwise they may be too wide, but never too
+    narrow. Those of more than MOST_NODES parts are not known.
     """
     first = symbol(f"{scene.own}_start")
     first, last = rows or (first, first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own))
@@ -301,7 +335,13 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
             number, core = e.as_coeff_Mul()
             if number.is_Integer and number != 1:
                 low, high = bound(core) or (None, None)
-                return None if low is None else (number * low, number * high) if number > 0 else (number * high, number * low)
+                return (
+                    None
+                    if low is None
+                    else (number * low, number * high)
+                    if number > 0
+                    else (number * high, number * low)
+                )
         return None
 
     return bound(sympy.expand(e))
@@ -309,7 +349,8 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
 
 @cache
 def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
-    """(a, c, rest) such that the condition is a*own_idx + c*loop_idx + rest <= 0 over integers; None if it is not linear."""
+    """(a, c, rest) such that the condition is a*own_idx + c*loop_idx + rest <= 0 over integers; None if it is not
+    linear."""
     if not isinstance(condition, INEQUALITIES):
         return None
     difference = excess(condition)
@@ -323,7 +364,8 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
 
 @cache
 def _without_rests(p: Bool) -> Bool:
-    """A comparison that follows from p, in which no rest of a division is added or subtracted: it is from 0 to the divisor less 1."""
+    """A comparison that follows from p, in which no rest of a division is added or subtracted: it is from 0 to the
+    divisor less 1."""
     if not isinstance(p, INEQUALITIES):
         return p
     total = excess(p)
@@ -335,8 +377,8 @@ def _without_rests(p: Bool) -> Bool:
 
 
 def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
-    """Whether p is proven to imply q for all rows 0 <= own_idx <= extent - 1. Both must be linear, with the same coefficient of the loop's
-    index. In p there may be what is left of a row's number in a division."""
+    """Whether p is proven to imply q for all rows 0 <= own_idx <= extent - 1. Both must be linear, with the same
+    coefficient of the loop's index. In p there may be what is left of a row's number in a division."""
     first, second = linear_parts(_without_rests(p), own, loop), linear_parts(q, own, loop)
     if first is None or second is None or first[1] != second[1]:
         return False

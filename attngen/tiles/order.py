@@ -1,4 +1,5 @@
-"""Which programs come to a tile that several add to, counted: turns of programs that add in a fixed order (see ops.Add)."""
+"""Which programs come to a tile that several add to, counted: turns of programs that add in a fixed order (see
+ops.Add)."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import NamedTuple
 import sympy
 
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select, symbol, symbol_names
-from attngen.ir.graph import MIRRORED, Blocks, Kernel, Module
+from attngen.ir.graph import REVERSED_GROUP, Blocks, Kernel, Module
 from attngen.ir.names import BLOCK_LISTS
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Add, Base, Count, Load, Op, Position, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, CountTiles, ListPosition, Load, Op, OrderedAdd, Type
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import last_row, with_rows
 
@@ -22,11 +23,12 @@ class Turn(NamedTuple):
     makers: tuple[Op, ...] = ()
 
 
-def turn_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[Count] = ()) -> Turn:
+def turn_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[CountTiles] = ()) -> Turn:
     """The turn of a program where those of so many tiles, from the first on, may come to the tile that its loop is at.
 
-    With lists of blocks, those of them come that the loop's tile lists. Both sides have their lists of one mask: a tile is in the list of
-    another one if that is in its own. So the turn is how many listed tiles there are from the next one on.
+    With lists of blocks, those of them come that the loop's tile lists. Both sides have their lists of one mask: a tile
+    is in the list of another one if that is in its own. So the turn is how many listed tiles there are from the next
+    one on.
     """
     number = floordiv(symbol(f"{own}_start"), symbol(AXIS_DIM[own]))
     if blocks is None:
@@ -35,11 +37,13 @@ def turn_of(own: str, tiles: Expr, blocks: Blocks | None, counts: Sequence[Count
     ranks, _ = BLOCK_LISTS[loop]
     block = floordiv(symbol(f"{loop}_start"), sympy.Integer(blocks.size))
     row = Base(f"{ranks}_row", Access(ranks, (symbol("b"), symbol("h"), block)), Type("ptr"))
-    end, following = (Position(f"{own}_{what}_at", row.name, e, Type("i32")) for what, e in (("end", tiles), ("next", number + 1)))
+    end, following = (
+        ListPosition(f"{own}_{what}_at", row.name, e, Type("i32")) for what, e in (("end", tiles), ("next", number + 1))
+    )
     return Turn(symbol(end.name) - symbol(following.name), (*counts, row, end, following))
 
 
-def makers_of(kernel: Kernel, add: Add) -> tuple[Op, ...]:
+def makers_of(kernel: Kernel, add: OrderedAdd) -> tuple[Op, ...]:
     """The ops of a loop's body that make what the turn of an op there names."""
     home = kernel.graph.nodes[add.name]["block"]
     found, left = set[str](), kernel.scalars_of(add)
@@ -52,16 +56,19 @@ def makers_of(kernel: Kernel, add: Add) -> tuple[Op, ...]:
 
 
 def last_first(module: Module, kernel: Kernel) -> Turn | None:
-    """The turn of a program where those of the last tiles come first: how many of later tiles come to the tile that its loop is at.
+    """The turn of a program where those of the last tiles come first: how many of later tiles come to the tile that its
+    loop is at.
 
-    Loops of later own tiles start later or alike, and end later or alike; from some own tile on, they may have no turn. So programs that
-    come to a tile own tiles that follow one another: the last of them is the last whose loop has started there.
+    Loops of later own tiles start later or alike, and end later or alike; from some own tile on, they may have no turn.
+    So programs that come to a tile own tiles that follow one another: the last of them is the last whose loop has
+    started there.
 
-    Loops of the first own tiles may have another end, as those of keys that all queries see. Where one of these comes, loops of some tiles
-    behind them may have ended, which do not count.
+    Loops of the first own tiles may have another end, as those of keys that all queries see. Where one of these comes,
+    loops of some tiles behind them may have ended, which do not count.
 
-    None where that is not known. That is where loops run over several ranges; where they are bounded by numbers that programs read and
-    that nobody says to rise; where they may start or end earlier for a later own tile; where their start is no formula that is solved here.
+    None where that is not known. That is where loops run over several ranges; where they are bounded by numbers that
+    programs read and that nobody says to rise; where they may start or end earlier for a later own tile; where their
+    start is no formula that is solved here.
     """
     visited = visited_range(kernel)
     if visited is None:
@@ -76,18 +83,19 @@ def last_first(module: Module, kernel: Kernel) -> Turn | None:
     if len(known) < len(bounds) or ended is None or (ended and module.blocks):
         return None
     tiles = sympy.Min(own.whole, *(tiles for bound in known for tiles in bound))
-    turn = turn_of(kernel.own_axis, tiles, module.blocks, own.counted)
+    turn = turn_of(kernel.program_axis, tiles, module.blocks, own.mbarrier_release)
     following = 1 + floordiv(own.start, own.rows)
     less = [sympy.Max(0, sympy.Min(until, tiles) - sympy.Max(since, following)) for since, until in ended]
     return turn._replace(expr=turn.expr - sympy.Add(*less))
 
 
 def first_first(module: Module, kernel: Kernel) -> Expr | None:
-    """The turn of a program where those of the first tiles come first: how many of earlier tiles come to the tile that its loop is at.
+    """The turn of a program where those of the first tiles come first: how many of earlier tiles come to the tile that
+    its loop is at.
 
-    Loops of earlier own tiles start earlier, and end earlier or alike. So it is the number of the own tile, less those of the first ones
-    that have ended, or have no turn. None where that is not known, with lists of blocks, and where `last_first` is None; and where all
-    loops start alike: then nothing is gained.
+    Loops of earlier own tiles start earlier, and end earlier or alike. So it is the number of the own tile, less those
+    of the first ones that have ended, or have no turn. None where that is not known, with lists of blocks, and where
+    `last_first` is None; and where all loops start alike: then nothing is gained.
     """
     visited = visited_range(kernel)
     if module.blocks or visited is None or not differs(kernel, visited[0]) or last_first(module, kernel) is None:
@@ -99,25 +107,27 @@ def first_first(module: Module, kernel: Kernel) -> Expr | None:
     return floordiv(own.start, own.rows) - sympy.Max(*known) if len(known) == len(gone) else None
 
 
-def either_way(mirrored: Expr | None, turn: Expr) -> Expr:
-    """The turn of a program, which is `mirrored` in mirrored heads if the grid has such."""
-    return turn if mirrored is None else select(symbol(MIRRORED) > 0, mirrored, turn)
+def either_way(reversed_group: Expr | None, turn: Expr) -> Expr:
+    """The turn of a program, which is `reversed_group` in mirrored heads if the grid has such."""
+    return turn if reversed_group is None else select(symbol(REVERSED_GROUP) > 0, reversed_group, turn)
 
 
 def leaps(module: Module, kernel: Kernel) -> bool:
-    """Whether loops may end at other than a number of rows behind their own tile, or all at one place: where documents end, say.
+    """Whether loops may end at other than a number of rows behind their own tile, or all at one place: where documents
+    end, say.
 
-    Then some own tiles visit more tiles than the one before. If programs of several heads came to all tiles for one head after another,
-    those that visit few would come to their second head early, and wait there for programs of more.
+    Then some own tiles visit more tiles than the one before. If programs of several heads came to all tiles for one
+    head after another, those that visit few would come to their second head early, and wait there for programs of more.
     """
     visited = visited_range(kernel)
     own = _Own(kernel, _rising(module))
     ends = own.ends(_unconditional(visited[1])[0]) if visited else None
-    return any(own.depends(e - last_row(kernel.own_axis)) for e in ends or ())
+    return any(own.depends(e - last_row(kernel.program_axis)) for e in ends or ())
 
 
 def visited_range(kernel: Kernel) -> tuple[Expr, Expr] | None:
-    """The first tile of a kernel's loops over tiles, and their end; None where their ranges do not follow one another."""
+    """The first tile of a kernel's loops over tiles, and their end; None where their ranges do not follow one
+    another."""
     found = whole_range([pair for loop in kernel.loops if loop.cls != "all" for pair in loop.ranges])
     return found and (kernel.resolve(found[0]), kernel.resolve(found[1]))
 
@@ -132,8 +142,9 @@ def whole_range(ranges: Sequence[tuple[Expr, Expr]]) -> tuple[Expr, Expr] | None
 
 
 def differs(kernel: Kernel, e: Expr) -> bool:
-    """Whether an expression is another one for another tile of the program's own: by where that starts, or by what is read there."""
-    start = f"{kernel.own_axis}_start"
+    """Whether an expression is another one for another tile of the program's own: by where that starts, or by what
+    is read there."""
+    start = f"{kernel.program_axis}_start"
     names = {*symbol_names(kernel.resolve(e))}
     loads = (op for op in kernel.ops() if isinstance(op, Load) and op.name in names)
     return start in names or any(start in symbol_names(index) for op in loads for index in op.src.index)
@@ -159,16 +170,22 @@ def _later(condition: Bool, e: Expr) -> Expr:
 
 
 class _Own:
-    """What is known of a kernel's own tiles. Bounds say how many of them, from the first on, come to the tile that a loop is at, at most.
+    """What is known of a kernel's own tiles. Bounds say how many of them, from the first on, come to the tile that a
+    loop is at, at most.
 
     rising: the tensors whose numbers never fall along their last dimension.
     """
 
     def __init__(self, kernel: Kernel, rising: set[str]) -> None:
-        own = kernel.own_axis
-        self.kernel, self.start, self.rows, self.extent = kernel, symbol(f"{own}_start"), symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])
+        own = kernel.program_axis
+        self.kernel, self.start, self.rows, self.extent = (
+            kernel,
+            symbol(f"{own}_start"),
+            symbol(AXIS_DIM[own]),
+            symbol(AXIS_EXTENT[own]),
+        )
         self.whole = cdiv(self.extent, self.rows)
-        self.counted: list[Count] = []  # the ops that bounds name
+        self.mbarrier_release: list[CountTiles] = []  # the ops that bounds name
         loads = {symbol(op.name): op for op in kernel.block("entry").ops if isinstance(op, Load) and not op.type.dims}
         self.alike = {s for s, op in loads.items() if not any(self.start in i.free_symbols for i in op.src.index)}
         # Of the first or last row of the own tile, in a tensor whose numbers rise: they rise with the tile.
@@ -176,8 +193,11 @@ class _Own:
         self.of_rows = {s: op for s, op in ends.items() if op.src.index[-1] in (self.start, last_row(own))}
 
     def knows(self, *bounds: Expr) -> bool:
-        """Whether bounds depend on the start of the own tile, on what all programs have, and on numbers that rise with it, alone."""
-        given = {symbol(arg.name) for arg in self.kernel.args if arg.role == "scalar"} | {symbol(dim) for dim in AXIS_DIM.values()}
+        """Whether bounds depend on the start of the own tile, on what all programs have, and on numbers that rise
+        with it, alone."""
+        given = {symbol(arg.name) for arg in self.kernel.args if arg.role == "scalar"} | {
+            symbol(dim) for dim in AXIS_DIM.values()
+        }
         return all(e.free_symbols <= given | {self.start, *self.alike, *self.of_rows} for e in bounds)
 
     def depends(self, e: Expr) -> bool:
@@ -189,14 +209,17 @@ class _Own:
         if e == self.start or e in self.of_rows or not self.depends(e):
             return True
         if isinstance(e, (floordiv, cdiv)):
-            return not self.depends(e.args[1]) and self.rises(e.args[0])  # divided by the rows of a tile, or a number: more than 0
+            return not self.depends(e.args[1]) and self.rises(
+                e.args[0]
+            )  # divided by the rows of a tile, or a number: more than 0
         if e.is_Mul:
             factor, rest = e.as_coeff_Mul()
             return bool(factor > 0) and self.rises(rest) and not rest.is_Mul
         return (e.is_Add or isinstance(e, (sympy.Max, sympy.Min))) and all(map(self.rises, e.args))
 
     def held(self, condition: Bool) -> list[Expr] | None:
-        """Bounds by a condition without which a loop has no turn: none if it stays true for later own tiles. None if that is not known."""
+        """Bounds by a condition without which a loop has no turn: none if it stays true for later own tiles. None if
+        that is not known."""
         if not isinstance(condition, INEQUALITIES):
             return None
         if not self.depends(condition.lts) and self.rises(condition.gts):
@@ -205,7 +228,8 @@ class _Own:
         return None if until is None else [until]
 
     def _until(self, condition: Bool) -> Expr | None:
-        """How many own tiles start before, or at, a number that all programs know; None for other conditions. It may be any integer."""
+        """How many own tiles start before, or at, a number that all programs know; None for other conditions. It may
+        be any integer."""
         if condition.lts != self.start or self.depends(condition.gts):
             return None
         end = sympy.Min(self.extent, condition.gts)
@@ -213,12 +237,15 @@ class _Own:
         return cdiv(end, self.rows) if strict else 1 + floordiv(end, self.rows)
 
     def started(self, first: Expr, end: Expr) -> list[Expr] | None:
-        """Bounds by where loops start: own tiles of which that is at the loop's tile, or before. None if it is not solved."""
+        """Bounds by where loops start: own tiles of which that is at the loop's tile, or before. None if it is not
+        solved."""
         if not self.depends(first):
             return []
         if isinstance(first, select):  # the first own tiles start at once
             at_once, rest = self._until(first.args[0]), self.started(first.args[2], _later(first.args[0], end))
-            return [sympy.Max(at_once, sympy.Min(*rest))] if first.args[1] == 0 and at_once is not None and rest else None
+            return (
+                [sympy.Max(at_once, sympy.Min(*rest))] if first.args[1] == 0 and at_once is not None and rest else None
+            )
         if isinstance(first, sympy.Min):  # the end is behind the tile
             others = [x for x in first.args if x != end]
             return self.started(others[0], end) if len(others) == 1 else None
@@ -233,7 +260,8 @@ class _Own:
         return known if len(known) == len(bounds) else None
 
     def ended(self, end: Expr) -> list[tuple[Expr, Expr]] | None:
-        """Own tiles whose loops may have ended where that of an earlier tile is at, as their first one and their end: none if ends rise.
+        """Own tiles whose loops may have ended where that of an earlier tile is at, as their first one and their end:
+        none if ends rise.
 
         Ends may also rise behind the first own tiles alone, which have another end. None if that is not known.
         """
@@ -248,17 +276,26 @@ class _Own:
     def _passed(self, end: Expr) -> Expr | None:
         """The same as `passed`, and where all of these own tiles have ended, too; None if it is not solved.
 
-        It is solved where a number of rows is added to the end of the own tile, and where the last own tile has no such end.
+        It is solved where a number of rows is added to the end of the own tile, and where the last own tile has no such
+        end.
         """
         ends = self.ends(end) or []
-        most = symbol(f"{self.kernel.loop_axis}_start") - (ends[0] - last_row(self.kernel.own_axis)) + 1 if len(ends) == 1 else None
-        if most is None or self.depends(most) or not prove_le(with_rows(most + 1, self.kernel.loop_axis, frozenset()), self.extent):
+        most = (
+            symbol(f"{self.kernel.loop_axis}_start") - (ends[0] - last_row(self.kernel.program_axis)) + 1
+            if len(ends) == 1
+            else None
+        )
+        if (
+            most is None
+            or self.depends(most)
+            or not prove_le(with_rows(most + 1, self.kernel.loop_axis, frozenset()), self.extent)
+        ):
             return None
         return self.passed(end)
 
     def passed(self, end: Expr) -> Expr | None:
-        """How many own tiles, from the first on, have an end at the loop's tile or before, where some other own tile has not; None if it
-        is not solved, or if ends do not rise.
+        """How many own tiles, from the first on, have an end at the loop's tile or before, where some other own tile
+        has not; None if it is not solved, or if ends do not rise.
         """
         ends = self.ends(end) if self.rises(end) else None
         if ends is None:
@@ -268,7 +305,8 @@ class _Own:
         return sympy.Max(0, *known) if len(known) == len(found) else None
 
     def ends(self, end: Expr) -> list[Expr] | None:
-        """Where loops end in rows, the least of these, as far as own tiles differ in them; None for ends of another form."""
+        """Where loops end in rows, the least of these, as far as own tiles differ in them; None for ends of another
+        form."""
         rows, tile = end.args if isinstance(end, cdiv) else (end, None)
         if not self.depends(end):
             return []
@@ -279,7 +317,8 @@ class _Own:
         return [e for e in (rows.args if isinstance(rows, sympy.Min) else (rows,)) if self.depends(e)]
 
     def lacking(self, condition: Bool) -> Expr | None:
-        """For how many own tiles, from the first on, a condition does not hold, where it holds for some other; None if it is not solved."""
+        """For how many own tiles, from the first on, a condition does not hold, where it holds for some other; None
+        if it is not solved."""
         if not isinstance(condition, INEQUALITIES):
             return None
         if not self.depends(condition.gts) and self.rises(condition.lts):
@@ -290,8 +329,9 @@ class _Own:
         return self._ended_by(condition.gts, condition.lts - (0 if strict else 1))
 
     def _ended_by(self, e: Expr, at: Expr) -> Expr | None:
-        """How many own tiles, from the first on, have an expression of at most `at`. It rises with the last row of a tile."""
-        last = last_row(self.kernel.own_axis)
+        """How many own tiles, from the first on, have an expression of at most `at`. It rises with the last row of a
+        tile."""
+        last = last_row(self.kernel.program_axis)
         rest = e - last
         if not self.depends(rest):
             return floordiv(sympy.Max(0, at - rest + 1), self.rows)
@@ -309,9 +349,11 @@ class _Own:
         """The bound that an expression is at most `most`, which is not negative."""
         if e in self.of_rows and self.of_rows[e].src.index[-1] == self.start:
             read = self.of_rows[e]
-            index = (*read.src.index[:-1], symbol(self.kernel.own_axis))
+            index = (*read.src.index[:-1], symbol(self.kernel.program_axis))
             name = f"{str(e).removesuffix('_least')}_count"
-            self.counted.append(Count(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space)))
+            self.mbarrier_release.append(
+                CountTiles(name, Access(read.src.tensor, index), most, Type("i32", (), read.type.space))
+            )
             return symbol(name)
         left = e - self.start
         return None if self.depends(left) else 1 + floordiv(sympy.Max(0, most - left), self.rows)

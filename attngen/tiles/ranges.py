@@ -1,10 +1,11 @@
 """Ranges of tiles in closed form: which tiles along a loop may hold something visible, and which hold nothing hidden.
 
-The mask is a union of conjunctions of literals (see `intervals`). A literal says that an expression is at most 0. The expression is bounded
-over all pairs of a row of this program's tile and a row of tile j of the loop. Tile j may hold something visible if the least value is at
-most 0, and it holds nothing hidden if the greatest value is. A union, such as a window or the first tokens, gives several runs of tiles
-with four bounds each. Runs are in rising order, and no tile is in two of them. A run that has all tiles of another one, or none, is one run
-with it: the program of the first keys visits all later queries, and others those of a window.
+The mask is a union of conjunctions of literals (see `intervals`). A literal says that an expression is at most 0. The
+expression is bounded over all pairs of a row of this program's tile and a row of tile j of the loop. Tile j may hold
+something visible if the least value is at most 0, and it holds nothing hidden if the greatest value is. A union, such
+as a window or the first tokens, gives several runs of tiles with four bounds each. Runs are in rising order, and no
+tile is in two of them. A run that has all tiles of another one, or none, is one run with it: the program of the first
+keys visits all later queries, and others those of a window.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from attngen.tiles.intervals import Scene, Term, extremes, is_cut_short, last_ro
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
 MOST_RUNS = 3
-MOST_TO_ORDER = 8000  # runs, times the nodes of all their bounds, as each is compared with each; with more, all tiles are partial
+MOST_TO_ORDER = (
+    8000  # runs, times the nodes of all their bounds, as each is compared with each; with more, all tiles are partial
+)
 MOST_IN_BOUNDS = 4000  # nodes of the bounds of runs in order; with more, all tiles are partial
 MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
 
@@ -33,10 +36,12 @@ MOST_NODES = 300  # in the bounds of two runs whose order is known only at run t
 def scene_of(kernel: Kernel, body: str) -> Scene:
     """The Scene of a loop body: what the symbols of the masks in it stand for."""
     masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
-    own = kernel.own_axis
+    own = kernel.program_axis
     rows, others = set(), set()
     values = {k: r for m in masks for k, r in m.uses}
-    names = {str(s) for m in masks for e in (m.where, *(e for fact in m.known for e in fact[1:])) for s in e.free_symbols} | values.keys()
+    names = {
+        str(s) for m in masks for e in (m.where, *(e for fact in m.known for e in fact[1:])) for s in e.free_symbols
+    } | values.keys()
     for name in names:
         ref = values.get(name, name)
         if ref.split(".")[0] not in kernel.graph:
@@ -54,11 +59,14 @@ def scene_of(kernel: Kernel, body: str) -> Scene:
 @cache
 def rows_of(kernel: Kernel) -> frozenset[str]:
     """Names of the values with one number for each row of the own tile that the kernel's masks and their facts use."""
-    return frozenset(name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows)
+    return frozenset(
+        name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows
+    )
 
 
 def is_of_packed(op: Gather) -> bool:
-    """Whether the rows of a tile that packs the queries of several heads have the elements of a tensor, each its query's."""
+    """Whether the rows of a tile that packs the queries of several heads have the elements of a tensor, each its
+    query's."""
     of_head, rows = mod(symbol("q_idx"), symbol("queries")), symbol("q_idx") < symbol("Nq")
     *others, last = op.src.index
     alone = all(not e.has(symbol("q_idx")) for e in others)
@@ -71,12 +79,14 @@ def mask_of(kernel: Kernel, body: str) -> Bool:
 
 
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
-    """Visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers, from the masks in it."""
+    """Visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers,
+    from the masks in it."""
     return classify(mask_of(kernel, body), scene_of(kernel, body))
 
 
 def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
-    """The first row and the end of the rows along the loop that visible pairs of the program's tile may have, as far as data says it.
+    """The first row and the end of the rows along the loop that visible pairs of the program's tile may have, as far as
+    data says it.
 
     None if rows outside of it are those of pairs in other programs, or are known from sizes alone.
     """
@@ -98,7 +108,8 @@ def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
 
 
 def _is_of_data(kernel: Kernel, e: Expr) -> bool:
-    """Whether an expression names numbers that a kernel reads, and none that it lacks: sizes alone are known from shapes."""
+    """Whether an expression names numbers that a kernel reads, and none that it lacks: sizes alone are known from
+    shapes."""
     named = {str(s) for s in e.free_symbols} - {f"{axis}_start" for axis in AXIS_EXTENT} - {*AXIS_DIM.values()}
     ops = [kernel.op(name) for name in named if name in kernel.graph]
     return len(ops) == len(named - INTEGERS.keys() | named & kernel.graph.nodes.keys()) and any(
@@ -107,8 +118,8 @@ def _is_of_data(kernel: Kernel, e: Expr) -> bool:
 
 
 def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
-    """Whether the bound may leave out a row for the last own tile, if it is an upper one, or for the first one, if it is a lower one: rows
-    that it leaves out for others alone are in pairs of these."""
+    """Whether the bound may leave out a row for the last own tile, if it is an upper one, or for the first one, if
+    it is a lower one: rows that it leaves out for others alone are in pairs of these."""
     own, extent = symbol(f"{scene.own}_start"), symbol(AXIS_EXTENT[scene.own])
     if side > 0:
         last = rest.xreplace({last_row(scene.own): extent - 1, own: extent - 1})
@@ -117,18 +128,23 @@ def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
 
 
 def shows_nothing(where: Bool) -> bool:
-    """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers of a call are."""
+    """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers
+    of a call are."""
     inside = {scene: sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])) for scene in _scenes(where)}
     return any(all(_is_empty(term, scene) for term in terms(e, scene)) for scene, e in inside.items())
 
 
 def _is_empty(term: Term, scene: Scene) -> bool:
-    """Whether no position meets a literal of a term, whatever program's own tile it is: one below the first would, or none."""
-    return any(x.side >= 0 and prove_le(sympy.Integer(1), with_rows(x.rest, scene.own, scene.rows)) for x in term.solved)
+    """Whether no position meets a literal of a term, whatever program's own tile it is: one below the first would,
+    or none."""
+    return any(
+        x.side >= 0 and prove_le(sympy.Integer(1), with_rows(x.rest, scene.own, scene.rows)) for x in term.solved
+    )
 
 
 def is_too_long(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
-    """Whether a mask has more parts than are solved for the tiles that it leaves, or bounds of tiles that are too long or not proven.
+    """Whether a mask has more parts than are solved for the tiles that it leaves, or bounds of tiles that are too long
+    or not proven.
 
     numbers: names of integers that a call gives.
     """
@@ -136,13 +152,15 @@ def is_too_long(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
 
 
 def _scenes(where: Bool, numbers: frozenset[str] = frozenset()) -> tuple[Scene, Scene]:
-    """The scenes of kernels that own queries, and keys. Nothing is known of symbols other than positions, lengths and numbers."""
+    """The scenes of kernels that own queries, and keys. Nothing is known of symbols other than positions, lengths
+    and numbers."""
     others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys() - numbers)
     return Scene("q", "kv", others=others), Scene("kv", "q", others=others)
 
 
 def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
-    """One sentence for each part of the masks in a loop body that is not solved for the loop's index. It says why, and what this costs.
+    """One sentence for each part of the masks in a loop body that is not solved for the loop's index. It says why, and
+    what this costs.
 
     listed: whether a kernel evaluates the mask and lists blocks.
     """
@@ -161,25 +179,35 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
 
 
 def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
-    """Bounds of tiles along the loop's axis, for the program that owns the tile at {own}_start: four tile numbers for each run of tiles.
+    """Bounds of tiles along the loop's axis, for the program that owns the tile at {own}_start: four tile numbers for
+    each run of tiles.
 
-    The bounds are sound. Every tile with a visible pair inside the tensors is in [visible start, visible end) of one run. A tile in
-    [full start, full end) holds no hidden or out-of-bounds pair among the rows that count: the valid rows, or all rows if products sum
-    over them. In each run visible start <= full start <= full end <= visible end. Each run ends before the next one starts.
+    The bounds are sound. Every tile with a visible pair inside the tensors is in [visible start, visible end) of one
+    run. A tile in [full start, full end) holds no hidden or out-of-bounds pair among the rows that count: the valid
+    rows, or all rows if products sum over them. In each run visible start <= full start <= full end <= visible end.
+    Each run ends before the next one starts.
     """
     zero = sympy.Integer(0)
-    everything = (zero, zero, zero, cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop])))  # which needs no proof
+    everything = (
+        zero,
+        zero,
+        zero,
+        cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop])),
+    )  # which needs no proof
     return _in_bounds(where, scene) or everything
 
 
 @cache
 def _in_bounds(where: Bool, scene: Scene) -> tuple[Expr, ...] | None:
-    """The bounds of runs of tiles; None if they are too long, or if too many steps would be needed to prove that they rise."""
+    """The bounds of runs of tiles; None if they are too long, or if too many steps would be needed to prove that
+    they rise."""
     runs = _merged([_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4])
     if len(runs) * sum(size(e) for run in runs for e in run) > MOST_TO_ORDER:
         return None
     bounds = [e for run in _in_order(runs, scene) for e in run]
-    for i, (before, after) in enumerate(zip(bounds, bounds[1:])):  # the bounds rise; a maximum makes this provable where it is not
+    for i, (before, after) in enumerate(
+        zip(bounds, bounds[1:])
+    ):  # the bounds rise; a maximum makes this provable where it is not
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
             bounds[i + 1] = sympy.Max(before, after)
     ends = [sympy.Integer(0), *(flattened(e) for e in bounds)]
@@ -201,12 +229,15 @@ def _run(term: Term, scene: Scene) -> Run:
     full: list[Bool] = []  # the same, for full tiles
 
     def bound(side: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
-        """Add what side * x + rest <= 0 says of positions x: a lower bound, an exclusive upper bound, or a condition where `side` is 0."""
+        """Add what side * x + rest <= 0 says of positions x: a lower bound, an exclusive upper bound, or a condition
+        where `side` is 0."""
         if side > 0:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program's tile has at least one row
+        elif not prove_le(
+            with_rows(rest, scene.own, scene.rows), sympy.Integer(0)
+        ):  # a program's tile has at least one row
             conditions.append(_condition(rest))
 
     needs, enough = _known(term, scene)
@@ -224,19 +255,27 @@ def _run(term: Term, scene: Scene) -> Run:
     full_highs += [sympy.Integer(0)] * len(enough.unsolved)
 
     def at_most(e: Expr, end: Expr) -> Expr:
-        """e, cut at `end` unless it is proven never to pass it. Bounds from facts about data are data too, and nothing relates them."""
-        return e if prove_le(with_rows(e, scene.own, scene.rows), with_rows(end, scene.own, scene.rows)) else sympy.Min(e, end)
+        """e, cut at `end` unless it is proven never to pass it. Bounds from facts about data are data too, and
+        nothing relates them."""
+        return (
+            e
+            if prove_le(with_rows(e, scene.own, scene.rows), with_rows(end, scene.own, scene.rows))
+            else sympy.Min(e, end)
+        )
 
     last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
     end = _where(shown, last)
     start = _where(shown, sympy.Min(floordiv(sympy.Max(*lows), block), last))
-    full_start = _where(shown, at_most(cdiv(sympy.Max(*full_lows), block), last))  # >= start: each bound is at least the visible one
+    full_start = _where(
+        shown, at_most(cdiv(sympy.Max(*full_lows), block), last)
+    )  # >= start: each bound is at least the visible one
     full_end = sympy.Max(full_start, _where(full, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block)))
     return start, full_start, at_most(full_end, end), end
 
 
 def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
-    """Two conditions on the unsolved literals of a term, each as a single term: one that they imply, and one that implies all of them."""
+    """Two conditions on the unsolved literals of a term, each as a single term: one that they imply, and one that
+    implies all of them."""
     facts = [next((f for f in scene.facts if f.literal == literal), None) for literal in term.unsolved]
     needs = _single(sympy.And(*(fact.needs for fact in facts if fact)), scene)
     enough = _single(sympy.And(*(fact.enough for fact in facts if fact)), scene)
@@ -291,14 +330,17 @@ def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int
     """
     pairs = [(i, j) for j in range(len(runs)) for i in range(j)]
     unknown = [(i, j) for i, j in pairs if not rises(runs[i][0], runs[j][0]) and not rises(runs[j][0], runs[i][0])]
-    large = any(sum(1 for e in (*runs[i], *runs[j]) for _ in sympy.preorder_traversal(e)) > MOST_NODES for i, j in unknown)
+    large = any(
+        sum(1 for e in (*runs[i], *runs[j]) for _ in sympy.preorder_traversal(e)) > MOST_NODES for i, j in unknown
+    )
     if len(unknown) > 1 or large:
         return unknown[-1]
     return (len(runs) - 2, len(runs) - 1) if len(runs) > MOST_RUNS else None
 
 
 def _joined(wide: Run, run: Run, rises: Callable[[Expr, Expr], bool]) -> Run | None:
-    """One run of two, if the first has all tiles of the other where a condition on the own tile holds, and none elsewhere; else None."""
+    """One run of two, if the first has all tiles of the other where a condition on the own tile holds, and none
+    elsewhere; else None."""
     if not isinstance(wide[3], select) or wide[3].args[2] != 0:
         return None
     condition = wide[3].args[0]
@@ -308,7 +350,8 @@ def _joined(wide: Run, run: Run, rises: Callable[[Expr, Expr], bool]) -> Run | N
     last = select(condition, end, run[3])
 
     def either(x: Expr, y: Expr) -> Expr:
-        """x where the condition holds, else y. If these differ in the ends alone, they are one expression with the end of both."""
+        """x where the condition holds, else y. If these differ in the ends alone, they are one expression with the
+        end of both."""
         return y.xreplace({run[3]: last}) if x == y.xreplace({run[3]: end}) else select(condition, x, y)
 
     return either(start, run[0]), either(full_start, run[1]), either(full_end, run[2]), last
@@ -325,8 +368,16 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     def rises(a: Expr, b: Expr) -> bool:
         return prove_le(with_rows(a, scene.own, scene.rows), with_rows(b, scene.own, scene.rows))
 
-    for inner, outer in permutations(runs, 2):  # a run inside another that has no full tiles: one run, with the full tiles of the inner
-        if inner in runs and outer in runs and outer[1] == outer[2] and rises(outer[0], inner[0]) and rises(inner[3], outer[3]):
+    for inner, outer in permutations(
+        runs, 2
+    ):  # a run inside another that has no full tiles: one run, with the full tiles of the inner
+        if (
+            inner in runs
+            and outer in runs
+            and outer[1] == outer[2]
+            and rises(outer[0], inner[0])
+            and rises(inner[3], outer[3])
+        ):
             runs = [(outer[0], *inner[1:3], outer[3]) if run == outer else run for run in runs if run != inner]
     for wide, inner in permutations(runs, 2):  # one run of two
         if wide in runs and inner in runs and (joined := _joined(wide, inner, rises)) is not None:

@@ -1,7 +1,8 @@
 """How much less a mask's blocks would cost if they were listed: counted in a sample of rows of blocks.
 
-Bounds in closed form are exact for most masks. For others, such as neighbourhoods on a canvas whose positions run along a curve, a range
-of tiles has many that hold nothing. A list of blocks leaves these out. It is made by a kernel that evaluates the mask once.
+Bounds in closed form are exact for most masks. For others, such as neighbourhoods on a canvas whose positions run along
+a curve, a range of tiles has many that hold nothing. A list of blocks leaves these out. It is made by a kernel that
+evaluates the mask once.
 """
 
 from __future__ import annotations
@@ -22,20 +23,25 @@ from attngen.tiles.tiles import evaluate
 
 @cache
 def worth_listing(where: Bool) -> bool:
-    """Whether lists of blocks would cost less than WORTH_LISTING of what bounds in closed form leave, for a mask of positions and lengths:
-    in kernels whose programs own queries, or in those whose programs own keys.
+    """Whether lists of blocks would cost less than WORTH_LISTING of what bounds in closed form leave, for a mask of
+    positions and lengths: in kernels whose programs own queries, or in those whose programs own keys.
 
-    Each row of blocks that is counted is one of SAMPLED_ROWS, evenly spaced, of as many queries as keys: the shortest of SAMPLED_LENGTHS
-    that no number in the mask passes.
+    Each row of blocks that is counted is one of SAMPLED_ROWS, evenly spaced, of as many queries as keys: the shortest
+    of SAMPLED_LENGTHS that no number in the mask passes.
     """
     largest = max((abs(int(x)) for x in where.atoms(sympy.Integer)), default=0)
     n = next((n for n in SAMPLED_LENGTHS if n >= largest), SAMPLED_LENGTHS[-1])
     scenes = (Scene("q", "kv"), Scene("kv", "q"))
-    return any(_share(where, scene, n) < WORTH_LISTING for scene in scenes if any(term.unsolved for term in terms(where, scene)))
+    return any(
+        _share(where, scene, n) < WORTH_LISTING
+        for scene in scenes
+        if any(term.unsolved for term in terms(where, scene))
+    )
 
 
 class Counted(NamedTuple):
-    """Blocks in a sample of rows of blocks: all; those that bounds leave, and of these those that are masked; the same of lists."""
+    """Blocks in a sample of rows of blocks: all; those that bounds leave, and of these those that are masked; the
+    same of lists."""
 
     all: int
     bounded: int
@@ -51,7 +57,8 @@ def samples(where: Bool) -> bool:
 
 
 def counted(where: Bool, scene: Scene, n: int) -> Counted:
-    """Blocks of a mask of n queries and n keys, a multiple of LISTED, in SAMPLED_ROWS rows of blocks along the axis that programs own."""
+    """Blocks of a mask of n queries and n keys, a multiple of LISTED, in SAMPLED_ROWS rows of blocks along the axis
+    that programs own."""
     runs = classify(where, scene)
     every_row = np.arange(n, dtype=np.int32)[None]
     rows = sorted(set((np.linspace(0, n // LISTED - 1, SAMPLED_ROWS).astype(int) * LISTED).tolist()))

@@ -9,7 +9,7 @@ import sympy
 from attngen.heuristics import LEAST_SHARED
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, select, symbol
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.ops import DTYPE_BYTES, OWN, SIDES, TILED, WHOLE, Load, Type, axis_of, dimension
 from attngen.tiles.tiles import evaluate
 
@@ -31,15 +31,24 @@ def tile_width(head_dim: int) -> int:
 
 
 def elements(t: Type) -> Expr:
-    """Number of elements of a value, as a formula in BLOCK_Q, BLOCK_KV, D_QK and D_V; for a tensor, in B, Hq, Hkv, Nq and Nk too."""
-    lengths = {"*": sympy.Integer(1), "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)), "Nd": symbol("Nq") + symbol("Nk")}
+    """Number of elements of a value, as a formula in BLOCK_Q, BLOCK_KV, D_QK and D_V; for a tensor, in B, Hq, Hkv,
+    Nq and Nk too."""
+    lengths = {
+        "*": sympy.Integer(1),
+        "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)),
+        "Nd": symbol("Nq") + symbol("Nk"),
+    }
     lengths |= dict.fromkeys(SIDES.values(), symbol("D_V") / 2)
     return sympy.Mul(*(lengths.get(d) or dimension(d) for d in t.unpadded))
 
 
 def tile_bytes(t: Type) -> Expr:
     """Bytes of a value, as a formula in the symbols of `elements` and in `elem`."""
-    known = ELEM if t.dtype == "T" else sympy.Integer(ELEMENTS[t.dtype].bytes if t.dtype in ELEMENTS else DTYPE_BYTES[t.dtype])
+    known = (
+        ELEM
+        if t.dtype == "T"
+        else sympy.Integer(ELEMENTS[t.dtype].bytes if t.dtype in ELEMENTS else DTYPE_BYTES[t.dtype])
+    )
     return known * elements(t)
 
 
@@ -52,7 +61,8 @@ def share_of(op: Load) -> Expr:
 
 
 def column_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
-    """How many columns of a sum its programs may have, if they share these: all, a half, a quarter and so on; (0,) if they do not."""
+    """How many columns of a sum its programs may have, if they share these: all, a half, a quarter and so on; (0,)
+    if they do not."""
     if (axis := kernel.shared_columns) is None:
         return (0,)
     whole = tile_width(module.widths[WHOLE[OWN[axis.var]]])
@@ -60,32 +70,40 @@ def column_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
 
 
 def mode(module: Module, elem_bytes: int) -> str:
-    """How products of elements with `elem_bytes` bytes are computed: as the row of its type of that size says, `tf32` or `ieee`."""
+    """How products of elements with `elem_bytes` bytes are computed: as the row of its type of that size says,
+    `tf32` or `ieee`."""
     return ELEMENTS[of_size([*module.dtypes, *ELEMENTS], elem_bytes)].products or module.precision
 
 
-def sizes(module: Module, row: Row) -> dict[str, int]:
+def sizes(module: Module, config: Config) -> dict[str, int]:
     """The values that a schedule row gives to the symbols of formulas."""
     return {
-        **{dim: getattr(row, field) for dim, field in TILED.items()},
+        **{dim: getattr(config, field) for dim, field in TILED.items()},
         **{name: tile_width(width) for name, width in module.widths.items()},
-        "stages": row.num_stages,
-        "elem": row.elem_bytes,
+        "stages": config.num_stages,
+        "elem": config.elem_bytes,
     }
 
 
-def lies_in_pages(module: Module, kernel: Kernel, row: Row) -> bool:
+def lies_in_pages(module: Module, kernel: Kernel, config: Config) -> bool:
     """Whether each tile of keys that is fetched by descriptor lies in one page of the cache."""
-    described = row.tma and any(isinstance(op, Load) and op.via and op.pages for op in kernel.ops())
-    return not described or (module.cache is not None and int(module.cache.page) % row.block_kv == 0)
+    described = config.tma and any(isinstance(op, Load) and op.via and op.pages for op in kernel.ops())
+    return not described or (module.cache is not None and int(module.cache.page) % config.block_kv == 0)
 
 
-def streamed_bytes(module: Module, kernel: Kernel, row: Row) -> int:
+def streamed_bytes(module: Module, kernel: Kernel, config: Config) -> int:
     """Bytes that one turn of the loop over tiles loads."""
-    return int(evaluate(_streamed(kernel), sizes(module, row)))
+    return int(evaluate(_streamed(kernel), sizes(module, config)))
 
 
 @cache
 def _streamed(kernel: Kernel) -> Expr:
     bodies = sorted({loop.body for loop in kernel.loops if loop.cls != "all"})
-    return sympy.Add(*(share_of(op) * tile_bytes(op.type) for body in bodies for op in kernel.block(body).ops if isinstance(op, Load)))
+    return sympy.Add(
+        *(
+            share_of(op) * tile_bytes(op.type)
+            for body in bodies
+            for op in kernel.block(body).ops
+            if isinstance(op, Load)
+        )
+    )

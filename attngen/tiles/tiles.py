@@ -26,14 +26,14 @@ def tile_loops(kernel: Kernel) -> list[Loop]:
 
 @cache
 def visited(kernel: Kernel, cls: str | None = None) -> Expr:
-    """Number of tiles that the program at {own}_start visits, in loops of class `cls`, or in all loops over tiles if it is None; of
-    programs that share these tiles, how many they visit together."""
+    """Number of tiles that the program at {own}_start visits, in loops of class `cls`, or in all loops over tiles if
+    it is None; of programs that share these tiles, how many they visit together."""
     return _turns(kernel, [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)])
 
 
 def _turns(kernel: Kernel, loops: list[Loop]) -> Expr:
-    """The number of turns of loops with one body, in all programs that share these. Loops with equal ranges count once: each visits its own
-    list of blocks made from data, and no block is in both lists."""
+    """The number of turns of loops with one body, in all programs that share these. Loops with equal ranges count
+    once: each visits its own list of blocks made from data, and no block is in both lists."""
     return sympy.Add(*(hi - lo for lo, hi in dict.fromkeys(pair for loop in loops for pair in ranges(kernel, loop))))
 
 
@@ -44,15 +44,17 @@ def tile_sum(kernel: Kernel) -> Expr:
 
 def _over_grid(kernel: Kernel, turns: Expr) -> Expr:
     """The sum of an expression in {own}_start over the own tiles of one head."""
-    start = symbol(f"{kernel.own_axis}_start")
-    return sympy.Sum(turns.subs(start, POSITION * symbol(AXIS_DIM[kernel.own_axis])), (POSITION, 0, own_tiles(kernel) - 1))
+    start = symbol(f"{kernel.program_axis}_start")
+    return sympy.Sum(
+        turns.subs(start, POSITION * symbol(AXIS_DIM[kernel.program_axis])), (POSITION, 0, program_tiles(kernel) - 1)
+    )
 
 
 def runs(kernel: Kernel, block: str) -> Expr:
     """How often a block runs in one launch: the number of programs times the turns of the loops around the block.
 
-    The kernel may have any grid and any loops. Turns that programs share are counted once for all of these. Turns that depend on the
-    program's own tile are summed over the grid; at most one loop around a block may have such turns.
+    The kernel may have any grid and any loops. Turns that programs share are counted once for all of these. Turns that
+    depend on the program's own tile are summed over the grid; at most one loop around a block may have such turns.
     """
     if block == "entry":
         return sympy.Mul(*(axis.extent for axis in kernel.grid))
@@ -62,16 +64,16 @@ def runs(kernel: Kernel, block: str) -> Expr:
     axis, (first, end) = in_turn(kernel, loops[0])
     axes = {axis, *(axis for loop in loops for axis, _ in shared(kernel, loop))}
     outer *= (end - first) / sympy.Mul(*(axis.extent for axis in axes if axis))  # these turns are of all together
-    if symbol(f"{kernel.own_axis}_start") in turns.free_symbols:
-        return outer / own_tiles(kernel) * _over_grid(kernel, turns)
+    if symbol(f"{kernel.program_axis}_start") in turns.free_symbols:
+        return outer / program_tiles(kernel) * _over_grid(kernel, turns)
     return outer * turns
 
 
 def heads(kernel: Kernel) -> Expr:
-    """Number of heads, over all sequences, with tiles of their own: query heads, or key heads where tiles pack the queries of a group; of a
-    kernel that prepares, sequences."""
+    """Number of heads, over all sequences, with tiles of their own: query heads, or key heads where tiles pack the
+    queries of a group; of a kernel that prepares, sequences."""
     found = symbol("B") * (1 if kernel.prepares else symbol("Hq"))
-    return found / symbol("group") if kernel.packs else found
+    return found / symbol("group") if kernel.pack_gqa else found
 
 
 def repeats(kernel: Kernel) -> Expr:
@@ -81,17 +83,18 @@ def repeats(kernel: Kernel) -> Expr:
 
 def extent(kernel: Kernel, axis: str) -> Expr:
     """Number of rows of a head along an axis, as a formula in the sizes of a call."""
-    return symbol("group") * symbol("queries") if kernel.packs and axis == "q" else symbol(AXIS_EXTENT[axis])
+    return symbol("group") * symbol("queries") if kernel.pack_gqa and axis == "q" else symbol(AXIS_EXTENT[axis])
 
 
-def own_tiles(kernel: Kernel) -> Expr:
+def program_tiles(kernel: Kernel) -> Expr:
     """Number of tiles of one head along the axis whose tiles programs own."""
-    return cdiv(extent(kernel, kernel.own_axis), symbol(AXIS_DIM[kernel.own_axis]))
+    return cdiv(extent(kernel, kernel.program_axis), symbol(AXIS_DIM[kernel.program_axis]))
 
 
 @cache
 def _compiled(e: Expr) -> tuple[list[str], Any]:
-    """Names of the expression's symbols, and a Python function of them. sympy prints its source from an expression that we built."""
+    """Names of the expression's symbols, and a Python function of them. sympy prints its source from an expression
+    that we built."""
     functions = {
         "floordiv": lambda a, b: a // b,
         "cdiv": lambda a, b: -(-a // b),
@@ -119,7 +122,9 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
         conditions = (op.where, *(e for fact in op.known for e in fact)) if isinstance(op, Mask) else ()
         for s in (s for c in conditions for s in c.free_symbols):
             found.setdefault(str(s), 0)
-        for part in (part for c in conditions for part in c.atoms(Relational) if not isinstance(part, (sympy.Eq, sympy.Ne))):
+        for part in (
+            part for c in conditions for part in c.atoms(Relational) if not isinstance(part, (sympy.Eq, sympy.Ne))
+        ):
             difference = part.lts - part.gts
             for s in difference.free_symbols - {symbol(name) for name in ("b", "h", "hkv", "g", "group")}:
                 value = 0 if difference.coeff(s).is_nonnegative and difference.coeff(s) != 0 else NO_BOUND
@@ -127,24 +132,38 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
         for part in (part for c in conditions for part in c.atoms(sympy.Eq, sympy.Ne)):
             for name in (str(which(str(s))) for s in part.free_symbols for which in (least, greatest)):
                 found.setdefault(name, 0)
-        for division in (d for c in conditions for d in c.atoms(floordiv, mod)):
-            found |= {str(s): 1 for s in division.args[1].free_symbols}
+        for specialization in (d for c in conditions for d in c.atoms(floordiv, mod)):
+            found |= {str(s): 1 for s in specialization.args[1].free_symbols}
     return found
 
 
 @cache
 def count_tiles(
-    kernel: Kernel, n_own: int, n_loop: int, block_q: int, block_kv: int, cls: str | None = None, reach: int = NO_BOUND, queries: int = 1
+    kernel: Kernel,
+    n_own: int,
+    n_loop: int,
+    block_q: int,
+    block_kv: int,
+    cls: str | None = None,
+    reach: int = NO_BOUND,
+    queries: int = 1,
 ) -> int:
-    """Number of tiles visited for one head with `n_own` rows on the program's own axis and `n_loop` on the loop's. Lengths hide nothing.
+    """Number of tiles visited for one head with `n_own` rows on the program's own axis and `n_loop` on the loop's.
+    Lengths hide nothing.
 
-    reach: bounds that data gives for each row, such as those of documents, leave this many rows of the loop's axis before and after the
-    program's own tile. The axes are aligned at their last rows.
+    reach: bounds that data gives for each row, such as those of documents, leave this many rows of the loop's axis
+    before and after the program's own tile. The axes are aligned at their last rows.
     queries: rows of each head where heads are packed.
     """
-    own, loop = kernel.own_axis, "kv" if kernel.own_axis == "q" else "q"
+    own, loop = kernel.program_axis, "kv" if kernel.program_axis == "q" else "q"
     block = {"q": block_q, "kv": block_kv}
-    values = {**unbounded(kernel), "BLOCK_Q": block_q, "BLOCK_KV": block_kv, AXIS_EXTENT[own]: n_own, AXIS_EXTENT[loop]: n_loop}
+    values = {
+        **unbounded(kernel),
+        "BLOCK_Q": block_q,
+        "BLOCK_KV": block_kv,
+        AXIS_EXTENT[own]: n_own,
+        AXIS_EXTENT[loop]: n_loop,
+    }
     values["queries"] = queries
     tiles = visited(kernel, cls)
     extremes = (str(which(name)) for name in rows_of(kernel) for which in (least, greatest))

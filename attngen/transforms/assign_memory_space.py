@@ -1,4 +1,4 @@
-"""place-memory: every value gets a memory space.
+"""assign-memory-space: every value gets a memory space.
 
 before:  %k = load %K[...] : T[BLOCK_KV, D_QK] @?
 after:   %k = load %K[...] : T[BLOCK_KV, D_QK] @sram
@@ -17,8 +17,8 @@ from attngen.transforms.base import Pass
 
 
 @dataclass(frozen=True)
-class PlaceMemory(Pass):
-    name: ClassVar[str] = "place-memory"
+class AssignMemorySpace(Pass):
+    name: ClassVar[str] = "assign-memory-space"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:

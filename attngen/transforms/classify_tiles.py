@@ -3,13 +3,14 @@
 before:  %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) ...
 after:   the same, with tiles(visible start; full start; full end; visible end), in tiles, in closed form
 
-The mask is brought to a union of conjunctions. Each linear inequality is bounded over the box (this program's tile) x (tile j of the
-loop): its least value says which tiles may hold something visible, its greatest value which tiles hold nothing hidden. A union, such as
-a window or the first tokens, gives several runs of tiles, with four bounds each. Runs are in rising order, and no tile is in two.
-A run that has all tiles of another one, or none, is one run with it.
+The mask is brought to a union of conjunctions. Each linear inequality is bounded over the box (this program's tile) x
+(tile j of the loop): its least value says which tiles may hold something visible, its greatest value which tiles hold
+nothing hidden. A union, such as a window or the first tokens, gives several runs of tiles, with four bounds each. Runs
+are in rising order, and no tile is in two. A run that has all tiles of another one, or none, is one run with it.
 
-A condition on data, such as a tensor of booleans, is bounded by what the mask knows of it (`known`). With nothing known, its tiles are
-partial. If `known` has a value for each row of the program's own tile, its least or greatest over the rows becomes a scalar:
+A condition on data, such as a tensor of booleans, is bounded by what the mask knows of it (`known`). With nothing
+known, its tiles are partial. If `known` has a value for each row of the program's own tile, its least or greatest over
+the rows becomes a scalar:
 
 after:   %first_least = load %FIRST[b, q_start] : i32[]                     # of one that rises along the rows
 after:   %first_least = gather %FIRST[b, 0] : i32[]                         # the same, where tiles pack the queries of several heads
@@ -54,9 +55,9 @@ def _classified(kernel: Kernel, rising: set[str]) -> Kernel:
 
 
 def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -> Iterator[Op]:
-    """Ops for the least and greatest value over the valid rows of the own tile. Of rising values these are the first and the last; where
-    tiles pack the queries of several heads, those of all queries."""
-    own = kernel.own_axis
+    """Ops for the least and greatest value over the valid rows of the own tile. Of rising values these are the first
+    and the last; where tiles pack the queries of several heads, those of all queries."""
+    own = kernel.program_axis
     ends = {least: symbol(f"{own}_start"), greatest: last_row(own)}
     of_all = {least: sympy.Integer(0), greatest: symbol("queries") - 1}
     inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])
@@ -75,7 +76,10 @@ def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -
                 yield Gather(str(made), Access(load.src.tensor, (*load.src.index[:-1], at)), uses, Type("i32"))
             else:
                 rows = Map(
-                    f"{made}_rows", select(inside, symbol(name), sympy.Integer(other)), ((name, name),), Type("i32", (AXIS_DIM[own],))
+                    f"{made}_rows",
+                    select(inside, symbol(name), sympy.Integer(other)),
+                    ((name, name),),
+                    Type("i32", (AXIS_DIM[own],)),
                 )
                 yield rows
                 yield Reduce(str(made), rows.name, op, AXIS_DIM[own], Type("i32"))

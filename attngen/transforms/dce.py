@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Barrier, Loop, Map, Op, Scatter, Store, WaitForGrid, Yield
+from attngen.ir.ops import Arg, Barrier, GridDependencyWait, Loop, Map, Op, Scatter, Store, Yield
 from attngen.transforms.base import Pass
 
 
@@ -36,7 +36,11 @@ def prune(kernel: Kernel) -> Kernel:
             return [replace(op, values=tuple(pair for pair in op.values if pair[0] in fields[block]))]
         if isinstance(op, Loop) and (op.name in names or op.body in kernel.storing):
             return [replace(op, carry=tuple(pair for pair in op.carry if pair[0] in fields[op.body]))]
-        kept = isinstance(op, (Barrier, Scatter, Store, WaitForGrid)) or (isinstance(op, Arg) and op.role != "carry") or op.name in names
+        kept = (
+            isinstance(op, (Barrier, Scatter, Store, GridDependencyWait))
+            or (isinstance(op, Arg) and op.role != "carry")
+            or op.name in names
+        )
         return [op] if kept else []
 
     return kernel.rewrite(change)

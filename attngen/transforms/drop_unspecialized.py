@@ -1,4 +1,5 @@
-"""drop-undivided: what runs divided alone goes where nothing divides it, and so does what a call would do around it.
+"""drop-unspecialized: what runs divided alone goes where nothing divides it, and so does what a call would do around
+it.
 
 before:  host @backward                                    after:  host @backward
            block @entry                                              block @entry
@@ -27,12 +28,14 @@ from attngen.transforms.base import Pass
 
 
 @dataclass(frozen=True)
-class DropUndivided(Pass):
-    name: ClassVar[str] = "drop-undivided"
+class DropUnspecialized(Pass):
+    name: ClassVar[str] = "drop-unspecialized"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return without(module, {kernel.name for kernel in module.kernels if kernel.adds and not module.stand_ins(kernel.name)})
+        return without(
+            module, {kernel.name for kernel in module.kernels if kernel.adds and not module.stand_ins(kernel.name)}
+        )
 
 
 def without(module: Module, gone: set[str]) -> Module:
@@ -42,7 +45,9 @@ def without(module: Module, gone: set[str]) -> Module:
     hosts = tuple(_without(host, gone) for host in module.hosts)
     left = {op.kernel for host in hosts for op in host.ops() if isinstance(op, Launch)}
     kept = tuple(kernel for kernel in module.kernels if kernel.name in left)
-    schedules = tuple((name, rows) for name, rows in module.schedules if name in left or module.divided_named(name))
+    schedules = tuple(
+        (name, rows) for name, rows in module.schedules if name in left or module.warp_specialized_named(name)
+    )
     return replace(module, hosts=hosts, kernels=kept, schedules=schedules)
 
 
@@ -51,18 +56,26 @@ def _without(host: Host, gone: set[str]) -> Host:
 
     A number that says whether a call takes such a branch is 0 for all calls.
     """
-    launching = {block.name for block in host.blocks if any(isinstance(op, Launch) and op.kernel in gone for op in block.ops)}
+    launching = {
+        block.name for block in host.blocks if any(isinstance(op, Launch) and op.kernel in gone for op in block.ops)
+    }
     taken = [op for op in host.ops() if isinstance(op, If) and op.then in launching]
     instead = {op.name: host.block(op.orelse).ops for op in taken}
     inside = {op.then for block in host.blocks if block.name in launching for op in block.ops if isinstance(op, If)}
     dropped = launching | inside | {op.orelse for op in taken}
-    says = {symbol(o.name): sympy.Integer(0) for o in host.ops() if isinstance(o, Map) and any(o.name in op.symbols for op in taken)}
+    says = {
+        symbol(o.name): sympy.Integer(0)
+        for o in host.ops()
+        if isinstance(o, Map) and any(o.name in op.symbols for op in taken)
+    }
     instead |= {str(name): () for name in says}
 
     def known(op: Op) -> Op:
         return replace(op, expr=op.expr.xreplace(says)) if isinstance(op, Map) else op
 
     blocks = (
-        replace(b, ops=tuple(known(o) for op in b.ops for o in instead.get(op.name, (op,)))) for b in host.blocks if b.name not in dropped
+        replace(b, ops=tuple(known(o) for op in b.ops for o in instead.get(op.name, (op,))))
+        for b in host.blocks
+        if b.name not in dropped
     )
     return replace(host, blocks=tuple(blocks))

@@ -1,4 +1,4 @@
-"""base-two: exponentials, logarithms, tanh and sigmoid are written by exp2 and log2, which the hardware has.
+"""exp2-softmax: exponentials, logarithms, tanh and sigmoid are written by exp2 and log2, which the hardware has.
 
 before:  %t1 = map expr(tanh(s*scale/30.0)) ...
 after:   %t1 = map expr(1 - 2/(exp2(2*LOG2E*s*scale/30.0) + 1)) ...
@@ -25,8 +25,8 @@ NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
 
 
 @dataclass(frozen=True)
-class BaseTwo(Pass):
-    name: ClassVar[str] = "base-two"
+class Exp2Softmax(Pass):
+    name: ClassVar[str] = "exp2-softmax"
     phase: ClassVar[str] = "logical"
 
     def run(self, module: Module) -> Module:
@@ -63,13 +63,17 @@ def in_base_two(e: Any) -> Any:
     if not e.args or not e.has(sympy.exp, log, sympy.tanh, sigmoid, sympy.Pow):
         return e
     args = [in_base_two(a) for a in e.args]
-    if isinstance(e, TO_INTEGER):  # with its constants as one number: 2 * LN2 * log2(x), say, would lie below what it is exactly
+    if isinstance(
+        e, TO_INTEGER
+    ):  # with its constants as one number: 2 * LN2 * log2(x), say, would lie below what it is exactly
         return e.func(args[0].xreplace(NUMBERS))
     if isinstance(e, sympy.exp):
         return exp2(LOG2E * args[0])
     if isinstance(e, log):
         return LN2 * log2(args[0])
-    if isinstance(e, sympy.tanh):  # exact to a rounding of 1, in which scores near 0 lose digits that the softmax does not see
+    if isinstance(
+        e, sympy.tanh
+    ):  # exact to a rounding of 1, in which scores near 0 lose digits that the softmax does not see
         return 1 - 2 / (1 + exp2(2 * LOG2E * args[0]))
     if isinstance(e, sigmoid):
         return 1 / (1 + exp2(-LOG2E * args[0]))

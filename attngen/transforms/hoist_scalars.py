@@ -3,8 +3,8 @@
 before:  @step: %score = map expr(30.0*LOG2E*t1) ...
 after:   @entry: %score_scale = map expr(30.0*LOG2E) : f32[] ; @step: %score = map expr(score_scale*t1) ...
 
-Scalar factors of a product, or terms of a sum, become one scalar; a sign alone is no factor. Scalars of the loop over heads stay in that
-loop.
+Scalar factors of a product, or terms of a sum, become one scalar; a sign alone is no factor. Scalars of the loop over
+heads stay in that loop.
 """
 
 from __future__ import annotations
@@ -69,18 +69,26 @@ class _Hoisting:
             scalars = [a for a in e.args if self._home(a, op, block) is not None]
             rest = [self._hoisted(a, op, block) for a in e.args if a not in scalars]
             group = e.func(*scalars)
-            if rest and len([a for a in scalars if a != -1]) > 1 and group.free_symbols and not self._is_whole(group, op):
+            if (
+                rest
+                and len([a for a in scalars if a != -1]) > 1
+                and group.free_symbols
+                and not self._is_whole(group, op)
+            ):
                 return e.func(self._named(group, "scale" if e.is_Mul else "shift", op, block), *rest)
             return e.func(*scalars, *rest)
         return e.func(*(self._hoisted(a, op, block) for a in e.args))
 
     def _is_whole(self, e: Any, op: Map) -> bool:
         refs = {s: dict(op.uses).get(str(s), str(s)) for s in e.free_symbols if not s.is_integer}
-        of_integers = [s for s, r in refs.items() if r.split(".")[0] in self.source.graph and self.source.type_of(r).dtype == "i32"]
+        of_integers = [
+            s for s, r in refs.items() if r.split(".")[0] in self.source.graph and self.source.type_of(r).dtype == "i32"
+        ]
         return e.xreplace({s: sympy.Symbol(str(s), integer=True) for s in of_integers}).is_integer is True
 
     def _home(self, e: Any, op: Map, block: str) -> str | None:
-        """The outermost block that can compute the expression; None if it is not made of scalars alone, or no outer block can."""
+        """The outermost block that can compute the expression; None if it is not made of scalars alone, or no outer
+        block can."""
         names = {str(s) for s in e.free_symbols} - CONSTANTS
         nodes = self.source.graph.nodes
         refs = [dict(op.uses).get(n, n) for n in names]

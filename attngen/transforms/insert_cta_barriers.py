@@ -1,11 +1,12 @@
-"""place-barriers: a program that walks over tiles waits before it reads again what it has rewritten.
+"""insert-cta-barriers: a program that walks over tiles waits before it reads again what it has rewritten.
 
 before:  %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
 after:   barrier
          %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
 
-A tile that one loop stores is loaded again by the next loop, or in the next turn of the loop around both, by other threads of the program.
-Inside one loop each turn has another tile, so loads may run ahead of stores, but not across the barrier.
+A tile that one loop stores is loaded again by the next loop, or in the next turn of the loop around both, by other
+threads of the program. Inside one loop each turn has another tile, so loads may run ahead of stores, but not across the
+barrier.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from attngen.transforms.base import Pass
 
 
 @dataclass(frozen=True)
-class PlaceBarriers(Pass):
-    name: ClassVar[str] = "place-barriers"
+class InsertCtaBarriers(Pass):
+    name: ClassVar[str] = "insert-cta-barriers"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:

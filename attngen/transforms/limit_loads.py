@@ -4,10 +4,10 @@ before:  %v = load %V[b, h // group, kv, d_v] check(kv if partial) ...
 after:   %kv_needed_end = map expr(min(Nk, document_end_greatest)) uses(...) : i32[]
          %v = load %V[b, h // group, kv, d_v] check(kv if partial) needed(document_first_least .. kv_needed_end) ...
 
-The weight of a hidden score is 0, but 0 times NaN or infinity is NaN: no weight must meet a row that is in no visible pair, such as one
-behind the last packed sequence. The range has the bounds of data from which classify-tiles has made those of the loop. Its check takes
-the place of that against the tensor's end. Bounds that sizes alone give are left out, and so are those that leave out rows of pairs in
-other programs alone.
+The weight of a hidden score is 0, but 0 times NaN or infinity is NaN: no weight must meet a row that is in no visible
+pair, such as one behind the last packed sequence. The range has the bounds of data from which classify-tiles has made
+those of the loop. Its check takes the place of that against the tensor's end. Bounds that sizes alone give are left
+out, and so are those that leave out rows of pairs in other programs alone.
 
 Divided kernels are made before, and keep their loads: a copy engine checks the ends of tensors alone.
 """
@@ -38,9 +38,13 @@ def _limited(kernel: Kernel) -> Kernel:
     axis = kernel.loop_axis
     bodies = dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all" and loop.var == axis)
     found = {
-        body: rows for body in bodies if any(limitable(kernel, op) for op in kernel.block(body).ops) and (rows := needed_rows(kernel, body))
+        body: rows
+        for body in bodies
+        if any(limitable(kernel, op) for op in kernel.block(body).ops) and (rows := needed_rows(kernel, body))
     }
-    ranges = {body: [_named(kernel, axis, word, e) for word, e in zip(("first", "end"), rows)] for body, rows in found.items()}
+    ranges = {
+        body: [_named(kernel, axis, word, e) for word, e in zip(("first", "end"), rows)] for body, rows in found.items()
+    }
     made = {_first(kernel, body): [op for _, op in ends if op] for body, ends in ranges.items()}
 
     def change(block: str, op: Op) -> Iterable[Op]:
@@ -56,7 +60,9 @@ def _limited(kernel: Kernel) -> Kernel:
 
 def _first(kernel: Kernel, body: str) -> str:
     """The first loop over a body, or a barrier right before it: numbers that the loop needs come before that."""
-    ops = next(block.ops for block in kernel.blocks if any(isinstance(op, Loop) and op.body == body for op in block.ops))
+    ops = next(
+        block.ops for block in kernel.blocks if any(isinstance(op, Loop) and op.body == body for op in block.ops)
+    )
     at = next(i for i, op in enumerate(ops) if isinstance(op, Loop) and op.body == body)
     return ops[at - 1].name if at and isinstance(ops[at - 1], Barrier) else ops[at].name
 
@@ -65,7 +71,11 @@ def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, Map | N
     """An end of the range, and the op that gives it a name, unless it has one."""
     if e.is_Symbol or e.is_Integer:
         return e, None
-    uses = tuple((name, name) for name in sorted(map(str, e.free_symbols)) if name in kernel.graph and not isinstance(kernel.op(name), Arg))
+    uses = tuple(
+        (name, name)
+        for name in sorted(map(str, e.free_symbols))
+        if name in kernel.graph and not isinstance(kernel.op(name), Arg)
+    )
     made = Map(f"{axis}_needed_{word}", e, uses, Type("i32", (), "reg"))
     return symbol(made.name), made
 

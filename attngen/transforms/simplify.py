@@ -3,14 +3,15 @@
 before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < Nk)
 after:   mask %s where(kv_idx <= Nk - Nq + q_idx)          # for valid queries the first implies the second
 
-Each linear condition gets the loop's index alone on one side. The other side is then a vector that does not change in the loop. So of
-several upper bounds of the index only the least is compared, and of lower ones the greatest: one comparison for each score in place of two.
+Each linear condition gets the loop's index alone on one side. The other side is then a vector that does not change in
+the loop. So of several upper bounds of the index only the least is compared, and of lower ones the greatest: one
+comparison for each score in place of two.
 
 before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < document_end)
 after:   mask %s where(kv_idx < min(document_end, Nk - Nq + q_idx + 1))
 
-A mask that is too long to be solved in full for the tiles that it leaves stays as it is: of a shorter one more would be solved, and the
-loops, which have been made, may not be proven to visit just that.
+A mask that is too long to be solved in full for the tiles that it leaves stays as it is: of a shorter one more would be
+solved, and the loops, which have been made, may not be proven to visit just that.
 
 If no full loop runs a body, what is marked `if partial` in it becomes unconditional.
 """
@@ -40,7 +41,7 @@ class Simplify(Pass):
 
 
 def _simplify(kernel: Kernel) -> Kernel:
-    own = kernel.own_axis
+    own = kernel.program_axis
     loop = "kv" if own == "q" else "q"
     types = {op.name: t for op in kernel.ops() if (t := op.results().get(""))}
     reals = frozenset(name for name, t in types.items() if t.dtype == "f32")
@@ -54,7 +55,9 @@ def _simplify(kernel: Kernel) -> Kernel:
         op = op.with_operands(unmasked) if unmasked else op
         always = block != "entry" and block not in with_full
         if isinstance(op, Mask):
-            where = simplify_condition(op.where, own, loop, reals, loaded, moving) if block not in too_long else op.where
+            where = (
+                simplify_condition(op.where, own, loop, reals, loaded, moving) if block not in too_long else op.where
+            )
             if where == sympy.true:
                 unmasked[op.name] = op.value
                 return []
@@ -78,10 +81,11 @@ def simplify_condition(
     loaded: frozenset[str] = frozenset(),
     moving: frozenset[str] = frozenset(),
 ) -> Bool:
-    """The conjunction without parts that the others imply for valid rows. Comparisons of integers are solved for the loop's index.
+    """The conjunction without parts that the others imply for valid rows. Comparisons of integers are solved for the
+    loop's index.
 
-    reals: values that are no integers; loaded: those that are data, which may be the least or greatest integer; moving: those that change
-    along the loop's axis.
+    reals: values that are no integers; loaded: those that are data, which may be the least or greatest integer; moving:
+    those that change along the loop's axis.
     """
     said = conjuncts(where)
     fixed = [p for p in said if mentions(p, reals)]
@@ -98,7 +102,9 @@ def simplify_condition(
 def _solved(p: Bool, own: str, loop: str, loaded: frozenset[str]) -> Bool:
     if isinstance(p, (sympy.And, sympy.Or)):
         # Vectors of keys would take registers beside the sums of dK and dV. Of data, a sum may be too large.
-        return p if own != "q" or mentions(p, loaded) else p.func(*(_solved(part, own, loop, loaded) for part in p.args))
+        return (
+            p if own != "q" or mentions(p, loaded) else p.func(*(_solved(part, own, loop, loaded) for part in p.args))
+        )
     linear = linear_parts(p, own, loop)
     if linear is None or linear[1] not in (1, -1):
         return p
@@ -116,13 +122,20 @@ def _simpler(a: sympy.Expr, b: sympy.Expr, even: bool) -> bool:
     return terms > 0 or (terms == 0 and even)
 
 
-def _one_bound_a_side(parts: list[Bool], index: sympy.Symbol, loaded: frozenset[str], moving: frozenset[str]) -> list[Bool]:
-    """The parts with one upper and one lower bound of the index, of those that are plain sums and do not change along the loop.
+def _one_bound_a_side(
+    parts: list[Bool], index: sympy.Symbol, loaded: frozenset[str], moving: frozenset[str]
+) -> list[Bool]:
+    """The parts with one upper and one lower bound of the index, of those that are plain sums and do not change along
+    the loop.
 
     Data is compared as it is: one more or less than the least or greatest integer is another one.
     """
     for strict, weak, nearest, step in ((sympy.Lt, sympy.Le, sympy.Min, 1), (sympy.Gt, sympy.Ge, sympy.Max, -1)):
-        alike = [p for p in parts if isinstance(p, (strict, weak)) and p.lhs == index and _is_plain(p.rhs) and not mentions(p, moving)]
+        alike = [
+            p
+            for p in parts
+            if isinstance(p, (strict, weak)) and p.lhs == index and _is_plain(p.rhs) and not mentions(p, moving)
+        ]
         of_data = [p.func for p in alike if mentions(p, loaded)]
         kind = of_data[0] if of_data else strict if all(isinstance(p, strict) for p in alike) else weak
         alike = [p for p in alike if isinstance(p, kind) or not mentions(p, loaded)]
@@ -134,6 +147,7 @@ def _one_bound_a_side(parts: list[Bool], index: sympy.Symbol, loaded: frozenset[
 
 
 def _is_plain(e: sympy.Expr) -> bool:
-    """Whether it is a sum of integers, each once: others may need 64 bits, which the comparison would then have for every score."""
+    """Whether it is a sum of integers, each once: others may need 64 bits, which the comparison would then have for
+    every score."""
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(e) if not term.is_Integer]
     return all(abs(factor) == 1 and term.is_Symbol for factor, term in terms)

@@ -1,4 +1,4 @@
-"""share-columns: programs may share the columns of a wide sum, so that each holds a part of it.
+"""split-d: programs may share the columns of a wide sum, so that each holds a part of it.
 
 before:  kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
          %v = load %V[b, h, kv, d_v] check(kv if partial) : T[BLOCK_KV, D_V] @?
@@ -9,11 +9,11 @@ after:   kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), own_v in cdiv(D_V, OWN_V), h i
          %v = load %V[b, h, kv, own_v] check(kv if partial) : T[BLOCK_KV, OWN_V] @?
          %acc_next = dot %p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, OWN_V] @?
          store %O[b, h, q, own_v] %o check(q)
-         store %LSE[b, h, q] %lse check(q) alone(own_v)
+         store %LSE[b, h, q] %lse check(q) first_along(own_v)
 
-A sum of more than WIDEST_SUM columns in fp32 takes so many registers that tiles would be small, or spill. OWN_V columns of it are a
-program's own; a row of the schedule says how many these are, all or a part (select-tiles). Each program computes all scores. What is the
-same for all is stored by the first one alone.
+A sum of more than WIDEST_SUM columns in fp32 takes so many registers that tiles would be small, or spill. OWN_V columns
+of it are a program's own; a row of the schedule says how many these are, all or a part (select-tiles). Each program
+computes all scores. What is the same for all is stored by the first one alone.
 
 A tile that products also read as a whole, as keys in dQ = dS K, stays; beside it stand the program's columns of it:
 
@@ -21,7 +21,8 @@ A tile that products also read as a whole, as keys in dQ = dS K, stays; beside i
          %k_own = load %K[b, h, kv, own_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, OWN_QK] @?
          %dq_next = dot %ds %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, OWN_QK] @?
 
-Of a tile that is taken beside a sum element by element, as forward mode takes the output, a program loads its own columns too.
+Of a tile that is taken beside a sum element by element, as forward mode takes the output, a program loads its own
+columns too.
 
 Kernels that read a cache stay as they are, and so do those of latents: tiles of few queries leave room for all columns.
 """
@@ -43,8 +44,8 @@ from attngen.transforms.base import Pass
 
 
 @dataclass(frozen=True)
-class ShareColumns(Pass):
-    name: ClassVar[str] = "share-columns"
+class SplitD(Pass):
+    name: ClassVar[str] = "split-d"
     phase: ClassVar[str] = "logical"
 
     def run(self, module: Module) -> Module:
@@ -72,7 +73,9 @@ class _Columns:
         self.uneven = width != tile_width(width)  # then the last program may have fewer columns
         summed = [op for op in kernel.dots if self.whole in op.type.dims]
         operands = {op.b for op in summed}
-        self.both = operands & {ref for op in kernel.ops() if op not in summed for ref in op.operands()}  # that others read as a whole
+        self.both = operands & {
+            ref for op in kernel.ops() if op not in summed for ref in op.operands()
+        }  # that others read as a whole
         self.loaded = operands | set(self._beside_sums())
 
     def _beside_sums(self) -> Iterator[str]:
@@ -96,7 +99,11 @@ class _Columns:
             part = self._access(replace(op, type=self._type(op.type)))
             return [op, replace(part, name=f"{op.name}_own", columns_of=op.name)] if op.name in self.both else [part]
         if isinstance(op, Store):
-            return [self._access(op) if self.whole in self.kernel.type_of(op.value).dims else replace(op, alone=self.axis)]
+            return [
+                self._access(op)
+                if self.whole in self.kernel.type_of(op.value).dims
+                else replace(op, first_along=self.axis)
+            ]
         if isinstance(op, Scatter):
             return [replace(op, where=sympy.And(op.where, symbol(f"{self.axis}_start") < 1))]
         of_tensor = isinstance(op, Load) or (isinstance(op, Arg) and op.role != "carry")

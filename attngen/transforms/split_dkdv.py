@@ -1,12 +1,12 @@
-"""split-gradients: dK and dV of wide heads get a kernel each.
+"""split-dkdv: dK and dV of wide heads get a kernel each.
 
 before:  kernel @dkdv ... %total = loop q ... carry(dk=%dk_init, dv=%dv_init) ... store %dK ... store %dV
 after:   kernel @dk ... carry(dk=%dk_init) ... store %dK, and kernel @dv ... carry(dv=%dv_init) ... store %dV
 before:  host @backward ... launch @dkdv
 after:   host @backward ... launch @dk, launch @dv
 
-Two accumulators of more than WIDEST columns together take so many registers that tiles would be small, or spill. Computing the scores
-twice costs less (docs/perf-log.md).
+Two accumulators of more than WIDEST columns together take so many registers that tiles would be small, or spill.
+Computing the scores twice costs less (docs/perf-log.md).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GRADIENTS = ("dK", "dV")
 
 
 @dataclass(frozen=True)
-class SplitGradients(Pass):
-    name: ClassVar[str] = "split-gradients"
+class SplitDkdv(Pass):
+    name: ClassVar[str] = "split-dkdv"
     phase: ClassVar[str] = "logical"
 
     def run(self, module: Module) -> Module:
@@ -38,7 +38,9 @@ class SplitGradients(Pass):
             kernels += [_only(kernel, out) for out in GRADIENTS] if _has_both(kernel) else [kernel]
         both = {kernel.name for kernel in module.kernels if _has_both(kernel)}
         return replace(
-            module, kernels=tuple(kernels), hosts=tuple(host.rewrite(lambda op: _launch_each(op, both)) for host in module.hosts)
+            module,
+            kernels=tuple(kernels),
+            hosts=tuple(host.rewrite(lambda op: _launch_each(op, both)) for host in module.hosts),
         )
 
 
@@ -63,9 +65,14 @@ def _launch_each(op: Op, both: set[str]) -> list[Op]:
 
 
 def _only(kernel: Kernel, out: str) -> Kernel:
-    """The kernel with one output, and only what that needs. Lists of blocks, which no op reads yet, stay as arguments."""
+    """The kernel with one output, and only what that needs. Lists of blocks, which no op reads yet, stay as
+    arguments."""
     one = prune(kernel.rewrite(lambda _, op: [] if isinstance(op, Store) and op.dst.tensor != out else [op]))
-    unread = {a.name for a in kernel.args if a.role != "scalar" and kernel.graph.out_degree(a.name) and not one.graph.out_degree(a.name)}
+    unread = {
+        a.name
+        for a in kernel.args
+        if a.role != "scalar" and kernel.graph.out_degree(a.name) and not one.graph.out_degree(a.name)
+    }
     return replace(
         one.rewrite(lambda _, op: [] if op.name in unread else [op]),
         name=out.lower(),

@@ -1,18 +1,18 @@
-"""deal-keys: say how much work a sequence in a cache is, by the tiles that its mask leaves.
+"""split-kv: say how much work a sequence in a cache is, by the tiles that its mask leaves.
 
-before:  kernel @decode ... deals(cdiv(Nk, 64))        %keys_partial = loop kv ranges(... max(0, Nk - 1024) // BLOCK_KV .. kv_end ...)
-after:   kernel @decode ... deals(cdiv(Nk, 64) - max(0, Nk - 1024) // 64)
+before:  kernel @decode ... split_kv(cdiv(Nk, 64))        %keys_partial = loop kv ranges(... max(0, Nk - 1024) // BLOCK_KV .. kv_end ...)
+after:   kernel @decode ... split_kv(cdiv(Nk, 64) - max(0, Nk - 1024) // 64)
 
-before:  kernel @decode ... deals(cdiv(Nk, 64))        %keys_partial = loop kv ranges(first_least // BLOCK_KV .. cdiv(Nk, BLOCK_KV)) ...
-after:   kernel @decode ... deals(cdiv(Nk, 64) - first_least // 64) of(first_least=%FIRST[b, 0])
+before:  kernel @decode ... split_kv(cdiv(Nk, 64))        %keys_partial = loop kv ranges(first_least // BLOCK_KV .. cdiv(Nk, BLOCK_KV)) ...
+after:   kernel @decode ... split_kv(cdiv(Nk, 64) - first_least // 64) of(first_least=%FIRST[b, 0])
 
 before:  %keys_full = loop kv ranges(portion(kv_full_end, part, parts) .. portion(kv_full_end, 1 + part, parts)) ...
 after:   %kv_full_from = map expr(portion(kv_full_end, part, parts)) ; %kv_full_to = map expr(portion(kv_full_end, 1 + part, parts))
          %keys_full = loop kv ranges(kv_full_from .. kv_full_to) ...
 
-Work is counted in tiles of UNIT keys, of a tile of queries that has all of them. It steers how keys are dealt, and no more: whatever it
-is, the parts of a sequence have each of its keys once. Where tiles depend on other data than numbers of a sequence, work stays the number
-of its keys.
+Work is counted in tiles of UNIT keys, of a tile of queries that has all of them. It steers how keys are dealt, and no
+more: whatever it is, the parts of a sequence have each of its keys once. Where tiles depend on other data than numbers
+of a sequence, work stays the number of its keys.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from attngen.transforms.base import Pass
 
 
 @dataclass(frozen=True)
-class DealKeys(Pass):
-    name: ClassVar[str] = "deal-keys"
+class SplitKV(Pass):
+    name: ClassVar[str] = "split-kv"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
         dealing = module.dealing
-        if dealing is None or dealing.deal is None:
+        if dealing is None or dealing.kv_split is None:
             return module
         module = module.map_kernels(lambda kernel: _named(kernel) if kernel is dealing else kernel)
         work, numbers = _work(dealing), _numbers(dealing)
@@ -45,10 +45,12 @@ class DealKeys(Pass):
         reads = tuple((name, at) for name, at in _of_sequences(dealing).items() if name in named)
         if not named <= {"Nk"} | numbers.keys() | dict(reads).keys():
             return module
-        deal = replace(dealing.deal, work=work, reads=reads)
+        kv_split = replace(dealing.kv_split, work=work, reads=reads)
         named |= {str(s) for _, at in reads for e in at.index for s in e.free_symbols}
         needed = [arg for arg in dealing.args if arg.name in named & numbers.keys() | {at.tensor for _, at in reads}]
-        return module.map_kernels(lambda kernel: _with(replace(kernel, deal=deal), needed) if kernel.deal else kernel)
+        return module.map_kernels(
+            lambda kernel: _with(replace(kernel, kv_split=kv_split), needed) if kernel.kv_split else kernel
+        )
 
 
 def _named(kernel: Kernel) -> Kernel:
@@ -62,7 +64,11 @@ def _named(kernel: Kernel) -> Kernel:
         for at, pair in enumerate(op.ranges, 1):
             names = [f"{op.var}_{op.cls}_{end}{f'_{at}' if at > 1 else ''}" for end in ("from", "to")]
             for name, e in zip(names, pair):
-                uses = tuple((s, s) for s in sorted(map(str, e.free_symbols)) if s in kernel.graph and not isinstance(kernel.op(s), Arg))
+                uses = tuple(
+                    (s, s)
+                    for s in sorted(map(str, e.free_symbols))
+                    if s in kernel.graph and not isinstance(kernel.op(s), Arg)
+                )
                 bounds.append(Map(name, e, uses, Type("i32")))
             ranges.append((symbol(names[0]), symbol(names[1])))
         return [*bounds, replace(op, ranges=tuple(ranges))]
@@ -77,7 +83,11 @@ def _numbers(kernel: Kernel) -> dict[str, Arg]:
 
 def _of_sequences(kernel: Kernel) -> dict[str, Access]:
     """Its whole numbers that are elements of tensors, one of each sequence."""
-    whole = [op for op in kernel.block("entry").ops if isinstance(op, (Gather, Load)) and (op.type.dtype, op.type.dims) == ("i32", ())]
+    whole = [
+        op
+        for op in kernel.block("entry").ops
+        if isinstance(op, (Gather, Load)) and (op.type.dtype, op.type.dims) == ("i32", ())
+    ]
     places = {op.name: op.src for op in whole if op.src.index[0] == symbol("b")}
     known = {symbol(name) for name in ("b", *_numbers(kernel))}
     return {name: at for name, at in places.items() if all(e.free_symbols <= known for e in at.index)}
@@ -90,7 +100,8 @@ def _work(kernel: Kernel) -> Expr:
 
 
 def _with(kernel: Kernel, needed: list[Arg]) -> Kernel:
-    """The kernel with these tensors and numbers among its arguments: tensors after the others that it reads, numbers at the end."""
+    """The kernel with these tensors and numbers among its arguments: tensors after the others that it reads, numbers
+    at the end."""
     have = {arg.name for arg in kernel.args}
     more = [arg for arg in needed if arg.name not in have]
     entry, *rest = kernel.blocks

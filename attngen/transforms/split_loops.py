@@ -5,20 +5,22 @@ after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %k
          %keys_full = loop kv ranges(kv_full_first .. kv_full_end) body(@step) cls(full)
          %keys_partial = loop kv ranges(kv_first .. kv_full_first, kv_full_end .. kv_end) body(@step) cls(partial)
 
-Empty tiles are in neither loop. With several runs of tiles, each loop has a range for each run. A range that is provably empty is left
-out, and so is a loop without ranges. Where programs share the loop before, they share each range of those after. Both loops run the same
-body; what it marks as `partial` applies only in the second. The order of tiles does not matter to online softmax or to sums of gradients.
+Empty tiles are in neither loop. With several runs of tiles, each loop has a range for each run. A range that is
+provably empty is left out, and so is a loop without ranges. Where programs share the loop before, they share each range
+of those after. Both loops run the same body; what it marks as `partial` applies only in the second. The order of tiles
+does not matter to online softmax or to sums of gradients.
 
-Where programs add to one tile in turns, the ranges say how many come to it before each. A kernel of which that is not known is left out.
-Where data says where loops start, and its numbers rise, a program counts those:
+Where programs add to one tile in turns, the ranges say how many come to it before each. A kernel of which that is not
+known is left out. Where data says where loops start, and its numbers rise, a program counts those:
 
-         %document_q_first_count = count %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
-         add %DQ_ACC[b, h, q, d_qk] %dq turns(%DQ_TURNS[b, h, q_start]) turn(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
+         %document_q_first_count = count_tiles %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
+         ordered_add %DQ_ACC[b, h, q, d_qk] %dq semaphore(%DQ_SEMAPHORE[...])
+           order(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
 
 Where blocks are listed, a program's turn is among the listed tiles, up to the last one whose programs come:
 
-before:  %kv_end_at = position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV)) : i32[]
-after:   %kv_end_at = position %KV_RANK_row tile(min(..., cdiv(Nk, BLOCK_KV))) : i32[]
+before:  %kv_end_at = list_position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV)) : i32[]
+after:   %kv_end_at = list_position %KV_RANK_row tile(min(..., cdiv(Nk, BLOCK_KV))) : i32[]
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import ClassVar
 
 from attngen.ir.expr import Expr, symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Add, Arg, Loop, Map, Op, Type
+from attngen.ir.ops import Arg, Loop, Map, Op, OrderedAdd, Type
 from attngen.ir.split_axes import part, shared
 from attngen.tiles.order import last_first, leaps, makers_of
 from attngen.transforms.base import Pass
@@ -43,12 +45,15 @@ class SplitLoops(Pass):
 
     def run(self, module: Module) -> Module:
         made = module.map_kernels(lambda kernel: _with_turns(module, _split(kernel)))
-        return without(replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _lacks_turns(kernel)})
+        return without(
+            replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _lacks_turns(kernel)}
+        )
 
 
 def _with_turns(module: Module, kernel: Kernel) -> Kernel:
-    """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of them."""
-    add = next((op for op in kernel.ops() if isinstance(op, Add)), None)
+    """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of
+    them."""
+    add = next((op for op in kernel.ops() if isinstance(op, OrderedAdd)), None)
     if add is None:
         return kernel
     turn, before, by_tile = last_first(module, kernel), makers_of(kernel, add), leaps(module, kernel)
@@ -56,7 +61,7 @@ def _with_turns(module: Module, kernel: Kernel) -> Kernel:
 
     def change(_: str, op: Op) -> list[Op]:
         if op is add:
-            return [*makers, replace(add, turn=expr)]
+            return [*makers, replace(add, order=expr)]
         return [] if op in before else [replace(op, by_tile=by_tile) if isinstance(op, Loop) and op.heads else op]
 
     return kernel.rewrite(change)
@@ -64,7 +69,7 @@ def _with_turns(module: Module, kernel: Kernel) -> Kernel:
 
 def _lacks_turns(kernel: Kernel) -> bool:
     """Whether it is not known when the turns of its programs come."""
-    return any(isinstance(op, Add) and op.turn is None for op in kernel.ops())
+    return any(isinstance(op, OrderedAdd) and op.order is None for op in kernel.ops())
 
 
 def _split(kernel: Kernel) -> Kernel:
@@ -96,7 +101,8 @@ def _split(kernel: Kernel) -> Kernel:
 
 
 def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
-    """The bounds as named scalars, each in terms of earlier ones; and their names (or constants) in the order of the loop."""
+    """The bounds as named scalars, each in terms of earlier ones; and their names (or constants) in the order of the
+    loop."""
     names: dict[Expr, Expr] = {}
     bounds: list[Map] = []
     for i in range(0, len(loop.tiles), 4):
@@ -105,7 +111,9 @@ def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
             if e in names or e.is_Integer:
                 continue
             short = e.xreplace(names)
-            uses = tuple((str(s), str(s)) for s in sorted(short.free_symbols, key=str) if _is_value(kernel, str(s), bounds))
+            uses = tuple(
+                (str(s), str(s)) for s in sorted(short.free_symbols, key=str) if _is_value(kernel, str(s), bounds)
+            )
             bounds.append(Map(f"{loop.var}_{word}{f'_{i // 4 + 1}' if i else ''}", short, uses, Type("i32")))
             names[e] = symbol(bounds[-1].name)
     return bounds, [names.get(e, e) for e in loop.tiles]

@@ -1,21 +1,22 @@
-"""list-tiles: with block sparsity, a loop over tiles visits only the tiles of listed blocks, in rising order.
+"""use-block-lists: with block sparsity, a loop over tiles visits only the tiles of listed blocks, in rising order.
 
 before:  %keys_full = loop kv ranges(0 .. kv_full_end) ...
 after:   %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[]
          %KV_LIST_row = base %KV_LIST[b, h, q_start // 128] : ptr[]
-         %kv_full_end_at = position %KV_RANK_row tile(kv_full_end) : i32[]
+         %kv_full_end_at = list_position %KV_RANK_row tile(kv_full_end) : i32[]
          %keys_full = loop kv ranges(0 .. kv_full_end_at) ... listed(%KV_LIST_row)
 
-Lists are sorted, so the listed tiles between two bounds have consecutive positions. What was proven of the ranges still holds.
+Lists are sorted, so the listed tiles between two bounds have consecutive positions. What was proven of the ranges still
+holds.
 
-Where data says which blocks count, a list has first the full blocks, then the cut ones. One full loop visits the former, one partial loop
-the latter; both run between the ends of the original ranges. An end that is computed of a number for each row of a tile is left out, and
-they run to the end of the list: a block that no row sees is not in it.
+Where data says which blocks count, a list has first the full blocks, then the cut ones. One full loop visits the
+former, one partial loop the latter; both run between the ends of the original ranges. An end that is computed of a
+number for each row of a tile is left out, and they run to the end of the list: a block that no row sees is not in it.
 
-after:   %kv_end_full_at = position %KV_FULL_RANK_row tile(kv_end) : i32[]
+after:   %kv_end_full_at = list_position %KV_FULL_RANK_row tile(kv_end) : i32[]
          %keys_full = loop kv ranges(0 .. kv_end_full_at) ... cls(full) listed(%KV_LIST_row)
-         %kv_0_at = position %KV_RANK_row tile(0) : i32[]
-         %kv_end_at = position %KV_RANK_row tile(kv_end) : i32[]
+         %kv_0_at = list_position %KV_RANK_row tile(0) : i32[]
+         %kv_end_at = list_position %KV_RANK_row tile(kv_end) : i32[]
          %keys_partial = loop kv ranges(kv_0_at .. kv_end_at) ... cls(partial) listed(%KV_LIST_row)
 """
 
@@ -30,7 +31,7 @@ import sympy
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 from attngen.ir.graph import Blocks, Kernel, Module
 from attngen.ir.names import block_lists
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Load, Loop, Map, Op, Position, Reduce, Type
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, ListPosition, Load, Loop, Map, Op, Reduce, Type
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import with_rows
 from attngen.tiles.ranges import rows_of
@@ -38,8 +39,8 @@ from attngen.transforms.base import Pass
 
 
 @dataclass(frozen=True)
-class ListTiles(Pass):
-    name: ClassVar[str] = "list-tiles"
+class UseBlockLists(Pass):
+    name: ClassVar[str] = "use-block-lists"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
@@ -50,8 +51,10 @@ class ListTiles(Pass):
 
 
 def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
-    own = kernel.own_axis
-    *ranks, listed = block_lists(own, blocks.data)  # of what comes first in a list; where data makes it, of what follows too
+    own = kernel.program_axis
+    *ranks, listed = block_lists(
+        own, blocks.data
+    )  # of what comes first in a list; where data makes it, of what follows too
     made: set[str] = set()
     renamed: dict[str, str] = {}
 
@@ -74,7 +77,9 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
             rank = ranks[0] if loop.cls == "full" else ranks[-1]
             suffix = "_full_at" if rank != ranks[-1] else "_at"
             ends = (
-                e if e == 0 and rank == ranks[0] else _position(e, loop.var, rank, suffix, made, new) for pair in loop.ranges for e in pair
+                e if e == 0 and rank == ranks[0] else _position(e, loop.var, rank, suffix, made, new)
+                for pair in loop.ranges
+                for e in pair
             )
             new.append(replace(loop, ranges=tuple(zip(ends, ends)), listed=f"{listed}_row"))
         return new
@@ -83,10 +88,11 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
 
 
 def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
-    """One full loop and one partial loop, in place of all loops over one body. Each runs over the union of their ranges."""
+    """One full loop and one partial loop, in place of all loops over one body. Each runs over the union of their
+    ranges."""
 
     def at_most(a: Expr, b: Expr) -> bool:
-        return prove_le(*(with_rows(kernel.resolve(e), kernel.own_axis, rows_of(kernel)) for e in (a, b)))
+        return prove_le(*(with_rows(kernel.resolve(e), kernel.program_axis, rows_of(kernel)) for e in (a, b)))
 
     var = group[0].var
     whole = [(sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[var]), symbol(AXIS_DIM[var])))]
@@ -101,7 +107,12 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
             hi = pieces[hi]
         before = sum(at_most(other, lo) for _, other in ranges)
         ranges.insert(before, (lo, hi))
-    full = replace(group[0], name=f"{group[0].name.rpartition('_')[0]}_full", cls="full", ranges=tuple(ranges) or group[0].ranges[:1])
+    full = replace(
+        group[0],
+        name=f"{group[0].name.rpartition('_')[0]}_full",
+        cls="full",
+        ranges=tuple(ranges) or group[0].ranges[:1],
+    )
     carried = tuple((f, f"{full.name}.{f}") for f, _ in full.carry)
     return [full, replace(full, name=f"{group[0].name.rpartition('_')[0]}_partial", cls="partial", carry=carried)]
 
@@ -123,7 +134,7 @@ def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: li
     name = f"{f'{var}_{e}' if e.is_Integer else e}{suffix}"
     if name not in made:
         made.add(name)
-        new.append(Position(name, f"{rank}_row", e, Type("i32")))
+        new.append(ListPosition(name, f"{rank}_row", e, Type("i32")))
     return symbol(name)
 
 

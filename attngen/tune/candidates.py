@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from attngen.heuristics import MANY_ROWS, REACH
-from attngen.ir.graph import Kernel, Module, Row
-from attngen.targets.registry import DIVIDERS, backend_of
+from attngen.ir.graph import Config, Kernel, Module
+from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.sizes import column_choices, lies_in_pages, sizes, streamed_bytes
 from attngen.tiles.tiles import count_tiles, evaluate, repeats
 
@@ -18,7 +18,7 @@ MOST = 16  # candidates of a kernel
 SLOWER = 1.6  # times the cheapest's modelled cost, at most
 BYTES = 4  # times the fewest bytes that a schedule loads, at most
 
-MISFIT = "needs more shared memory than there is"
+WHY_NOT_FIT = "needs more shared memory than there is"
 REGISTERS = "live tiles take more registers than are spared for them"
 SPILLS = "is known to spill (spills.txt of its backend)"
 PAGES = "its tiles by descriptor do not lie in pages"
@@ -31,23 +31,24 @@ MANY = f"not among the {MOST} cheapest"
 
 @dataclass(frozen=True)
 class Search:
-    """What is left of a kernel's grid for a device class and element size, cheapest first, and how many were rejected, by reason.
+    """What is left of a kernel's grid for a device class and element size, cheapest first, and how many were rejected,
+    by reason.
 
     divided: rows of kernels that backends divide into roles, which are measured beside those that are kept.
     """
 
-    kept: tuple[Row, ...]
-    grid: tuple[Row, ...]
+    kept: tuple[Config, ...]
+    grid: tuple[Config, ...]
     rejected: dict[str, int]
-    divided: tuple[Row, ...] = ()
+    warp_specialized: tuple[Config, ...] = ()
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[Config, ...]:
         """All that is measured, in order: the model's choice, divided kernels, the others from the cheapest on."""
-        return (*self.kept[:1], *self.divided, *self.kept[1:])
+        return (*self.kept[:1], *self.warp_specialized, *self.kept[1:])
 
 
-def choices(chosen: Row, columns: tuple[int, ...] = (0,)) -> dict[str, tuple[int, ...]]:
+def choices(chosen: Config, columns: tuple[int, ...] = (0,)) -> dict[str, tuple[int, ...]]:
     """What a schedule can choose, by the names of a row's fields; rings of one tile more than the model tries.
 
     columns: of a sum, that a program may have.
@@ -63,92 +64,114 @@ def choices(chosen: Row, columns: tuple[int, ...] = (0,)) -> dict[str, tuple[int
     }
 
 
-def grid(module: Module, kernel: Kernel, chosen: Row) -> Iterator[Row]:
+def grid(module: Module, kernel: Kernel, chosen: Config) -> Iterator[Config]:
     """Every schedule that the axes give for the range of rows of one, `chosen` by the model, which is the first."""
     yield chosen
     axes = choices(chosen, column_choices(module, kernel))
     axes |= (
-        {"block_q": (chosen.block_q,)} if kernel.deal else {}
+        {"block_q": (chosen.block_q,)} if kernel.kv_split else {}
     )  # it has all rows: with another one keys are read twice, or rows are empty
     most = module.blocks.size if module.blocks else axes["block_kv"][-1]  # tiles divide blocks
     for values in product(*axes.values()):
         made: dict[str, Any] = dict(zip(axes, values))
-        row = replace(chosen, **made)
-        if row != chosen and max(row.block_q, row.block_kv) <= most:
-            yield row
+        config = replace(chosen, **made)
+        if config != chosen and max(config.block_q, config.block_kv) <= most:
+            yield config
 
 
-def runs(module: Module, kernel: Kernel, rows: Iterable[Row]) -> list[Row]:
+def runs(module: Module, kernel: Kernel, rows: Iterable[Config]) -> list[Config]:
     """Those that fit, and are not known to spill: the rest is for the compiler to say."""
-    backends = ((row, backend_of(row)) for row in rows)
-    able = [row for row, b in backends if not (b.footprint.misfit(module, kernel, row) or b.cost.spills(module, kernel, row))]
-    return [row for row in able if lies_in_pages(module, kernel, row)]
+    backends = ((config, backend_of(config)) for config in rows)
+    able = [
+        config
+        for config, b in backends
+        if not (b.resources.why_not_fit(module, kernel, config) or b.cost.spills(module, kernel, config))
+    ]
+    return [config for config in able if lies_in_pages(module, kernel, config)]
 
 
-def divided(module: Module, kernel: Kernel, chosen: Row) -> tuple[Row, ...]:
-    """Rows of a kernel that backends divide, for the device class and element size of a portable row. `module` is as after the pass dce.
+def warp_specialized(module: Module, kernel: Kernel, chosen: Config) -> tuple[Config, ...]:
+    """Rows of a kernel that backends divide, for the device class and element size of a portable row. `module` is as
+    after the pass dce.
 
-    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device, so few rows have none.
-    Where keys are dealt among programs, calls only ever have few rows, and all have one.
+    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device, so few
+    rows have none. Where keys are dealt among programs, calls only ever have few rows, and all have one.
     """
-    measured = chosen.max_rows is None or kernel.deal is not None
-    on_device = (divider for divider in DIVIDERS.values() if divider.device == chosen.device and measured)
-    able = (division for divider in on_device for division in divider.divisions if division.kernel == kernel.name)
-    return tuple(row for division in able for row in division.candidates(module) if row.elem_bytes == chosen.elem_bytes)
+    measured = chosen.max_rows is None or kernel.kv_split is not None
+    on_device = (
+        specializer for specializer in SPECIALIZERS.values() if specializer.device == chosen.device and measured
+    )
+    able = (
+        specialization
+        for specializer in on_device
+        for specialization in specializer.specializations
+        if specialization.kernel == kernel.name
+    )
+    return tuple(
+        config
+        for specialization in able
+        for config in specialization.candidates(module)
+        if config.elem_bytes == chosen.elem_bytes
+    )
 
 
-def search(module: Module, kernel: Kernel, chosen: Row) -> Search:
-    """Prune the grid by symbols alone: fit, registers, bytes loaded, and the cost model. `chosen`, the model's own, is kept first.
+def search(module: Module, kernel: Kernel, chosen: Config) -> Search:
+    """Prune the grid by symbols alone: fit, registers, bytes loaded, and the cost model. `chosen`, the model's own, is
+    kept first.
 
     Of a module and its kernel, which has loops over tiles, as select-tiles meets them.
     """
     rows = tuple(grid(module, kernel, chosen))
     rejected: Counter[str] = Counter()
     left = []
-    for row in rows:
-        reason = _cannot(module, kernel, row)
-        if reason and row != chosen:
+    for config in rows:
+        reason = _cannot(module, kernel, config)
+        if reason and config != chosen:
             rejected[reason] += 1
         else:
-            left.append(row)
-    least = min(_loaded(module, kernel, row) for row in left)
+            left.append(config)
+    least = min(_loaded(module, kernel, config) for config in left)
     best = backend_of(chosen).cost.cycles(module, kernel, chosen)
-    kept: list[Row] = []
-    for row in sorted(left, key=lambda r: (r != chosen, backend_of(r).cost.cycles(module, kernel, r))):
-        reason = _loses(module, kernel, row, least, best, len(kept)) if row != chosen else None
+    kept: list[Config] = []
+    for config in sorted(left, key=lambda r: (r != chosen, backend_of(r).cost.cycles(module, kernel, r))):
+        reason = _loses(module, kernel, config, least, best, len(kept)) if config != chosen else None
         if reason:
             rejected[reason] += 1
         else:
-            kept.append(row)
+            kept.append(config)
     return Search(tuple(kept), rows, dict(rejected))
 
 
-def _cannot(module: Module, kernel: Kernel, row: Row) -> str | None:
-    footprint, cost = backend_of(row).footprint, backend_of(row).cost
-    if footprint.misfit(module, kernel, row):
-        return MISFIT
-    if footprint.registers(module, kernel, row) > cost.register_limit(row):
+def _cannot(module: Module, kernel: Kernel, config: Config) -> str | None:
+    resources, cost = backend_of(config).resources, backend_of(config).cost
+    if resources.why_not_fit(module, kernel, config):
+        return WHY_NOT_FIT
+    if resources.registers(module, kernel, config) > cost.register_limit(config):
         return REGISTERS
-    if cost.spills(module, kernel, row):
+    if cost.spills(module, kernel, config):
         return SPILLS
-    if not lies_in_pages(module, kernel, row):
+    if not lies_in_pages(module, kernel, config):
         return PAGES
-    return PRODUCTS if cost.cycles(module, kernel, row) == float("inf") else None
+    return PRODUCTS if cost.cycles(module, kernel, config) == float("inf") else None
 
 
-def _loses(module: Module, kernel: Kernel, row: Row, least: int, best: float, kept: int) -> str | None:
-    if _loaded(module, kernel, row) > BYTES * least:
+def _loses(module: Module, kernel: Kernel, config: Config, least: int, best: float, kept: int) -> str | None:
+    if _loaded(module, kernel, config) > BYTES * least:
         return STREAMS
-    shallower = replace(row, num_stages=max(1, row.num_stages - 1))
-    cycles = backend_of(row).cost.cycles
-    if row.num_stages > 1 and cycles(module, kernel, shallower) <= cycles(module, kernel, row):
+    shallower = replace(config, num_stages=max(1, config.num_stages - 1))
+    cycles = backend_of(config).cost.cycles
+    if config.num_stages > 1 and cycles(module, kernel, shallower) <= cycles(module, kernel, config):
         return DEEP
-    if cycles(module, kernel, row) > SLOWER * best:
+    if cycles(module, kernel, config) > SLOWER * best:
         return SLOW
     return MANY if kept >= MOST else None
 
 
-def _loaded(module: Module, kernel: Kernel, row: Row) -> int:
+def _loaded(module: Module, kernel: Kernel, config: Config) -> int:
     """Bytes that the loops over tiles load for one head of many rows."""
-    tiles = count_tiles(kernel, MANY_ROWS, MANY_ROWS, row.block_q, row.block_kv, reach=REACH)
-    return tiles * streamed_bytes(module, kernel, row) * int(evaluate(repeats(kernel), {**sizes(module, row), **module.widths}))
+    tiles = count_tiles(kernel, MANY_ROWS, MANY_ROWS, config.block_q, config.block_kv, reach=REACH)
+    return (
+        tiles
+        * streamed_bytes(module, kernel, config)
+        * int(evaluate(repeats(kernel), {**sizes(module, config), **module.widths}))
+    )

@@ -26,20 +26,27 @@ from attngen.bench.timing import Times, device_times
 from attngen.conformance.harness import load_module, make_workload, torch_dtype
 from attngen.conformance.oracle import relative_error
 from attngen.errors import last_line
-from attngen.heuristics import DEALT_KEYS, PACKED
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.heuristics import PACKED, SPLIT_KEYS_OF
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.heads import SHARINGS
 from attngen.ir.sizes import Sizes
 from attngen.ir.text import parse_module
 from attngen.spec import Spec, load_spec
-from attngen.targets.registry import DIVIDERS
+from attngen.targets.registry import SPECIALIZERS
 from attngen.tiles.launches import constants, launch_options
 from attngen.tune.tuner import Answer, Cell, home
 
 WRONG = 1e-2  # relative difference from the results of the model's choice, at most
-TOKENS, HIDDEN, GROUP = 16384, 2048, 4  # of all sequences; of all query heads; query heads of a K/V head, where several share one
-DEALT_TOKENS = 2**17  # of all sequences in the cache, where its keys are dealt among programs
-DEALING, SERVING = "decode", ("decode", "prefill")  # the kernel that deals keys, and all that are measured by calls over a cache
+TOKENS, HIDDEN, GROUP = (
+    16384,
+    2048,
+    4,
+)  # of all sequences; of all query heads; query heads of a K/V head, where several share one
+SPLIT_TOKENS = 2**17  # of all sequences in the cache, where its keys are dealt among programs
+DEALING, SERVING = (
+    "decode",
+    ("decode", "prefill"),
+)  # the kernel that deals keys, and all that are measured by calls over a cache
 DROPOUT = {"dropout_p": 0.1, "seed": 0}
 GRADIENTS = {"dq": "q", "dkdv": "kv", "dk": "k", "dv": "v"}  # of what a backward kernel takes part in
 
@@ -55,7 +62,9 @@ class Problem:
     served: CacheProblem | None = None
     out: torch.Tensor | None = None
     grad: torch.Tensor | None = None
-    right: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # results under the model's schedules, by kernel
+    right: dict[str, tuple[torch.Tensor, ...]] = field(
+        default_factory=dict
+    )  # results under the model's schedules, by kernel
 
 
 class Launch:
@@ -81,7 +90,9 @@ class Launch:
     @property
     def spilled_bytes(self) -> int:
         """Of each thread, in local memory."""
-        return 4 * self.compiled.n_spills if self.compiled is not None else 0  # nothing is compiled where it is interpreted
+        return (
+            4 * self.compiled.n_spills if self.compiled is not None else 0
+        )  # nothing is compiled where it is interpreted
 
 
 class Compile:
@@ -101,15 +112,18 @@ class Compile:
 class Bench:
     """Measures schedules of the kernels of modules: their folders, and the files of their specs, by name."""
 
-    def __init__(self, folder: Path, specs: Mapping[str, Path], device: str = "cuda", timer: Timer = device_times) -> None:
+    def __init__(
+        self, folder: Path, specs: Mapping[str, Path], device: str = "cuda", timer: Timer = device_times
+    ) -> None:
         self.folder, self.device, self.timer = folder, device, timer
         self.specs: dict[str, Spec] = {name: load_spec(path) for name, path in specs.items()}
         self.modules: dict[str, ModuleType] = {}
         self.texts: dict[str, Module] = {}  # of the same
         self.problem: tuple[object, Problem] | None = None  # the last one
 
-    def measure(self, cell: Cell, rows: Sequence[Row], rounds: int) -> list[Answer]:
-        """Milliseconds of each round, under each schedule, all interleaved; or a sentence on why one cannot be taken."""
+    def measure(self, cell: Cell, rows: Sequence[Config], rounds: int) -> list[Answer]:
+        """Milliseconds of each round, under each schedule, all interleaved; or a sentence on why one cannot be
+        taken."""
         module, problem = self._module(cell.spec), self._problem(cell)  # whose results are right: it is portable
         if cell.kernel not in problem.right:
             problem.right[cell.kernel] = self._results(module, problem, cell.kernel)
@@ -132,15 +146,15 @@ class Bench:
         times = self.timer(launches, rounds) if launches else {}
         return [times[str(i)].rounds if str(i) in times else answer for i, answer in enumerate(answers)]
 
-    def compile(self, cell: Cell, row: Row) -> None:
+    def compile(self, cell: Cell, config: Config) -> None:
         """Compile a kernel under a schedule into Triton's cache, as `measure` will launch it."""
-        module = self._module(home(cell.spec, row))
-        kernels, file = vars(module.kernels), _file(module, row)
+        module = self._module(home(cell.spec, config))
+        kernels, file = vars(module.kernels), _file(module, config)
         stand_ins = {name: Compile(kernels[name], False) for name in kernels["SCHEDULES"]}
         wanted = {cell.kernel: Compile(getattr(file, cell.kernel), True)}
         with _standing_in(module, stand_ins), _standing_in(module, wanted, file):
             problem = self._problem(cell, batch=None if cell.kernel == DEALING else 1)
-            with _scheduled(module, self._kernel(cell), row):
+            with _scheduled(module, self._kernel(cell), config):
                 self._results(module, problem, cell.kernel)
 
     def _kernel(self, cell: Cell) -> Kernel:
@@ -164,14 +178,17 @@ class Bench:
         return self.problem[1]
 
     def _serve(self, cell: Cell, batch: int) -> Problem:
-        """A call over a cache: of a prompt, or, where keys are dealt, of so few queries that they are `rows` with all heads of a group."""
+        """A call over a cache: of a prompt, or, where keys are dealt, of so few queries that they are `rows` with
+        all heads of a group."""
         spec = self.specs[cell.spec]
         heads = max(1, HIDDEN // spec.head_dim.v)
         shared = SHARINGS[spec.heads.sharing].kv_heads(heads, GROUP)
         heads, n_q, n_kv = min(heads, PACKED * shared), cell.rows, cell.rows
         if cell.kernel == DEALING:
-            n_q, n_kv, batch = max(1, cell.rows * shared // heads), DEALT_KEYS, max(1, DEALT_TOKENS // DEALT_KEYS)
-        problem = CacheProblem(grids.Cell("", spec, cell.dtype, batch, heads, shared, n_q, n_kv), self.device, self.folder)
+            n_q, n_kv, batch = max(1, cell.rows * shared // heads), SPLIT_KEYS_OF, max(1, SPLIT_TOKENS // SPLIT_KEYS_OF)
+        problem = CacheProblem(
+            grids.Cell("", spec, cell.dtype, batch, heads, shared, n_q, n_kv), self.device, self.folder
+        )
         x = problem.draw(0)
         return Problem({"q": x.q, "k": x.k, "v": x.v}, problem.given, problem)
 
@@ -180,17 +197,22 @@ class Bench:
         heads = max(1, HIDDEN // spec.head_dim.v)
         shared = SHARINGS[spec.heads.sharing].kv_heads(heads, GROUP)
         shapes = {"q": (heads, spec.head_dim.qk), "k": (shared, spec.head_dim.qk), "v": (shared, spec.head_dim.v)}
-        qkv = {name: torch.randn(batch, h, cell.rows, d, device=self.device).to(dtype) for name, (h, d) in shapes.items()}
+        qkv = {
+            name: torch.randn(batch, h, cell.rows, d, device=self.device).to(dtype) for name, (h, d) in shapes.items()
+        }
         sizes = Sizes(batch, heads, shared, cell.rows, cell.rows)
         given = make_workload(spec, sizes, dtype, self.device)
         return Problem({name: x.requires_grad_() for name, x in qkv.items()}, given | (DROPOUT if spec.dropout else {}))
 
     def _results(self, module: ModuleType, problem: Problem, kernel: str) -> tuple[torch.Tensor, ...]:
-        """What a kernel takes part in: the output, its tangent, or gradients, whose forward runs once, under the model's schedules."""
+        """What a kernel takes part in: the output, its tangent, or gradients, whose forward runs once, under the
+        model's schedules."""
         if problem.served:
             with torch.no_grad():
                 return (
-                    over_cache(module.attention.with_kvcache, problem.served)(Inputs(**problem.qkv, learned=(), grad=problem.qkv["q"])),
+                    over_cache(module.attention.with_kvcache, problem.served)(
+                        Inputs(**problem.qkv, learned=(), grad=problem.qkv["q"])
+                    ),
                 )
         if kernel == "fwd":
             with torch.no_grad():
@@ -206,11 +228,14 @@ class Bench:
         return torch.autograd.grad(problem.out, wanted, problem.grad, retain_graph=True)
 
 
-def _file(module: ModuleType, row: Row) -> ModuleType:
-    """The file of a module that has the kernel of a row. RuntimeError where it has divided kernels, which this Triton cannot run."""
-    file: ModuleType | None = module.runtime.divided(module.kernels, row.backend) if row.backend in DIVIDERS else module.kernels
+def _file(module: ModuleType, config: Config) -> ModuleType:
+    """The file of a module that has the kernel of a row. RuntimeError where it has divided kernels, which this
+    Triton cannot run."""
+    file: ModuleType | None = (
+        module.runtime.divided(module.kernels, config.backend) if config.backend in SPECIALIZERS else module.kernels
+    )
     if file is None:
-        raise RuntimeError(f"Triton {triton.__version__} does not run kernels for {row.backend}")
+        raise RuntimeError(f"Triton {triton.__version__} does not run kernels for {config.backend}")
     return file
 
 
@@ -229,18 +254,19 @@ def _standing_in(module: ModuleType, stand_ins: Mapping[str, object], file: Modu
 
 
 @contextmanager
-def _scheduled(module: ModuleType, kernel: Kernel, row: Row) -> Iterator[None]:
-    """The module with one schedule for a kernel, whatever the device and the number of rows. That of a divided kernel has no other."""
-    if row.backend in DIVIDERS:
+def _scheduled(module: ModuleType, kernel: Kernel, config: Config) -> Iterator[None]:
+    """The module with one schedule for a kernel, whatever the device and the number of rows. That of a divided
+    kernel has no other."""
+    if config.backend in SPECIALIZERS:
         yield
         return
     table = module.kernels.SCHEDULES
     kept = table[kernel.name]
     portable = [key for key in kept if len(key) == 2]  # not those of kernels that stand in for it
-    names = kept[row.device, row.elem_bytes][0][1]
-    known = {"num_stages": row.num_stages, **launch_options(kernel, row), **constants(kernel, row)}
-    config = {name: known[name] for name in names}
-    table[kernel.name] = dict.fromkeys(portable, ((None, config),))
+    names = kept[config.device, config.elem_bytes][0][1]
+    known = {"num_stages": config.num_stages, **launch_options(kernel, config), **constants(kernel, config)}
+    chosen = {name: known[name] for name in names}
+    table[kernel.name] = dict.fromkeys(portable, ((None, chosen),))
     try:
         yield
     finally:
@@ -264,7 +290,7 @@ def serve(requests: Connection, folder: Path, specs: Mapping[str, Path]) -> None
                 return
 
 
-def compile_some(folder: Path, specs: Mapping[str, Path], tasks: Sequence[tuple[Cell, Row]]) -> None:
+def compile_some(folder: Path, specs: Mapping[str, Path], tasks: Sequence[tuple[Cell, Config]]) -> None:
     """Compile ahead what `serve` will measure, which says what does not compile."""
     bench = Bench(folder, specs)
     for cell, row in tasks:

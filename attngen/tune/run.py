@@ -18,7 +18,7 @@ from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
-from attngen.ir.graph import Row
+from attngen.ir.graph import Config
 from attngen.schedule.table import Entry, Table
 from attngen.targets.common.base import short_digest
 from attngen.targets.registry import backend_of, maker_of
@@ -30,7 +30,8 @@ COMPILE_S = 400.0  # for what is compiled ahead; the rest is compiled as it is m
 
 
 def which_device(asked: str | None, dry_run: bool, results: Path | None) -> tuple[str, bool]:
-    """A name of devices.DEVICES, and whether it is the GPU here: the one that is asked for, or is here, or whose table there is.
+    """A name of devices.DEVICES, and whether it is the GPU here: the one that is asked for, or is here, or whose table
+    there is.
 
     AttngenError if a GPU is needed and there is none, or another than was asked for, or one that is not known.
     """
@@ -56,13 +57,16 @@ def _device_here() -> str | None:
     gpu = torch.cuda.get_device_name()
     known = [name for name in DEVICES if name.lower() in gpu.lower()]
     if not known:
-        raise AttngenError(f"{gpu} is not in attngen/devices.py, which has {', '.join(DEVICES)}; expected a `Device` of its name there")
+        raise AttngenError(
+            f"{gpu} is not in attngen/devices.py, which has {', '.join(DEVICES)}; expected a `Device` of its name there"
+        )
     return max(known, key=len)
 
 
 @dataclass(frozen=True)
 class Results:
-    """Outcomes of a run, kept in a file line by line, so that another one goes on where it ended; or in memory alone."""
+    """Outcomes of a run, kept in a file line by line, so that another one goes on where it ended; or in memory
+    alone."""
 
     path: Path | None
     device: str
@@ -75,7 +79,12 @@ class Results:
         self.outcomes[found.cell] = found
         self.by.update(by)
         if self.path:
-            line = {"device": self.device, **by, "source": self.sources[found.cell.spec, found.cell.kernel], **found.plain()}
+            line = {
+                "device": self.device,
+                **by,
+                "source": self.sources[found.cell.spec, found.cell.kernel],
+                **found.plain(),
+            }
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -91,9 +100,13 @@ def read_results(path: Path | None, device: str, plans: Sequence[Plan]) -> Resul
             read, by = outcome(data), {name: data[name] for name in ("gpu", "torch", "triton")}
             theirs, source = data["device"], data["source"]
         except (ValueError, KeyError, TypeError):
-            raise AttngenError(f"{path}, line {number}: not a result of `attngen tune`; expected a file that --results wrote") from None
+            raise AttngenError(
+                f"{path}, line {number}: not a result of `attngen tune`; expected a file that --results wrote"
+            ) from None
         if theirs != device:
-            raise AttngenError(f"{path}, line {number}: measured on {theirs}; expected results of {device}, or another file")
+            raise AttngenError(
+                f"{path}, line {number}: measured on {theirs}; expected results of {device}, or another file"
+            )
         if sources.get((read.cell.spec, read.cell.kernel)) == source:
             found.outcomes[read.cell] = read
             found.by.update(by)
@@ -107,8 +120,8 @@ def _digests(plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
         text, digest = render(plan.module)["kernels.py"], backend_of(plan.module).compiler.source_digest
         found |= {(plan.module.name, kernel.name): digest(text, kernel.name) for kernel in plan.module.kernels}
         sources: dict[tuple[str, str], list[str]] = {}
-        for row, module in plan.divided.items():
-            maker, (kernel,) = maker_of(row), module.divided
+        for row, module in plan.warp_specialized.items():
+            maker, (kernel,) = maker_of(row), module.warp_specialized
             sources.setdefault((module.name, kernel.name), []).append(
                 maker.compiler.source_digest(render(module)[maker.file], kernel.name) + home("", row)
             )
@@ -138,24 +151,31 @@ class Machine:
             ) from None
         return by
 
-    def ask(self, request: tuple[Cell, Sequence[Row], int], limit_s: float) -> Any:
+    def ask(self, request: tuple[Cell, Sequence[Config], int], limit_s: float) -> Any:
         return self.worker.ask(request, limit_s)
 
-    def faults(self, plans: Sequence[Plan]) -> dict[tuple[str, Row], str]:
-        """Why divided kernels get no certificate, by spec and row, as the ends of sentences; those that get one are not in it."""
-        work = [(module, row) for plan in plans for row, module in plan.divided.items()]
-        found: dict[tuple[str, Row], str] = {}
-        for backend in dict.fromkeys(row.backend for _, row in work):
-            mine = [(module, module.divided[0], row) for module, row in work if row.backend == backend]
+    def faults(self, plans: Sequence[Plan]) -> dict[tuple[str, Config], str]:
+        """Why divided kernels get no certificate, by spec and row, as the ends of sentences; those that get one are
+        not in it."""
+        work = [(module, config) for plan in plans for config, module in plan.warp_specialized.items()]
+        found: dict[tuple[str, Config], str] = {}
+        for backend in dict.fromkeys(config.backend for _, config in work):
+            mine = [
+                (module, module.warp_specialized[0], config) for module, config in work if config.backend == backend
+            ]
             maker = maker_of(mine[0][-1])
-            files = (self.folder / home(module.name, row) / maker.file for module, _, row in mine)
+            files = (self.folder / home(module.name, config) / maker.file for module, _, config in mine)
             jobs = [maker.compiler.job(*what, file) for what, file in zip(mine, files)]
-            for (module, kernel, row), reading in zip(mine, maker.compiler.compile_all(jobs, self.jobs)):
-                why = f"does not compile: {reading}" if isinstance(reading, str) else reason(module, kernel, row, reading)
-                found |= {(module.name, row): why} if why else {}
+            for (module, kernel, config), reading in zip(mine, maker.compiler.compile_all(jobs, self.jobs)):
+                why = (
+                    f"does not compile: {reading}"
+                    if isinstance(reading, str)
+                    else reason(module, kernel, config, reading)
+                )
+                found |= {(module.name, config): why} if why else {}
         return found
 
-    def compile_ahead(self, tasks: Sequence[tuple[Cell, Row]]) -> float:
+    def compile_ahead(self, tasks: Sequence[tuple[Cell, Config]]) -> float:
         """Compile schedules of cells; seconds taken."""
         return share(self.compile_some, tasks, self.args, self.jobs, COMPILE_S)
 
@@ -168,12 +188,14 @@ def machine(plans: Sequence[Plan], specs: Mapping[str, Path], jobs: int | None) 
     with tempfile.TemporaryDirectory(prefix="attngen-tune-") as folder:
         for plan in plans:
             write_module(render(plan.module), Path(folder) / plan.module.name)
-            for row, module in plan.divided.items():
+            for row, module in plan.warp_specialized.items():
                 write_module(render(module), Path(folder) / home(module.name, row))
         kept = dict(os.environ)
         for name in ("TRITON_INTERPRET", CHOICE):
             os.environ.pop(name, None)
-        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / ".triton")  # what is compiled ahead is found by the process that measures
+        os.environ["TRITON_CACHE_DIR"] = str(
+            Path(folder) / ".triton"
+        )  # what is compiled ahead is found by the process that measures
         found = Machine(Path(folder), specs, jobs)
         try:
             yield found
@@ -190,8 +212,12 @@ def tune(plans: Sequence[Plan], gpu: Machine, results: Results, budget_s: float)
     """
     by = gpu.start()
     left = [(plan, cell, found) for plan in plans for cell, found in plan.cells() if cell not in results.outcomes]
-    faults = gpu.faults([plan for plan in plans if any(plan is one and found.divided for one, _, found in left)])
-    tasks = ((plan.ahead(cell), row) for plan, cell, found in left for row in found.rows if (cell.spec, row) not in faults)
+    faults = gpu.faults(
+        [plan for plan in plans if any(plan is one and found.warp_specialized for one, _, found in left)]
+    )
+    tasks = (
+        (plan.ahead(cell), row) for plan, cell, found in left for row in found.rows if (cell.spec, row) not in faults
+    )
     gpu.compile_ahead(list(dict.fromkeys(tasks)))
     end = time.perf_counter() + budget_s
     for i, (plan, cell, found) in enumerate(left):
@@ -207,7 +233,7 @@ def known(plans: Sequence[Plan], results: Results) -> Iterator[tuple[Plan, Outco
         yield from ((plan, results.outcomes[cell]) for cell, _ in plan.cells() if cell in results.outcomes)
 
 
-def _ahead(gpu: Machine, plan: Plan, cell: Cell, rows: Sequence[Row]) -> float:
+def _ahead(gpu: Machine, plan: Plan, cell: Cell, rows: Sequence[Config]) -> float:
     return gpu.compile_ahead([(plan.ahead(cell), row) for row in rows])
 
 
@@ -222,7 +248,8 @@ def compare_all(plans: Sequence[Plan], gpu: Machine, rows: int) -> Iterator[tupl
 
 
 def tabled(table: Table, plans: Sequence[Plan], results: Results) -> Table:
-    """The table with the entries that the results give, and what measured them. Of cells that share a key, the first counts.
+    """The table with the entries that the results give, and what measured them. Of cells that share a key, the first
+    counts.
 
     Where the table is of another GPU of the class, it stays so, and the entries say which GPU is theirs.
     """

@@ -6,9 +6,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from attngen.ir.graph import Row
+from attngen.ir.graph import Config
 from attngen.schedule.table import schedule_of, shown
-from attngen.targets.registry import DIVIDERS
+from attngen.targets.registry import SPECIALIZERS
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried
 
 WIDTHS = (26, 7, 7, 7, 15, 9, 15, 9, 8, 6)
@@ -27,25 +27,29 @@ def candidates(plan: Plan) -> Iterator[str]:
     for (kernel, dtype, few), found in plan.searches.items():
         rows = f" up to {found.kept[0].max_rows} rows" if few else ""
         yield f"{plan.module.name} @{kernel} {dtype}{rows}: {len(found.kept)} of {len(found.grid)}: {', '.join(map(_tile, found.kept))}"
-        if found.divided:
-            yield f"  and divided into roles: {', '.join(map(_tile, found.divided))}"
-        yield from (f"  {count:>4} {reason}" for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]))
+        if found.warp_specialized:
+            yield f"  and divided into roles: {', '.join(map(_tile, found.warp_specialized))}"
+        yield from (
+            f"  {count:>4} {reason}" for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1])
+        )
 
 
 def measured(plan: Plan, found: Outcome) -> Iterator[str]:
     """One line for a cell, and one for each reason for which schedules are out."""
     cell, model, best = found.cell, found.tried[0], _best(plan, found)
     counted = f"{len(found.tried)}" + (f"/{len(found.tried) + found.left_out}" if found.left_out else "")
-    cells = [cell.spec, cell.kernel, cell.rows, counted, _tile(model.row), _ms(model)]
+    cells = [cell.spec, cell.kernel, cell.rows, counted, _tile(model.config), _ms(model)]
     if best:
         gain = f"{100 * (model.median / best.median - 1):.1f}%" if model.ms is not None and best != model else ""
-        cells += [_tile(best.row), _ms(best), gain]
+        cells += [_tile(best.config), _ms(best), gain]
     else:
         cells += ["none", "", ""]
     rho = found.correlation()
     yield aligned([*cells, "" if rho is None else f"{rho:.2f}"])
     reasons = Counter(
-        "spills" if t.failed.startswith("spills") and t.portable else f"{_tile(t.row)} {t.failed}" for t in found.tried if t.failed
+        "spills" if t.failed.startswith("spills") and t.portable else f"{_tile(t.config)} {t.failed}"
+        for t in found.tried
+        if t.failed
     )
     yield from (f"    {count} spill" if reason == "spills" else f"    {reason}" for reason, count in reasons.items())
     if found.left_out:
@@ -79,17 +83,17 @@ def compared(cell: Cell, found: Compared | None) -> str:
         (found.pruned, found.pruned_s, found.pruned_best),
         (found.whole, found.whole_s, found.whole_best),
     ):
-        cells += [tried, f"{_tile(best.row)} {_ms(best)} ms", f"{seconds:.0f}"]
+        cells += [tried, f"{_tile(best.config)} {_ms(best)} ms", f"{seconds:.0f}"]
     return aligned([*cells, f"{found.whole_s / found.pruned_s:.1f}", f"{100 * found.loss:.1f}%"], COMPARED_WIDTHS)
 
 
 def _best(plan: Plan, found: Outcome) -> Tried | None:
     """The fastest of a cell, portable or divided into roles."""
-    return next(iter(found.divided(plan)), None) or found.winner(plan)
+    return next(iter(found.warp_specialized(plan)), None) or found.winner(plan)
 
 
-def _tile(row: Row) -> str:
-    return shown(schedule_of(row)) + f" {row.backend}" * (row.backend in DIVIDERS)
+def _tile(config: Config) -> str:
+    return shown(schedule_of(config)) + f" {config.backend}" * (config.backend in SPECIALIZERS)
 
 
 def _ms(tried: Tried) -> str:

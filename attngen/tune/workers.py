@@ -64,11 +64,16 @@ class Worker:
             self.process = None
 
 
-def share(work: Callable[..., None], tasks: Sequence[object], args: Sequence[object], jobs: int, limit_s: float) -> float:
-    """Do tasks in processes, `work(*args, some of the tasks)` in each; seconds taken. What is not done within the limit is left."""
+def share(
+    work: Callable[..., None], tasks: Sequence[object], args: Sequence[object], jobs: int, limit_s: float
+) -> float:
+    """Do tasks in processes, `work(*args, some of the tasks)` in each; seconds taken. What is not done within the
+    limit is left."""
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=work, args=(*args, tasks[i::jobs]), daemon=True) for i in range(min(jobs, len(tasks)))]
+    processes = [
+        context.Process(target=work, args=(*args, tasks[i::jobs]), daemon=True) for i in range(min(jobs, len(tasks)))
+    ]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,4 +1,5 @@
-"""The verifier: one table of rules per phase, by topic in the files beside. A rule yields a reason for each thing that breaks it.
+"""The verifier: one table of rules per phase, by topic in the files beside. A rule yields a reason for each thing that
+breaks it.
 
 A backend gives the rules of what its compiler asks.
 """
@@ -14,7 +15,7 @@ from attngen.errors import VerifyError
 from attngen.ir.graph import PHASES, Kernel, Module
 from attngen.ir.text import print_module
 from attngen.targets.common.base import Rule
-from attngen.targets.registry import BACKENDS, DIVIDERS
+from attngen.targets.registry import BACKENDS, SPECIALIZERS
 from attngen.verify import host
 from attngen.verify.caches import ends
 from attngen.verify.combine import joins
@@ -23,12 +24,25 @@ from attngen.verify.indexing import bounds_checked, indexing, names
 from attngen.verify.meaning import masks_as_said, scores_as_said
 from attngen.verify.order import merges, turns
 from attngen.verify.outputs import outputs
-from attngen.verify.pipe import bodies, flights, role_types, roles, scopes, used, walks
+from attngen.verify.pipe import bodies, flights, scopes, used, walks, warp_group_types, warp_groups
 from attngen.verify.protocol import protocol
 from attngen.verify.quantised import quantised
 from attngen.verify.schedule import drops, placed, scheduled_everywhere
 from attngen.verify.split_d import columns
-from attngen.verify.structure import deals, header, in_place, latents, live, loops, order, ordered, references, rewrites, shares, signature
+from attngen.verify.structure import (
+    deals,
+    header,
+    in_place,
+    latents,
+    live,
+    loops,
+    order,
+    ordered,
+    references,
+    rewrites,
+    shares,
+    signature,
+)
 from attngen.verify.tiles import classified, covers, cuts, ends_hidden, extremes, full_is_proven, lists, needed
 from attngen.verify.types import types
 
@@ -68,24 +82,31 @@ _TARGET: dict[str, Rule] = {
     "in-place": in_place,
     "scheduled-everywhere": scheduled_everywhere,
 }
-_DIVIDED: dict[str, Rule] = {
+_WARP_SPECIALIZED: dict[str, Rule] = {
     "references": references,
     "scopes": scopes,
-    "roles": roles,
+    "roles": warp_groups,
     "bodies": bodies,
-    "types": role_types,
+    "types": warp_group_types,
     "walks": walks,
     "flights": flights,
     "ends-cleared": ends,
     "used": used,
     "cuts": cuts,
 }
-_MEANING: dict[str, Rule] = {"mask": masks_as_said, "scores": scores_as_said, "quantised": quantised, "joins": joins, "outputs": outputs}
+_MEANING: dict[str, Rule] = {
+    "mask": masks_as_said,
+    "scores": scores_as_said,
+    "quantised": quantised,
+    "joins": joins,
+    "outputs": outputs,
+}
 
 
 @cache
 def rules(backend: str) -> dict[str, dict[str, Rule]]:
-    """The rules of each phase by name: those that every backend shares, and those that one gives; in the order in which they are tried."""
+    """The rules of each phase by name: those that every backend shares, and those that one gives; in the order in
+    which they are tried."""
     given = BACKENDS[backend].rules if backend in BACKENDS else {}  # the rule `header` refuses one that does not exist
     scheduled = {**_SCHEDULED, **given.get("scheduled", {})}
     return {
@@ -96,13 +117,18 @@ def rules(backend: str) -> dict[str, dict[str, Rule]]:
 
 
 @cache
-def divided_rules(backend: str) -> dict[str, Rule]:
-    """The rules of kernels that are divided for a backend. What one computes is held against the kernel it stands in for by tests."""
-    return {**_DIVIDED, **DIVIDERS[backend].rules, "protocol": protocol} if backend in DIVIDERS else {"backend": _no_divider}
+def warp_specialized_rules(backend: str) -> dict[str, Rule]:
+    """The rules of kernels that are divided for a backend. What one computes is held against the kernel it stands in
+    for by tests."""
+    return (
+        {**_WARP_SPECIALIZED, **SPECIALIZERS[backend].rules, "protocol": protocol}
+        if backend in SPECIALIZERS
+        else {"backend": _no_specializer}
+    )
 
 
-def _no_divider(module: Module, kernel: Kernel) -> Iterator[str]:
-    yield f"is for the backend `{kernel.backend}`; expected {', '.join(DIVIDERS)}"
+def _no_specializer(module: Module, kernel: Kernel) -> Iterator[str]:
+    yield f"is for the backend `{kernel.backend}`; expected {', '.join(SPECIALIZERS)}"
 
 
 # Of each verified kernel: what the rules read besides it, and the names of those that hold.
@@ -110,16 +136,18 @@ _HELD: WeakKeyDictionary[Kernel, tuple[dict[str, Any], set[str]]] = WeakKeyDicti
 
 
 def _broken(module: Module, kernel: Kernel) -> Iterator[tuple[str, str]]:
-    """(rule, reason) for each thing that breaks a rule. A pass leaves most kernels as they are: what holds for one is not tried again."""
+    """(rule, reason) for each thing that breaks a rule. A pass leaves most kernels as they are: what holds for one
+    is not tried again."""
     read = {**vars(module), "phase": "", "hosts": module.trains, "kernels": [k.name for k in module.kernels]}
-    # Of divided kernels the rules of others read these alone; those of a divided one read the kernel that it stands in for, too.
-    read["divided"] = [(k.name, k.backend, k.of) for k in module.divided]
+    # Of divided kernels the rules of others read these alone; those of a divided one read the kernel that it stands in
+    # for, too.
+    read["divided"] = [(k.name, k.backend, k.of) for k in module.warp_specialized]
     read["stands for"] = next((k for k in module.kernels if kernel.backend and k.name == kernel.stands_for), None)
-    read["deals"] = [(k.name, k.deal) for k in module.kernels]
+    read["deals"] = [(k.name, k.kv_split) for k in module.kernels]
     read["schedules"] = dict(module.schedules).get(kernel.name)
     before, held = _HELD.get(kernel, (read, set()))
     held = held if before == read else set()
-    wanted = rules(module.backend)[module.phase] if not kernel.backend else divided_rules(kernel.backend)
+    wanted = rules(module.backend)[module.phase] if not kernel.backend else warp_specialized_rules(kernel.backend)
     for name, rule in wanted.items():
         if name not in held:
             yield from ((name, reason) for reason in rule(module, kernel))
@@ -127,11 +155,12 @@ def _broken(module: Module, kernel: Kernel) -> Iterator[tuple[str, str]]:
 
 
 def verify(module: Module) -> Module:
-    """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's text."""
+    """The module itself, if every rule of its phase holds; otherwise VerifyError with rule, reason and the IR's
+    text."""
     try:
         if module.phase not in PHASES:
             raise VerifyError("phase", f"`{module.phase}` is not a phase; expected one of {', '.join(PHASES)}", "")
-        for kernel in (*module.kernels, *module.divided):
+        for kernel in (*module.kernels, *module.warp_specialized):
             for name, reason in _broken(module, kernel):
                 raise VerifyError(name, f"kernel @{kernel.name}: {reason}", "")
         for name, reason in host.reasons(module):

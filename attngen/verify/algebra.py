@@ -1,4 +1,5 @@
-"""A normal form of expressions, to compare them by. Its rules are the verifier's own: it shares none with the passes."""
+"""A normal form of expressions, to compare them by. Its rules are the verifier's own: it shares none with the
+passes."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def normal(e: Any) -> Any:
         return sympy.Rational(float(e))
     if not e.args:
         return e
-    if isinstance(e, TO_INTEGER):  # its constants are one number, rounded as floats are: 2 * LN2 * log2(x), say, is what it is exactly
+    if isinstance(
+        e, TO_INTEGER
+    ):  # its constants are one number, rounded as floats are: 2 * LN2 * log2(x), say, is what it is exactly
         whole = e.args[0].replace(log, lambda x: LN2 * log2(x)).xreplace(NUMBERS)
         return e.func(normal(normal(whole).xreplace(NUMBERS)))  # those, too, of exponents that become ones of 2
     args = [normal(a) for a in e.args]
@@ -62,12 +65,17 @@ def normal(e: Any) -> Any:
         return e.func(-difference if difference.could_extract_minus_sign() else difference, 0)
     made = _in_base_two(e, args)
     if made is None:
-        made = _inverse(*args) if e.is_Pow and args[0].is_Add and args[1].is_negative and args[1].is_Integer else e.func(*args)
+        made = (
+            _inverse(*args)
+            if e.is_Pow and args[0].is_Add and args[1].is_negative and args[1].is_Integer
+            else e.func(*args)
+        )
     return sympy.expand(made) if made.is_Add or made.is_Mul or made.is_Pow else made
 
 
 def _inverse(e: Expr, power: Expr) -> Expr:
-    """A negative power of a sum, as the function `inverse`, which stays as it is. The sum is scaled: its first term gets the factor 1."""
+    """A negative power of a sum, as the function `inverse`, which stays as it is. The sum is scaled: its first term
+    gets the factor 1."""
     if e.is_Number:
         return e**power
     raised = e - 1  # of 1 / (1 + 2**x) and 1 - 1 / (1 + 2**-x), which are equal, one is taken
@@ -119,12 +127,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two expressions are equal: in their normal forms, or by their values. What too few points decide is not."""
+    """Whether two expressions are equal: in their normal forms, or by their values. What too few points decide is
+    not."""
     return same(normal(a), normal(b)) or agree(a, b) is True
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two conditions join equal comparisons: of integers by their forms, of real numbers by form or by value."""
+    """Whether two conditions join equal comparisons: of integers by their forms, of real numbers by form or by
+    value."""
     if same(a, b):
         return True
     if a.func != b.func or len(a.args) != len(b.args):
@@ -139,7 +149,9 @@ def alike(a: Any, b: Any) -> bool:
 
 def _of_reals(e: Any) -> bool:
     """Whether a part of an expression is a number that is no integer."""
-    return any(x.is_integer is not True for x in sympy.preorder_traversal(e) if not isinstance(x, Boolean) or x.is_Symbol)
+    return any(
+        x.is_integer is not True for x in sympy.preorder_traversal(e) if not isinstance(x, Boolean) or x.is_Symbol
+    )
 
 
 def _matched(some: tuple[Any, ...], others: tuple[Any, ...], like: Callable[[Any, Any], bool] = same) -> bool:

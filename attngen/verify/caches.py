@@ -8,7 +8,7 @@ from typing import Any
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import AXIS_DIM, SIDES, Gather, Load
-from attngen.ir.pipe import Clear, Fill, Issue, Take
+from attngen.ir.pipe import ConsumerWait, ProducerLoad, Wgmma, ZeroOutOfBounds
 
 
 def of_all_columns(index: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -22,9 +22,10 @@ def places(tensor: str, index: tuple[Any, ...], apart: bool) -> Iterator[tuple[s
     yield from ((tensor, half) for half in halves) if apart and index != halves[0] else [(tensor, index)]
 
 
-def page_of(kernel: Kernel, op: Fill | Load) -> Any:
-    """Of a tile in a page, where its number is read, and under which condition: at the tile's first row. None where there are no pages."""
-    ref = op.page if isinstance(op, Fill) else op.pages
+def page_of(kernel: Kernel, op: ProducerLoad | Load) -> Any:
+    """Of a tile in a page, where its number is read, and under which condition: at the tile's first row. None where
+    there are no pages."""
+    ref = op.page if isinstance(op, ProducerLoad) else op.pages
     if ref is None:
         return None
     page, of_row = kernel.op(ref), {symbol("kv_idx"): symbol("kv_start")}
@@ -36,25 +37,26 @@ def page_of(kernel: Kernel, op: Fill | Load) -> Any:
 
 
 def ends(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Of a cache, rows of keys past the end are cleared by who multiplies scores, before weights are multiplied by them."""
+    """Of a cache, rows of keys past the end are cleared by who multiplies scores, before weights are multiplied by
+    them."""
     if not kernel.reads_cache:
         return
-    clears = [op for op in kernel.ops() if isinstance(op, Clear)]
-    cleared = {take.ring: op for op in clears if (take := kernel.take_of(op.value))}
-    for role in kernel.roles:
+    clears = [op for op in kernel.ops() if isinstance(op, ZeroOutOfBounds)]
+    cleared = {take.pipeline: op for op in clears if (take := kernel.take_of(op.value))}
+    for role in kernel.warp_groups:
         ops = list(kernel.within(role.name))
-        mine = {take.ring for op in clears if op in ops and (take := kernel.take_of(op.value))}
-        for taken in (op for op in ops if isinstance(op, Take) and op.ring in mine):
+        mine = {take.pipeline for op in clears if op in ops and (take := kernel.take_of(op.value))}
+        for taken in (op for op in ops if isinstance(op, ConsumerWait) and op.pipeline in mine):
             if taken.name not in {op.value for op in clears}:
-                yield f"@{role.name} clears rows of tiles of %{taken.ring}, and not those of %{taken.name}"
+                yield f"@{role.name} clears rows of tiles of %{taken.pipeline}, and not those of %{taken.name}"
     for op in kernel.ops():
-        take = kernel.take_of(op.b) if isinstance(op, Issue) else None
-        if not isinstance(op, Issue) or take is None or op.over != AXIS_DIM[kernel.loop_axis]:
+        take = kernel.take_of(op.b) if isinstance(op, Wgmma) else None
+        if not isinstance(op, Wgmma) or take is None or op.over != AXIS_DIM[kernel.loop_axis]:
             continue
-        clear = cleared.get(take.ring)
+        clear = cleared.get(take.pipeline)
         if clear is None:
-            yield f"%{op.name} multiplies weights by a tile of %{take.ring}, and nothing clears rows past the end of the sequence"
+            yield f"%{op.name} multiplies weights by a tile of %{take.pipeline}, and nothing clears rows past the end of the sequence"
             continue
         ops = list(kernel.block_of(clear).ops)
         if op in ops and ops.index(op) < ops.index(clear):
-            yield f"%{op.name} multiplies weights by a tile of %{take.ring}, of which rows past the end are cleared later"
+            yield f"%{op.name} multiplies weights by a tile of %{take.pipeline}, of which rows past the end are cleared later"

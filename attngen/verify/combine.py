@@ -1,4 +1,5 @@
-"""The rule of outputs in parts: what a program stores of its part of the keys, and how parts become the output of all keys."""
+"""The rule of outputs in parts: what a program stores of its part of the keys, and how parts become the output of
+all keys."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ _ALL_OF_PARTS = f"O_PARTS and {LSE_OF_PARTS[0]}, or O_PARTS, {' and '.join(SUMS_
 def joins(module: Module, kernel: Kernel) -> Iterator[str]:
     """What a program stores of its part of the keys makes, with that of other parts, the output of all.
 
-    It stores the part's output, divided by its sum of weights, and its LSE to base 2: parts are weighed by 2 ** LSE. Or it stores what
-    the LSE is made of, the maximum to base 2 and the sum: parts are weighed by sum * 2 ** maximum.
+    It stores the part's output, divided by its sum of weights, and its LSE to base 2: parts are weighed by 2 ** LSE. Or
+    it stores what the LSE is made of, the maximum to base 2 and the sum: parts are weighed by sum * 2 ** maximum.
     """
     stored = {kernel.accessed(op)[0].name: op for op in kernel.ops() if isinstance(op, Store)}
-    if kernel.deal is None or not kernel.loops:
+    if kernel.kv_split is None or not kernel.loops:
         return
     values, last = Values(kernel), kernel.loops[-1]
     if not {"m", "l"} <= dict(last.carry).keys():
@@ -48,7 +49,8 @@ def _joined_by(names: Set[str]) -> tuple[str, ...] | None:
 
 
 def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]) -> Iterator[str]:
-    """LSE2_PARTS is scale * m + log2(l), or MAX_PARTS is scale * m and SUM_PARTS is l. The output is the sums of weighed values over l."""
+    """LSE2_PARTS is scale * m + log2(l), or MAX_PARTS is scale * m and SUM_PARTS is l. The output is the sums of
+    weighed values over l."""
     for name, op in stored.items():
         if (place := _items(kernel, op)) != item():
             yield f"%{op.value} is stored in %{name} at `{to_text(place)}`; expected {to_text(item())}, the part's number"
@@ -59,12 +61,20 @@ def _part(module: Module, kernel: Kernel, values: Values, last: Loop, stored: di
     if by is None:
         yield f"it stores {', '.join(sorted(stored))}; expected {_ALL_OF_PARTS}"
         return
-    expected = {"LSE2_PARTS": select(l > 0, scale * m + log2(l), NONE), "MAX_PARTS": select(l > 0, scale * m, NONE), "SUM_PARTS": l}
+    expected = {
+        "LSE2_PARTS": select(l > 0, scale * m + log2(l), NONE),
+        "MAX_PARTS": select(l > 0, scale * m, NONE),
+        "SUM_PARTS": l,
+    }
     for name in by:
         yield from is_(values, stored[name].value, expected[name])
     more = sympy.Rational(1, 1 << ELEMENTS[module.dtypes[0]].weights)
     if module.cache and module.cache.scale == "head":
-        more *= next(scale_of(kernel, values, op) for op in kernel.ops() if isinstance(op, Load) and kernel.accessed(op)[0].name == "V")
+        more *= next(
+            scale_of(kernel, values, op)
+            for op in kernel.ops()
+            if isinstance(op, Load) and kernel.accessed(op)[0].name == "V"
+        )
     yield from _divided(values, last, stored["O_PARTS"].value, select(l > 0, 1 / l, 0), more)
     yield from _sums(kernel, values, last, steps[0])
 
@@ -100,7 +110,11 @@ def _turn(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     greatest = sympy.Max(m, over_parts("max", exponent))
     base = select(greatest > NONE, greatest, 0)
     before, weight = exp2(m - base), sympy.Mul(exp2(exponent - base), *sums)
-    expected = {"m": greatest, "l": l * before + over_parts("sum", weight), "acc": acc * before + over_parts("sum", part * weight)}
+    expected = {
+        "m": greatest,
+        "l": l * before + over_parts("sum", weight),
+        "acc": acc * before + over_parts("sum", part * weight),
+    }
     for field, e in expected.items():
         yield from is_(values, given[field], e)
     starts = {field: kernel.op(ref) for field, ref in loop.carry}
@@ -122,7 +136,9 @@ def _whole(header: Header, values: Values, last: Loop, stored: dict[str, Store])
     shrunk = exp2(m - greatest)
     weights = l * shrunk + exp2(sink - greatest)
     yield from _divided(values, last, stored["O"].value, shrunk / weights)
-    yield from is_(values, stored["LSE"].value, select(m > NONE, sympy.Max(LN2 * (greatest + log2(weights)), natural), natural))
+    yield from is_(
+        values, stored["LSE"].value, select(m > NONE, sympy.Max(LN2 * (greatest + log2(weights)), natural), natural)
+    )
 
 
 def _items(kernel: Kernel, op: Load | Store) -> Expr:
@@ -140,7 +156,9 @@ def is_(values: Values, ref: str, expected: Expr) -> Iterator[str]:
 def _divided(values: Values, last: Loop, ref: str, by: Expr, more: Expr = ONE) -> Iterator[str]:
     """A value is what the loop summed, times these factors."""
     found = values.of(ref)
-    sums = [s for s in found.free_symbols if s in values.others and len(values.kernel.type_of(values.others[s]).dims) == 2]
+    sums = [
+        s for s in found.free_symbols if s in values.others and len(values.kernel.type_of(values.others[s]).dims) == 2
+    ]
     if len(sums) != 1 or not equal(found, sums[0] * by * more):
         yield f"%{ref} is `{to_text(found)}`; expected the loop's sums times `{to_text(by * more)}`"
 
@@ -150,7 +168,11 @@ def _sums(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep) -> Iter
     last = kernel.block(loop.body).ops[-1]
     given = dict(last.values) if isinstance(last, Yield) else {}
     alpha = values.of(f"{step.name}.alpha")
-    weights = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.value) == ("sum", f"{step.name}.p")]
+    weights = [
+        op
+        for op in kernel.block(loop.body).ops
+        if isinstance(op, Reduce) and (op.op, op.value) == ("sum", f"{step.name}.p")
+    ]
     if given.get("m") != f"{step.name}.m" or len(weights) != 1:
         yield f"%{loop.name} carries %{given.get('m')} as its maximum; expected %{step.name}.m, and one sum of %{step.name}.p"
         return

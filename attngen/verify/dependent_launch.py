@@ -7,31 +7,32 @@ from itertools import product, takewhile
 
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Host, If, Launch, View
-from attngen.ir.ops import TENSORS, Arg, Base, Loop, Map, Op, Scatter, Store, WaitForGrid, Yield
+from attngen.ir.ops import TENSORS, Arg, Base, GridDependencyWait, Loop, Map, Op, Scatter, Store, Yield
 
 
 def waits(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A kernel waits once, outside of loops and before it stores. It lets no others start early then, as these would wait for it alone.
+    """A kernel waits once, outside of loops and before it stores. It lets no others start early then, as these would
+    wait for it alone.
 
     One lets others start early only where some kernel waits.
     """
-    found = [op for op in kernel.ops() if isinstance(op, WaitForGrid)]
-    if kernel.releases and not any(k.waits for k in module.kernels):
-        yield "it lets the next launch start early, and no kernel waits for the launch before; expected `wait_for_grid` in one"
+    found = [op for op in kernel.ops() if isinstance(op, GridDependencyWait)]
+    if kernel.launches_dependents and not any(k.waits for k in module.kernels):
+        yield "it lets the next launch start early, and no kernel waits for the launch before; expected `grid_dependency_wait` in one"
     if not found:
         return
     if len(found) > 1 or found[0] not in kernel.block("entry").ops:
         yield f"it waits for the launch before {len(found)} times, or in a loop; expected once, in @entry"
     for op in _before_wait(kernel):
         if isinstance(op, (Loop, Scatter, Store)):
-            yield f"%{op.name} may run before the launch before has ended; expected loops and stores after `wait_for_grid`"
-    if kernel.releases:
+            yield f"%{op.name} may run before the launch before has ended; expected loops and stores after `grid_dependency_wait`"
+    if kernel.launches_dependents:
         yield "it both waits for the launch before and lets the next one start early; expected one of the two"
 
 
 def overlaps(module: Module, host: Host) -> Iterator[str]:
-    """Programs that wait are launched after those of a kernel that lets them start, with no other work between them, but for views. Before
-    they wait, they read nothing that it stores.
+    """Programs that wait are launched after those of a kernel that lets them start, with no other work between them,
+    but for views. Before they wait, they read nothing that it stores.
 
     All launches before that one have ended then, as it waits for none itself.
     """
@@ -40,7 +41,7 @@ def overlaps(module: Module, host: Host) -> Iterator[str]:
         before: Launch | None = None
         for op in block.ops:
             if isinstance(op, Launch) and op.kernel in kernels and (kernel := kernels[op.kernel]).waits:
-                if before is None or not kernels[before.kernel].releases:
+                if before is None or not kernels[before.kernel].launches_dependents:
                     what = f"it follows @{before.kernel}" if before else "no launch is right before it"
                     yield f"launch @{op.kernel}: its programs start early, and {what}; expected a kernel that releases"
                 else:
@@ -56,12 +57,12 @@ def overlaps(module: Module, host: Host) -> Iterator[str]:
 
 def _before_wait(kernel: Kernel) -> list[Op]:
     """The ops of a kernel that waits which its programs may run before the launch before has ended."""
-    return list(takewhile(lambda op: not isinstance(op, WaitForGrid), kernel.block("entry").ops))
+    return list(takewhile(lambda op: not isinstance(op, GridDependencyWait), kernel.block("entry").ops))
 
 
 def _read_early(kernel: Kernel) -> list[str]:
     """The tensors that a kernel reads before it waits: in its ops, and to find the parts of its keys."""
-    found = ["CACHE_SEQLENS", *(at.tensor for _, at in kernel.deal.reads)] if kernel.deal else []
+    found = ["CACHE_SEQLENS", *(at.tensor for _, at in kernel.kv_split.reads)] if kernel.kv_split else []
     for source in (kernel.op(ref) for op in _before_wait(kernel) if not isinstance(op, Base) for ref in op.operands()):
         tensor = kernel.op(source.src.tensor) if isinstance(source, Base) else source
         found += [tensor.name] if isinstance(tensor, Arg) and tensor.role in TENSORS else []
@@ -81,5 +82,11 @@ def _roots(host: Host, ref: str) -> set[str]:
         return _roots(host, op.src)
     if not isinstance(op, If):
         return {ref}
-    given = [dict(last.values).get(field) for b in (op.then, op.orelse) if b for last in host.block(b).ops[-1:] if isinstance(last, Yield)]
+    given = [
+        dict(last.values).get(field)
+        for b in (op.then, op.orelse)
+        if b
+        for last in host.block(b).ops[-1:]
+        if isinstance(last, Yield)
+    ]
     return {root for made in given if made for root in _roots(host, made)}

@@ -1,6 +1,7 @@
 """Rules of host programs.
 
-A kernel gets the arguments that it declares. Nothing is read before it is written. Every branch leaves the results defined.
+A kernel gets the arguments that it declares. Nothing is read before it is written. Every branch leaves the results
+defined.
 """
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ import sympy
 from attngen.ir.expr import Bool, cdiv, conjuncts, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import COLUMNS, Alloc, Copy, Host, If, Launch, ListBlocks, Sum, View
-from attngen.ir.names import AXES, DROPOUT_SCALARS, FLAT, FOUND, INTEGERS, OUTPUTS, SCALARS, SCALES, SHAPES, SHARES, tensor_dtype
+from attngen.ir.names import (
+    AXES,
+    DROPOUT_SCALARS,
+    FLAT,
+    FOUND,
+    INTEGERS,
+    OUTPUTS,
+    SCALARS,
+    SCALES,
+    SHAPES,
+    SHARES,
+    tensor_dtype,
+)
 from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, TENSORS, WHOLE, Arg, Map, Op, Scatter, Type, Yield, dimension
 from attngen.ir.prove import prove_le
 from attngen.ir.split_kv import least_items
@@ -25,7 +38,8 @@ GRADIENTS = ("dQ", "dK", "dV")
 
 
 def structure(module: Module, host: Host) -> Iterator[str]:
-    """Each block but @entry is a branch of one `if`. Yields come last. A program gives the results that its callers expect."""
+    """Each block but @entry is a branch of one `if`. Yields come last. A program gives the results that its callers
+    expect."""
     blocks = [b.name for b in host.blocks]
     if "entry" not in blocks:
         yield "no block @entry"
@@ -51,7 +65,8 @@ def structure(module: Module, host: Host) -> Iterator[str]:
 
 
 def defined(module: Module, host: Host) -> Iterator[str]:
-    """A value is defined before it is read, in the same block or in one around it. Both branches of an `if` yield the same fields."""
+    """A value is defined before it is read, in the same block or in one around it. Both branches of an `if` yield
+    the same fields."""
 
     sizes = host.sizes
 
@@ -79,7 +94,9 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
     given |= {name: (d.dtype, shape) for d in module.derived for name, shape in zip(d.names, d.shapes)}
     known = {name.upper() if shape else name: types for name, types in given.items() for shape in (types[1],)}
     if host.name == "decode":  # keys are in a cache
-        known = {name: (dtype, tuple("Nc" if d == "Nk" else d for d in shape)) for name, (dtype, shape) in known.items()}
+        known = {
+            name: (dtype, tuple("Nc" if d == "Nk" else d for d in shape)) for name, (dtype, shape) in known.items()
+        }
     known |= {name: (tensor_dtype(name), shape) for name, shape in SHAPES.items()}
     known |= {name: ("f32", module.cache.scales) for name in SCALES.values() if module.cache}
     known |= {name: (dtype, ()) for name, dtype in (SCALARS | DROPOUT_SCALARS).items()}
@@ -87,12 +104,19 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
         dtype, dims = known.get(arg.name, (arg.type.dtype, arg.type.dims))
         if arg.name != "COUNT" and (arg.type.dtype, arg.type.dims) != (dtype, dims):
             yield f"%{arg.name} is {arg.type.dtype}[{', '.join(arg.type.dims)}]; expected {dtype}[{', '.join(dims)}]"
-    made = {name: (d.dtype, shape) for d in module.derived if d.program == host.name for name, shape in zip(d.names, d.shapes)}
+    made = {
+        name: (d.dtype, shape)
+        for d in module.derived
+        if d.program == host.name
+        for name, shape in zip(d.names, d.shapes)
+    }
     for name, ref in host.results.items() if made else ():
         have, (dtype, dims) = host.type_of(ref), made[name.lower()]
         if (have.dtype, have.dims) != (dtype, dims):
             yield f"its result {name} is {have.dtype}[{', '.join(have.dims)}]; expected {dtype}[{', '.join(dims)}], as `derive` says"
-    own = {arg.name.lower() for arg in host.args} if made else given.keys()  # the variables of a program that `derive` names
+    own = (
+        {arg.name.lower() for arg in host.args} if made else given.keys()
+    )  # the variables of a program that `derive` names
     if host.name == "decode":  # it makes itself what programs give elsewhere
         made = {name: known[name.upper()] for d in module.derived if d.program for name in d.names}
         for op in host.ops():
@@ -151,7 +175,8 @@ def _seen(by: str, dims: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str,
 
 
 def launches(module: Module, host: Host) -> Iterator[str]:
-    """Each argument of a kernel is a value of the host, of the type that the kernel declares. The kernel's grid is over known sizes.
+    """Each argument of a kernel is a value of the host, of the type that the kernel declares. The kernel's grid is over
+    known sizes.
 
     A kernel in one pass that reads numbers of scores is launched if the copy engine can read and write these.
     """
@@ -172,13 +197,15 @@ def launches(module: Module, host: Host) -> Iterator[str]:
             if arg.role in TENSORS[1:] and refs.count(ref) > 1:
                 yield f"launch @{op.kernel}: %{ref} is given for %{arg.name}, which is written, and for another argument"
         for arg in kernel.args:
-            yield from (f"launch @{op.kernel}: {reason}" for reason in _argument(host, op, arg, given.pop(arg.name, arg.name)))
+            yield from (
+                f"launch @{op.kernel}: {reason}" for reason in _argument(host, op, arg, given.pop(arg.name, arg.name))
+            )
         for name in given:
             yield f"launch @{op.kernel}: it has no argument %{name}"
         yield from (f"launch @{op.kernel}: {reason}" for reason in _room(module, host, op, kernel))
         yield from (f"launch @{op.kernel}: {reason}" for reason in _items(host, op, kernel))
         yield from _grid(host, op, kernel)
-    yield from _dealt_alike(kernels, host)
+    yield from _split_alike(kernels, host)
 
 
 def _room(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
@@ -193,19 +220,27 @@ def _room(module: Module, host: Host, op: Launch, kernel: Kernel) -> Iterator[st
 
 def _items(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     """There is room for all parts into which keys may be dealt."""
-    if kernel.deal is None:
+    if kernel.kv_split is None:
         return
     items = next((o.expr for o in host.ops() if isinstance(o, Map) and o.name == "items"), symbol("items"))
-    least = least_items(kernel.deal.each)
+    least = least_items(kernel.kv_split.each)
     if "items" in dict(op.sizes) or not prove_le(least, items):
         yield f"there is room for {to_text(items)} parts, and keys are dealt into {to_text(least)} at most"
 
 
-def _dealt_alike(kernels: dict[str, Kernel], host: Host) -> Iterator[str]:
-    """Kernels with parts of the same keys find the same parts: they get the same numbers, and the same tensors to read them in."""
-    launches = [op for op in host.ops() if isinstance(op, Launch) and op.kernel in kernels and kernels[op.kernel].deal]
-    by = {name for op in launches for arg in kernels[op.kernel].args for name in (arg.name,) if arg.role == "scalar"} - {"scale"}
-    by |= {"CACHE_SEQLENS", *(at.tensor for op in launches if (deal := kernels[op.kernel].deal) for _, at in deal.reads)}
+def _split_alike(kernels: dict[str, Kernel], host: Host) -> Iterator[str]:
+    """Kernels with parts of the same keys find the same parts: they get the same numbers, and the same tensors to
+    read them in."""
+    launches = [
+        op for op in host.ops() if isinstance(op, Launch) and op.kernel in kernels and kernels[op.kernel].kv_split
+    ]
+    by = {
+        name for op in launches for arg in kernels[op.kernel].args for name in (arg.name,) if arg.role == "scalar"
+    } - {"scale"}
+    by |= {
+        "CACHE_SEQLENS",
+        *(at.tensor for op in launches if (kv_split := kernels[op.kernel].kv_split) for _, at in kv_split.reads),
+    }
     given = {op.kernel: {name: e for name, e in (*op.sizes, *op.args) if name in by} for op in launches}
     if len({tuple(sorted(sizes.items(), key=str)) for sizes in given.values()}) > 1:
         names = " and ".join(f"@{name}" for name in given)
@@ -216,7 +251,12 @@ def _said(host: Host, where: Bool) -> set[Bool]:
     """The conditions that hold where one does; where a number is positive, those under which it is not 0."""
     found = set(conjuncts(where))
     for op in host.ops():
-        if isinstance(op, Map) and isinstance(op.expr, select) and op.expr.args[2] == 0 and (symbol(op.name) > 0) in found:
+        if (
+            isinstance(op, Map)
+            and isinstance(op.expr, select)
+            and op.expr.args[2] == 0
+            and (symbol(op.name) > 0) in found
+        ):
             found |= set(conjuncts(op.expr.args[0]))
     return found
 
@@ -236,15 +276,18 @@ def _argument(host: Host, op: Launch, arg: Arg, ref: str) -> Iterator[str]:
 
 
 def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
-    """There is a program for each tile of the kernel's own axis, unless programs walk over tiles; and for each head, split and sequence.
+    """There is a program for each tile of the kernel's own axis, unless programs walk over tiles; and for each head,
+    split and sequence.
 
     Of keys in a cache, there is one for each tile of those for which a sequence has room: no grid depends on lengths.
     """
-    own = kernel.own_axis
+    own = kernel.program_axis
     tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))
-    expected = {own: tiles} | {axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")}
+    expected = {own: tiles} | {
+        axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")
+    }
     expected |= {axis: cdiv(symbol(WHOLE[dim]), symbol(dim)) for axis, dim in OWN.items()}
-    expected |= {"part": symbol("parts")} if kernel.deal else {}
+    expected |= {"part": symbol("parts")} if kernel.kv_split else {}
     expected |= {"kv": cdiv(symbol("Nc"), symbol("BLOCK_KV"))} if own == "kv" and kernel.reads_cache else {}
     for at, axis in enumerate(kernel.grid):
         if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.walks):
@@ -252,15 +295,22 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
             yield f"launch @{op.kernel}: its grid has {axis.var} in {to_text(axis.extent)}; expected some of {known}, tiles first"
     for axis in kernel.grid:
         size = AXES.get(axis.var, "")
-        dealt = axis.var == "part" and kernel.deal is not None  # the device finds how many
-        if size and not dealt and not size.isdigit() and size not in (FOUND.keys() | host.sizes) and size not in host.by_name:
+        split = axis.var == "part" and kernel.kv_split is not None  # the device finds how many
+        if (
+            size
+            and not split
+            and not size.isdigit()
+            and size not in (FOUND.keys() | host.sizes)
+            and size not in host.by_name
+        ):
             yield f"launch @{op.kernel}: its grid has {axis.var}, and nothing says how many {size} there are"
 
 
 def written(module: Module, host: Host) -> Iterator[str]:
     """On every path, a tensor is written before it is read. One without elements needs no writing.
 
-    Gradients by score of which a mask leaves some out, and those that are added to at any element, are not written by the kernels alone.
+    Gradients by score of which a mask leaves some out, and those that are added to at any element, are not written by
+    the kernels alone.
     """
     yield from _Writes(module, host).reasons()
 
@@ -306,7 +356,9 @@ class _Writes:
                 return state | {op.into} if op.src in state else state
             case View():
                 return state
-        reads = [ref for _, ref in op.values if not self._is_field(ref)] if isinstance(op, Yield) else list(op.operands())
+        reads = (
+            [ref for _, ref in op.values if not self._is_field(ref)] if isinstance(op, Yield) else list(op.operands())
+        )
         for ref in reads:
             self._read(op.name, ref, state)
         return state | {op.name}
@@ -319,7 +371,9 @@ class _Writes:
     def _launch(self, op: Launch, state: set[str]) -> set[str]:
         given = dict(op.args)
         args = self.kernels[op.kernel].args
-        moved = {op.dst.tensor for op in self.kernels[op.kernel].ops() if isinstance(op, Scatter) and op.op in ("min", "max")}
+        moved = {
+            op.dst.tensor for op in self.kernels[op.kernel].ops() if isinstance(op, Scatter) and op.op in ("min", "max")
+        }
         for arg in args:
             if arg.role in ("in", "inout", "sum") or (arg.role == "out" and arg.name in moved):
                 self._read(f"@{op.kernel}", given.get(arg.name, arg.name), state)
@@ -334,14 +388,18 @@ class _Writes:
         if isinstance(op, View):
             source = self.host.by_name[op.src]
             contiguous = isinstance(source, Alloc) and not source.like
-            return {ref, op.src} if contiguous else {ref}  # a view of another layout may be a new tensor; `copy` writes it back
+            return (
+                {ref, op.src} if contiguous else {ref}
+            )  # a view of another layout may be a new tensor; `copy` writes it back
         if isinstance(op, Alloc) and op.otherwise:
             self.except_where[op.otherwise] = op.where
         return {ref}
 
     def _if(self, op: If, state: set[str]) -> set[str]:
         inside = self._block(op.then, state)
-        if op.where != sympy.true and not op.of:  # tensors that are written unless this condition holds; then the branch writes them
+        if (
+            op.where != sympy.true and not op.of
+        ):  # tensors that are written unless this condition holds; then the branch writes them
             inside_all = {name for name, where in self.except_where.items() if where == op.where and name in inside}
             state = state | inside_all
         outside = state | (self._empty(op.of) if op.where == sympy.true else set())
@@ -374,7 +432,9 @@ def read(module: Module, host: Host) -> Iterator[str]:
         if isinstance(op, Launch) and op.kernel in kernels:
             refs |= {arg.name for arg in kernels[op.kernel].args} - dict(op.args).keys()
     for op in host.ops():
-        if (isinstance(op, (Alloc, View, ListBlocks)) or (isinstance(op, Map) and not op.type.dims)) and op.name not in refs:
+        if (
+            isinstance(op, (Alloc, View, ListBlocks)) or (isinstance(op, Map) and not op.type.dims)
+        ) and op.name not in refs:
             yield f"%{op.name} is read by nothing"
 
 

@@ -1,4 +1,5 @@
-"""What generated modules ask of a module as a whole: its orders of loops, schedules and host programs; its inputs and their names."""
+"""What generated modules ask of a module as a whole: its orders of loops, schedules and host programs; its inputs
+and their names."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def verify_interface(module: Module) -> Module:
 def _reasons(module: Module) -> Iterator[str]:
     if module.order not in ORDERS:
         yield f"`order {module.order}`; expected {' or '.join(ORDERS)}"
-    if [name for name, _ in module.schedules] != [kernel.name for kernel in (*module.kernels, *(k for k in module.divided if k.of))]:
+    if [name for name, _ in module.schedules] != [
+        kernel.name for kernel in (*module.kernels, *(k for k in module.warp_specialized if k.of))
+    ]:
         have = ", ".join(name for name, _ in module.schedules) or "nothing"
         yield f"there are schedules for {have}; expected one for each kernel, in order"
     if "forward" not in {host.name for host in module.hosts}:
@@ -56,9 +59,13 @@ def _reasons(module: Module) -> Iterator[str]:
                 yield f"`input {i.name}` has the option `{option}`; expected {known}"
         if i.promises and i.dtype != "i32":
             yield f"`input {i.name}` is {i.dtype} and has the option `{next(iter(i.promises))}`; expected i32 for promises of numbers"
-        if i.is_size and not (i.name in lengths and any(i.name in tensor.shape and not tensor.grad for tensor in module.inputs)):
+        if i.is_size and not (
+            i.name in lengths and any(i.name in tensor.shape and not tensor.grad for tensor in module.inputs)
+        ):
             yield f"`input {i.name}` has the option `size`; expected a number, i32, that is a dimension of an input without a gradient"
-    programs = {host.name: tuple(a.name.lower() if a.role == "in" else a.name for a in host.args) for host in module.hosts}
+    programs = {
+        host.name: tuple(a.name.lower() if a.role == "in" else a.name for a in host.args) for host in module.hosts
+    }
     for d in module.derived:
         if d.program and d.program not in programs:
             yield f"`derive {' '.join(d.names)}` is of @{d.program}, which is no host program; the host programs are {', '.join(programs)}"
@@ -66,7 +73,12 @@ def _reasons(module: Module) -> Iterator[str]:
             takes = ", ".join(programs[d.program])
             yield f"`derive {' '.join(d.names)}` gives @{d.program} {', '.join(d.sources)}; expected its arguments, {takes}"
         for source in d.sources:
-            if source not in given and source not in SOURCES and not source.isdigit() and not re.fullmatch(BLOCKS, source):
+            if (
+                source not in given
+                and source not in SOURCES
+                and not source.isdigit()
+                and not re.fullmatch(BLOCKS, source)
+            ):
                 yield f"`derive {' '.join(d.names)}` is of `{source}`, which is no input"
         if len(d.names) != len(d.shapes) or d.dtype not in ("b1", "i32", "f32"):
             yield f"`derive {' '.join(d.names)}` needs a shape for each name, and is b1, i32 or f32"
@@ -77,7 +89,11 @@ def _reasons(module: Module) -> Iterator[str]:
             yield f"`learn {x}` is of no input with the option grad"
         if stray := {str(s) for e in x.index for s in parse(e).free_symbols} - LEARNED:
             yield f"`learn {x}` has `{min(stray)}`; expected {', '.join(sorted(LEARNED))} and numbers"
-    if module.blocks and module.blocks.pattern and (module.blocks.pattern in WRAPPER or hasattr(builtins, module.blocks.pattern)):
+    if (
+        module.blocks
+        and module.blocks.pattern
+        and (module.blocks.pattern in WRAPPER or hasattr(builtins, module.blocks.pattern))
+    ):
         yield f"the pattern `{module.blocks.pattern}` is a name of the wrapper's own"
     read = {a.name.lower() for k in module.kernels for a in k.args if a.name not in SHAPES}
     for name in given:

@@ -1,8 +1,8 @@
 """Rules across kernels: each kernel masks and scores as the module's header says.
 
-The header's expressions are rewritten in a kernel's coordinates: which query head a program has, how packed rows are numbered. The kernel's
-values are written out in positions, sizes and elements of tensors. Both are then compared in one form (see `algebra`), and by their values
-at many points where the forms differ (see `points`).
+The header's expressions are rewritten in a kernel's coordinates: which query head a program has, how packed rows are
+numbered. The kernel's values are written out in positions, sizes and elements of tensors. Both are then compared in one
+form (see `algebra`), and by their values at many points where the forms differ (see `points`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,21 @@ from typing import Any
 
 import sympy
 
-from attngen.ir.expr import LARGEST, Bool, Expr, conjuncts, exp2, finite, floordiv, log2, mod, select, span, symbol, to_text
+from attngen.ir.expr import (
+    LARGEST,
+    Bool,
+    Expr,
+    conjuncts,
+    exp2,
+    finite,
+    floordiv,
+    log2,
+    mod,
+    select,
+    span,
+    symbol,
+    to_text,
+)
 from attngen.ir.graph import Kernel, Module, Read, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import SCALES
@@ -24,9 +38,11 @@ from attngen.ir.ops import (
     Access,
     Append,
     Arg,
+    CacheLength,
+    Deinterleave,
     Dot,
     Gather,
-    Length,
+    Interleave,
     Load,
     Loop,
     Map,
@@ -37,23 +53,26 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Type,
-    Unzip,
-    Zip,
     dimension,
 )
 from attngen.tiles.intervals import implies
 from attngen.verify.algebra import alike, equal, normal, same
 
 LOG2E, PRODUCT, SCALE = symbol("LOG2E"), symbol("s"), symbol("scale")
-ROW_SUMS = ("LSE", "LSE2", "M_ALL")  # tensors with the logarithm of each row's sum of weights, natural and to base 2; or with its maximum
+ROW_SUMS = (
+    "LSE",
+    "LSE2",
+    "M_ALL",
+)  # tensors with the logarithm of each row's sum of weights, natural and to base 2; or with its maximum
 NATURAL = {"B": symbol("b"), "Hq": symbol("h"), "Hkv": symbol("hkv"), "Nq": symbol("q_idx"), "Nk": symbol("kv_idx")}
 
 
 def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
-    """The header's heads and positions, in terms of a kernel whose programs own a query head, a key head with its group, or packed rows."""
+    """The header's heads and positions, in terms of a kernel whose programs own a query head, a key head with its
+    group, or packed rows."""
     h, hkv, group, q_idx, queries = map(symbol, ("h", "hkv", "group", "q_idx", "queries"))
     sharing = SHARINGS[module.sharing]
-    if kernel.packs:
+    if kernel.pack_gqa:
         head = sharing.owned * group + floordiv(q_idx, queries)
         return {h: head, hkv: sharing.owned, q_idx: mod(q_idx, queries), symbol("Nq"): queries}
     if kernel.has_groups:
@@ -68,7 +87,7 @@ class Header:
     """The module's meaning in the coordinates of one kernel."""
 
     def __init__(self, module: Module, kernel: Kernel) -> None:
-        self.meaning, self.own = module.meaning, kernel.own_axis
+        self.meaning, self.own = module.meaning, kernel.program_axis
         args = {arg.name: arg.type for arg in kernel.args}  # their element types
         declared = input_tensors(module.inputs, module.derived)
         self.types = {name: replace(t, dtype=args.get(name.upper(), t).dtype) for name, t in declared.items()}
@@ -120,7 +139,8 @@ def _element(tensor: str, index: Iterable[Expr], guard: Iterable[Bool], type_: T
 
 
 def _replaced(e: Any, named: dict[Expr, Expr]) -> Any:
-    """An expression with others in place of its symbols. The same mask is verified after each pass: what becomes of it is made once."""
+    """An expression with others in place of its symbols. The same mask is verified after each pass: what becomes of
+    it is made once."""
     return _replaced_of(e, frozenset(named.items()))
 
 
@@ -130,7 +150,8 @@ def _replaced_of(e: Any, named: frozenset[tuple[Expr, Expr]]) -> Any:
 
 
 class Values:
-    """A kernel's values, written out: maps are expanded, elements of tensors are symbols, and the product q k^T is `s`."""
+    """A kernel's values, written out: maps are expanded, elements of tensors are symbols, and the product q k^T is
+    `s`."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -162,7 +183,7 @@ class Values:
             return self.element(tensor.name, [self.expression(e.xreplace(letters), op) for e in index], (), op.type)
         if isinstance(op, Gather):
             return self.gathered(op)
-        if isinstance(op, Length):
+        if isinstance(op, CacheLength):
             return symbol(op.name)
         if isinstance(op, Arg) and op.role == "scalar":
             return _number(op.name, op.type.dtype)
@@ -176,30 +197,41 @@ class Values:
         return made
 
     def _is_product(self, op: Dot) -> bool:
-        """Whether it multiplies all columns of q and k: those of a latent in two products, of which one is added to the other."""
+        """Whether it multiplies all columns of q and k: those of a latent in two products, of which one is added to
+        the other."""
         if self.kernel.rotates and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
             rest = self.kernel.op(op.acc) if op.acc else None
-            return isinstance(rest, Dot) and {self._loaded(rest.a), self._loaded(rest.b)} == {"Q_ROPE", "K_ROPE"} and not rest.acc
+            return (
+                isinstance(rest, Dot)
+                and {self._loaded(rest.a), self._loaded(rest.b)} == {"Q_ROPE", "K_ROPE"}
+                and not rest.acc
+            )
         return {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"} and not op.acc
 
     def _of_halves(self, op: Dot) -> tuple[Expr, Expr] | None:
-        """Of the second of two products that sum even and odd columns of q and of 8-bit keys: by what rows of q were divided, which is the
-        largest number of each, and the factors of the keys. None for other products."""
+        """Of the second of two products that sum even and odd columns of q and of 8-bit keys: by what rows of q were
+        divided, which is the largest number of each, and the factors of the keys. None for other products."""
         first, pairs = self.kernel.op(op.acc) if op.acc else None, quantised_load(self.kernel, op.b)
         if not isinstance(first, Dot) or first.acc or pairs is None or not pairs.src.tensor.startswith("K"):
             return None
         q, k = (self.kernel.op(ref) for ref in (op.a, op.b))
         halves = [f"{x.name}.{half}" for half in HALVES for x in (q, k)]
-        if not isinstance(q, Unzip) or [first.a, first.b, op.a, op.b] != halves:
+        if not isinstance(q, Deinterleave) or [first.a, first.b, op.a, op.b] != halves:
             return None
         divided = self.of(q.value)
         x = next((s for s in divided.free_symbols if self.elements.get(s) == "Q"), None)
-        size = next((s for s in divided.free_symbols if isinstance(self.kernel.op(self.others.get(s, q.name)), Reduce)), None)
+        size = next(
+            (s for s in divided.free_symbols if isinstance(self.kernel.op(self.others.get(s, q.name)), Reduce)), None
+        )
         if x is None or size is None or divided != select(size > 0, x / size, x):
             return None
         largest = self.kernel.op(self.others[size])
         assert isinstance(largest, Reduce)
-        return (size, scale_of(self.kernel, self, pairs)) if largest.op == "max" and self.of(largest.value) == sympy.Max(x, -x) else None
+        return (
+            (size, scale_of(self.kernel, self, pairs))
+            if largest.op == "max" and self.of(largest.value) == sympy.Max(x, -x)
+            else None
+        )
 
     def _loaded(self, ref: str) -> str:
         op = latent_load(self, ref) or self.kernel.op(ref)
@@ -232,16 +264,18 @@ class Values:
 def quantised_load(kernel: Kernel, ref: str) -> Load | None:
     """The load of the pairs of 8-bit numbers whose even or odd columns a value is; None for other values."""
     op = kernel.op(ref)
-    source = kernel.op(op.value) if isinstance(op, Unzip) else None
+    source = kernel.op(op.value) if isinstance(op, Deinterleave) else None
     return source if isinstance(source, Load) and source.type.quantised else None
 
 
 def latent_load(values: Values, ref: str) -> Load | None:
-    """The load of the pairs of which a tile of latents is made: all numbers of each row, each times the factor of its group of columns, in
-    the element type. None for other values."""
+    """The load of the pairs of which a tile of latents is made: all numbers of each row, each times the factor of
+    its group of columns, in the element type. None for other values."""
     kernel, op = values.kernel, values.kernel.op(ref)
     tiles = (
-        [made for _, used in op.uses if isinstance(made := kernel.op(used), Zip)] if isinstance(op, Map) and op.type.dtype == "T" else []
+        [made for _, used in op.uses if isinstance(made := kernel.op(used), Interleave)]
+        if isinstance(op, Map) and op.type.dtype == "T"
+        else []
     )
     load = quantised_load(kernel, tiles[0].a) if len(tiles) == 1 else None
     if load is None or kernel.accessed(load)[0].name != "K":
@@ -252,8 +286,8 @@ def latent_load(values: Values, ref: str) -> Load | None:
 
 
 def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
-    """The element of K_SCALE or V_SCALE with which a row goes that an op loads or appends: its head's, or its page's and head's; of a
-    latent, with which a group of the row's columns goes."""
+    """The element of K_SCALE or V_SCALE with which a row goes that an op loads or appends: its head's, or its page's
+    and head's; of a latent, with which a group of the row's columns goes."""
     declared, index = kernel.accessed(op)
     tensor, head = SCALES[declared.name], index[-3]
     if len(kernel.type_of(tensor).dims) == 4:
@@ -264,10 +298,14 @@ def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
         return values.element(tensor, [values.expression(head, op)], (), kernel.type_of(tensor))
     read = next((o for o in kernel.ops() if isinstance(o, Gather) and o.src.tensor == tensor), page)
     if kernel.tile_page and not read.type.dims:  # of the page in which all of the tile's rows are
-        first = next(o for o in kernel.ops() if isinstance(o, Gather) and o.src.tensor == "PAGE_TABLE" and not o.type.dims)
+        first = next(
+            o for o in kernel.ops() if isinstance(o, Gather) and o.src.tensor == "PAGE_TABLE" and not o.type.dims
+        )
         of_row = {symbol("kv_idx"): symbol("kv_start")}
         moved = replace(
-            page, src=replace(page.src, index=tuple(e.xreplace(of_row) for e in page.src.index)), where=page.where.xreplace(of_row)
+            page,
+            src=replace(page.src, index=tuple(e.xreplace(of_row) for e in page.src.index)),
+            where=page.where.xreplace(of_row),
         )
         page = first if values.gathered(moved) == values.gathered(first) else page
     at = Access(tensor, (symbol(page.name), head))
@@ -282,14 +320,19 @@ def _inside() -> list[Bool]:
 def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[Expr]]]:
     """The ops that turn scores into weights: (op, its exponent of 2, terms that may be subtracted from the score).
 
-    The online softmax subtracts its running maximum itself. A kernel that recomputes weights subtracts the log2 of the row's sum: an
-    element of LSE2, or the expression in LSE from which LSE2 is made. Or it subtracts an element of M_ALL, and multiplies by that of
-    INV_L_ALL at the same place: the weights, or what it sums of them (see `_normalised`).
+    The online softmax subtracts its running maximum itself. A kernel that recomputes weights subtracts the log2 of the
+    row's sum: an element of LSE2, or the expression in LSE from which LSE2 is made. Or it subtracts an element of
+    M_ALL, and multiplies by that of INV_L_ALL at the same place: the weights, or what it sums of them (see
+    `_normalised`).
     """
     for op in kernel.ops():
         if isinstance(op, SoftmaxStep):
             shift = values.of(op.shift) if op.shift else sympy.Integer(0)
-            yield op, (values.of(op.scale) if op.scale else sympy.Integer(1)) * values.of(op.s) + shift, [sympy.Integer(0)]
+            yield (
+                op,
+                (values.of(op.scale) if op.scale else sympy.Integer(1)) * values.of(op.s) + shift,
+                [sympy.Integer(0)],
+            )
         elif isinstance(op, Map) and (power := power_of(op)) is not None:
             exponent = values.expression(power, op).args[0]
             sums = {x: values.elements[x] for x in sorted(exponent.free_symbols, key=str) if x in values.elements}
@@ -314,10 +357,11 @@ def _subtracted(x: Expr, tensor: str) -> list[Expr]:
 
 
 def _normalised(op: Map, values: Values) -> bool:
-    """Whether weights that a map makes again are multiplied by one over the row's sum of them, if it subtracts the row's maximum.
+    """Whether weights that a map makes again are multiplied by one over the row's sum of them, if it subtracts the
+    row's maximum.
 
-    The map does that. Or every value that a loop carries is multiplied by it where it is read, after the loops: then loops store nothing,
-    and take no logarithms of the weights.
+    The map does that. Or every value that a loop carries is multiplied by it where it is read, after the loops: then
+    loops store nothing, and take no logarithms of the weights.
     """
     factor = op.expr / power_of(op) if power_of(op) is not None else op.expr
     elements = {x: values.elements[x] for x in values.of(op.name).free_symbols if x in values.elements}
@@ -331,14 +375,23 @@ def _normalised(op: Map, values: Values) -> bool:
     kernel = values.kernel
     results = [f"{loop.name}.{field}" for loop in kernel.loops for field, _ in loop.carry]
     in_loops = [other for loop in kernel.loops for other in kernel.block(loop.body).ops]
-    readers = [(other, ref) for other in kernel.ops() if not isinstance(other, Loop) for ref in other.operands() if ref in results]
-    divided = [isinstance(other, Map) and str(values.of(other.name) / values.of(ref)) == inverse for other, ref in readers]
+    readers = [
+        (other, ref)
+        for other in kernel.ops()
+        if not isinstance(other, Loop)
+        for ref in other.operands()
+        if ref in results
+    ]
+    divided = [
+        isinstance(other, Map) and str(values.of(other.name) / values.of(ref)) == inverse for other, ref in readers
+    ]
     linear = not any(isinstance(other, (Scatter, Store)) or is_logarithm(kernel, values, other) for other in in_loops)
     return linear and all(divided)
 
 
 def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Weights are made of the header's score, nothing but their logarithms reads masked scores, and a sink is the header's."""
+    """Weights are made of the header's score, nothing but their logarithms reads masked scores, and a sink is the
+    header's."""
     if not {"Q", "K"} <= {arg.name for arg in kernel.args}:
         yield from _sinks(kernel, Header(module, kernel), Values(kernel))
         return
@@ -355,7 +408,9 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
             yield f"%{min(strangers)} reads the masked scores %{op.name}, and makes no weights of them"
     for op, exponent, subtracted in made_by:
         masked = {
-            s: values.others[s] for s in exponent.free_symbols if s in values.others and isinstance(kernel.op(values.others[s]), Mask)
+            s: values.others[s]
+            for s in exponent.free_symbols
+            if s in values.others and isinstance(kernel.op(values.others[s]), Mask)
         }
         factor = sympy.expand(exponent).coeff(next(iter(masked))) if masked else sympy.Integer(1)
         number, rest = factor.as_coeff_Mul()
@@ -373,7 +428,8 @@ def scores_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _unlimited(e: Expr, score: Expr) -> Expr:
-    """An expression without the limits of fp32: LOG2E * x for min(LARGEST, max(LOG2E * x, -LARGEST if x > -inf else -inf)).
+    """An expression without the limits of fp32: LOG2E * x for min(LARGEST, max(LOG2E * x, -LARGEST if x > -inf else
+    -inf)).
 
     The inner limit is -LARGEST alone where the score is never -inf, as a square is not.
     """
@@ -389,7 +445,9 @@ def _unlimited(e: Expr, score: Expr) -> Expr:
         for value, lowest in (inner, inner[::-1]):
             if isinstance(lowest, select) and lowest.args[0].is_Relational:
                 natural = lowest.args[0].args[0]
-                holds = lowest.args == (natural > -sympy.oo, -LARGEST, -sympy.oo) and same(normal(value), normal(LOG2E * natural))
+                holds = lowest.args == (natural > -sympy.oo, -LARGEST, -sympy.oo) and same(
+                    normal(value), normal(LOG2E * natural)
+                )
                 return value if holds else None
         return None
 
@@ -397,7 +455,8 @@ def _unlimited(e: Expr, score: Expr) -> Expr:
 
 
 def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
-    """Whether it is the logarithm to base 2 of a weight where that is positive, and 0 elsewhere, so that no 0 meets an infinity."""
+    """Whether it is the logarithm to base 2 of a weight where that is positive, and 0 elsewhere, so that no 0 meets
+    an infinity."""
     if not isinstance(op, Map) or not isinstance(op.expr, select):
         return False
     positive, logarithm, otherwise = op.expr.args
@@ -419,11 +478,15 @@ def _sinks(kernel: Kernel, header: Header, values: Values) -> Iterator[str]:
     """Kernels that store LSE join each row's maximum with the header's sink, if there is one."""
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     names = {arg.name for arg in kernel.args}
-    if not (steps or kernel.joins_parts) or "LSE" not in names:
+    if not (steps or kernel.combines_splits) or "LSE" not in names:
         return
     sink = header.meaning.sink
     scale = values.of(steps[0].scale) if steps and steps[0].scale else sympy.Integer(1)
-    joined = [op for op in kernel.block("entry").ops if isinstance(op, Map) and isinstance(op.expr, sympy.Max) and len(op.type.dims) == 1]
+    joined = [
+        op
+        for op in kernel.block("entry").ops
+        if isinstance(op, Map) and isinstance(op.expr, sympy.Max) and len(op.type.dims) == 1
+    ]
     if len(joined) != (sink is not None):
         yield f"{len(joined)} logits join a row's softmax; expected {'one, as the header has a sink' if sink is not None else 'none'}"
     for op in joined if sink is not None else ():
@@ -441,9 +504,9 @@ def masks_as_said(module: Module, kernel: Kernel) -> Iterator[str]:
     ends = used or [(op, op.name) for op in kernel.ops() if isinstance(op, Mask) and not _masked_again(kernel, op)]
     for op, ref in ends:
         done, _ = values.conditions(ref)
-        for c in _unproven(done, [*said, *_inside()], kernel.own_axis):
+        for c in _unproven(done, [*said, *_inside()], kernel.program_axis):
             yield f"%{op.name} hides more than the header's mask: `{to_text(c)}` does not follow from `{to_text(header.where)}`"
-        for c in _unproven(said, [*done, *_inside()], kernel.own_axis):
+        for c in _unproven(said, [*done, *_inside()], kernel.program_axis):
             yield f"%{op.name} hides less than the header's mask: `{to_text(c)}` does not follow from its conditions"
     for op in kernel.ops():
         if isinstance(op, Mask):
@@ -465,7 +528,8 @@ def _masked_again(kernel: Kernel, op: Mask) -> bool:
 def _unproven(conclusions: Iterable[Bool], premises: Iterable[Bool], own: str) -> list[Bool]:
     """The conclusions that are not among the premises and follow from none of them, for rows that exist.
 
-    Of two forms of a condition one may be decided where it becomes normal, as one that never holds: then they are compared as they stand.
+    Of two forms of a condition one may be decided where it becomes normal, as one that never holds: then they are
+    compared as they stand.
     """
     premises, loop = tuple(premises), "kv" if own == "q" else "q"
     known = dict.fromkeys(normal(p) for p in premises)
@@ -474,7 +538,9 @@ def _unproven(conclusions: Iterable[Bool], premises: Iterable[Bool], own: str) -
         wanted = normal(c)
         if wanted in known:
             continue
-        if wanted == sympy.true or any(alike(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known):
+        if wanted == sympy.true or any(
+            alike(p, wanted) or (_whole(p, wanted) and implies(p, wanted, own, loop)) for p in known
+        ):
             continue
         if not any(alike(p, c) for p in premises):
             left.append(c)

@@ -1,15 +1,18 @@
 """Programs that add to one tile in a fixed order: each has its turn, and none waits for ever.
 
-A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and have lower numbers.
-If a program has several heads, one after another, those that it waits for have the same ones. Programs are started in the order of their
-numbers, and so each waits for programs that have started. By induction on these numbers each ends, however many there is room for at one
-time: the one of the lowest number that is left waits for nobody. Lists of blocks leave some of these programs out, and change no order.
+A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and
+have lower numbers. If a program has several heads, one after another, those that it waits for have the same ones.
+Programs are started in the order of their numbers, and so each waits for programs that have started. By induction on
+these numbers each ends, however many there is room for at one
+time: the one of the lowest number that is left waits for nobody. Lists of blocks leave some of these programs out, and
+change no order.
 
-The two programs of a pair own the same tile, of heads that follow one another. The second one has the higher number, and waits for the
-first, when it has summed all it has: so it waits for a program that has started, too.
+The two programs of a pair own the same tile, of heads that follow one another. The second one has the higher number,
+and waits for the first, when it has summed all it has: so it waits for a program that has started, too.
 
-Programs that stay draw tiles in this order, each when it starts one, the first one too. So the first tile that is left waits for nobody.
-Either the program that has drawn it has ended its earlier ones; or nobody has drawn it, and a program that starts, or ends a tile, does.
+Programs that stay draw tiles in this order, each when it starts one, the first one too. So the first tile that is left
+waits for nobody. Either the program that has drawn it has ended its earlier ones; or nobody has drawn it, and a program
+that starts, or ends a tile, does.
 """
 
 from __future__ import annotations
@@ -20,19 +23,20 @@ import sympy
 
 from attngen.ir.expr import floordiv, mod, symbol, to_text
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Access, Add, Base, Count, Merge, Op, Position
+from attngen.ir.ops import Access, Base, CountTiles, ListPosition, Op, OrderedAccumulate, OrderedAdd
 from attngen.ir.split_axes import sharing
 from attngen.tiles.order import either_way, first_first, last_first, makers_of
 
 
 def turns(module: Module, kernel: Kernel) -> Iterator[str]:
-    """The turn of a program is how many come to the tile before it: those of later tiles, or in mirrored heads of earlier ones.
+    """The turn of a program is how many come to the tile before it: those of later tiles, or in mirrored heads of
+    earlier ones.
 
-    What it counts in data, for that alone, is how many tiles have started there. With lists of blocks, it is how many tiles the list of the
-    tile has behind the program's own, up to the end that the formula gives.
+    What it counts in data, for that alone, is how many tiles have started there. With lists of blocks, it is how many
+    tiles the list of the tile has behind the program's own, up to the end that the formula gives.
     """
-    adds = [op for op in kernel.ops() if isinstance(op, Add) and op.turn is not None]
-    counts = [op for op in kernel.ops() if isinstance(op, Count)]
+    adds = [op for op in kernel.ops() if isinstance(op, OrderedAdd) and op.order is not None]
+    counts = [op for op in kernel.ops() if isinstance(op, CountTiles)]
     if not adds:
         yield from (f"%{op.name} counts tiles, and no program takes turns by that" for op in counts)
         return
@@ -41,27 +45,31 @@ def turns(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "it is not known how many programs come to each tile of its loops; expected one range, whose start and end rise"
         return
     own = kernel.grid[0]
-    mirrored = first_first(module, kernel) if own.mirrored else None
-    if own.mirrored and mirrored is None:
+    reversed_group = first_first(module, kernel) if own.reversed_group else None
+    if own.reversed_group and reversed_group is None:
         yield f"its grid is mirrored along {own.var}; expected loops that start later for later tiles, and a known number that ended"
         return
-    wanted = either_way(mirrored, expected.expr)
+    wanted = either_way(reversed_group, expected.expr)
     for op in adds:
-        if op.turn != wanted:
-            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(wanted)}`, as many as come there before"
-    known, found = ({_said(op) for op in ops} for ops in (expected.makers, (*counts, *(m for op in adds for m in makers_of(kernel, op)))))
+        if op.order != wanted:
+            yield f"%{op.name} has the turn `{to_text(op.order)}`; expected `{to_text(wanted)}`, as many as come there before"
+    known, found = (
+        {_said(op) for op in ops}
+        for ops in (expected.makers, (*counts, *(m for op in adds for m in makers_of(kernel, op))))
+    )
     yield from (f"{said}, of which no turn is made" for said in sorted(found - known))
     yield from (f"the turn is made of what the body has not: {said}" for said in sorted(known - found))
-    if module.schedules and (own.var != kernel.own_axis or not own.descending):
-        yield f"its programs take turns from the last tile of {kernel.own_axis} on; expected the grid to start with these, descending"
+    if module.schedules and (own.var != kernel.program_axis or not own.reversed):
+        yield f"its programs take turns from the last tile of {kernel.program_axis} on; expected the grid to start with these, descending"
 
 
 def merges(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Programs along the axis of shares are paired: numbers 0 and 1, 2 and 3, and so on. Both store to the tiles of their pair, in turn.
+    """Programs along the axis of shares are paired: numbers 0 and 1, 2 and 3, and so on. Both store to the tiles of
+    their pair, in turn.
 
     A program stores once to each tensor, at the end, all in one turn, which the last of these ends.
     """
-    found = [op for op in kernel.ops() if isinstance(op, Merge)]
+    found = [op for op in kernel.ops() if isinstance(op, OrderedAccumulate)]
     if not found:
         return
     axes = sharing(kernel.grid)
@@ -69,13 +77,13 @@ def merges(module: Module, kernel: Kernel) -> Iterator[str]:
         yield "its programs merge tiles; expected an axis of programs that share heads, all merges in @entry, and another add"
         return
     number, two = symbol(axes[0].var), sympy.Integer(2)
-    places = [op.turns.tensor for op in found if op.turns] or [""]
+    places = [op.semaphore.tensor for op in found if op.semaphore] or [""]
     for op in found:
-        if op.turn != mod(number, two):
-            yield f"%{op.name} has the turn `{to_text(op.turn)}`; expected `{to_text(mod(number, two))}`, the number in its pair"
+        if op.order != mod(number, two):
+            yield f"%{op.name} has the turn `{to_text(op.order)}`; expected `{to_text(mod(number, two))}`, the number in its pair"
         _, place = kernel.accessed(op)
-        wanted = (*place[:-2], symbol(f"{kernel.own_axis}_start"))
-        if op.turns != Access(places[0], wanted) or floordiv(number, two) not in place:
+        wanted = (*place[:-2], symbol(f"{kernel.program_axis}_start"))
+        if op.semaphore != Access(places[0], wanted) or floordiv(number, two) not in place:
             yield f"%{op.name} has not the place of its pair, [{', '.join(map(to_text, wanted))}], in one tensor of turns"
     tensors = [kernel.accessed(op)[0].name for op in found]
     if len(set(tensors)) < len(tensors) or [op.ends for op in found] != [False] * (len(found) - 1) + [True]:
@@ -85,9 +93,9 @@ def merges(module: Module, kernel: Kernel) -> Iterator[str]:
 def _said(op: Op) -> str:
     """What an op is that makes a turn."""
     match op:
-        case Count(src=src, most=most):
+        case CountTiles(src=src, most=most):
             what = f"counts tiles that start at `{to_text(most)}` at most in {_place(src)}"
-        case Position(src=src, tile=tile):
+        case ListPosition(src=src, tile=tile):
             what = f"is the position of the tile `{to_text(tile)}` in %{src}"
         case Base(src=src):
             what = f"points to {_place(src)}"

@@ -25,9 +25,9 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     """A forward stores all outputs of the module, made of what its loop over keys carries.
 
     It stores SUMS, if kernels make weights again of these: the maximum and one over the sum of weights, with the sink.
-    The largest score of a query is the maximum that the softmax keeps, without a sink. The entropy, with its sink, is made of `l`, the sum
-    of weights, and `e`, that of weights times their logarithms to base 2: log2(l) - e / l, in nats. What all queries give a key is the sum
-    of their weights.
+    The largest score of a query is the maximum that the softmax keeps, without a sink. The entropy, with its sink, is
+    made of `l`, the sum of weights, and `e`, that of weights times their logarithms to base 2: log2(l) - e / l, in
+    nats. What all queries give a key is the sum of their weights.
     """
     stored = {kernel.accessed(op)[0].name: op.value for op in kernel.ops() if isinstance(op, Store)}
     if "KEY_MASS" in stored:
@@ -35,7 +35,9 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     if not steps or "LSE" not in stored:
         return
-    cached = any(arg.name == "CACHE_SEQLENS" for arg in kernel.args)  # nobody makes weights again of what such a call gives
+    cached = any(
+        arg.name == "CACHE_SEQLENS" for arg in kernel.args
+    )  # nobody makes weights again of what such a call gives
     if missing := [name for name in module.row_tensors if name not in stored and not (cached and name in SUMS)]:
         yield f"it stores no {' and no '.join(missing)}; expected it to, as the header says `outputs`"
         return
@@ -58,14 +60,20 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from is_(values, stored["INV_L_ALL"], select(total > 0, 1 / total, 0))
     if "entropy" in module.outputs:
         yield from is_(values, given["e"], _next(kernel, values, last, steps[0], scale))
-        yield from is_(values, stored["ENTROPY"], _entropy(Header(module, kernel), scale * ends["m"], ends["l"], ends["e"]))
+        yield from is_(
+            values, stored["ENTROPY"], _entropy(Header(module, kernel), scale * ends["m"], ends["l"], ends["e"])
+        )
 
 
 def _sum_of_weights(kernel: Kernel, ref: str) -> Iterator[str]:
     """The loops sum the weights of each turn over its queries, from 0 on."""
     values, last = Values(kernel), kernel.loops[-1]
     weights = {op.name for op, _, _ in softmaxes(kernel, values)}
-    sums = [op for op in kernel.ops() if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["q"]) and op.value in weights]
+    sums = [
+        op
+        for op in kernel.ops()
+        if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["q"]) and op.value in weights
+    ]
     field = ref.partition(".")[2]
     start = kernel.op(dict(kernel.loops[0].carry).get(field, ref))
     if ref != f"{last.name}.{field}" or len(sums) != 1 or not isinstance(start, Init) or start.value != 0:
@@ -83,7 +91,11 @@ def _next(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep, scale: 
     """The sum of weights times their logarithms, moved to the new maximum, and that of the tile."""
     p, alpha, greatest = (values.of(f"{step.name}.{field}") for field in ("p", "alpha", "m"))
     term = p * select(p > 0, scale * (values.of(step.s) - greatest), 0)
-    sums = [op for op in kernel.block(loop.body).ops if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["kv"])]
+    sums = [
+        op
+        for op in kernel.block(loop.body).ops
+        if isinstance(op, Reduce) and (op.op, op.over) == ("sum", AXIS_DIM["kv"])
+    ]
     tile = next((values.of(op.name) for op in sums if equal(values.of(op.value), term)), symbol("sum_of_terms"))
     grown = select(alpha > 0, scale * (greatest - values.of("m")), 0)
     return alpha * (values.of("e") - grown * values.of("l")) + tile

@@ -1,9 +1,10 @@
 """Equality of expressions by their values, where their normal forms differ: rigorous enclosures at many points.
 
-Points are drawn from a seed that the expressions give, and structured: positions that are equal, zeros, ones, the numbers of the
-expressions and their neighbours, and points at which the sides of a comparison are equal or differ by 1. At each one mpmath's interval
-arithmetic encloses both values; a number that may have been rounded is an interval, too. Enclosures that have no common number refute.
-Points at which a side is undefined, or its enclosure is wide, say nothing.
+Points are drawn from a seed that the expressions give, and structured: positions that are equal, zeros, ones, the
+numbers of the expressions and their neighbours, and points at which the sides of a comparison are equal or differ by 1.
+At each one mpmath's interval arithmetic encloses both values; a number that may have been rounded is an interval, too.
+Enclosures that have no common number refute. Points at which a side is undefined, or its enclosure is wide, say
+nothing.
 """
 
 from __future__ import annotations
@@ -201,11 +202,17 @@ def points(*expressions: Any) -> Iterator[Point]:
     """Points for these expressions, the same ones each time."""
     chance = Random("\n".join(map(to_text, expressions)))
     symbols = sorted({s for e in expressions for s in e.free_symbols}, key=str)
-    numbers = sorted({x for e in expressions for x in e.atoms(sympy.Number) if x.is_finite}, key=lambda x: (float(x), str(x)))
+    numbers = sorted(
+        {x for e in expressions for x in e.atoms(sympy.Number) if x.is_finite}, key=lambda x: (float(x), str(x))
+    )
     near = [int(x) + d for x in numbers if x.is_Integer for d in (-1, 0, 1)]
     flags = set().union(*(_conditions(e) for e in expressions))
-    relations = sorted({r for e in expressions for r in e.atoms(sympy.core.relational.Relational)}, key=sympy.default_sort_key)
-    lines = [line for r in relations if not any(a.is_Boolean for a in r.args) for line in _lines(r.lhs - r.rhs, symbols)]
+    relations = sorted(
+        {r for e in expressions for r in e.atoms(sympy.core.relational.Relational)}, key=sympy.default_sort_key
+    )
+    lines = [
+        line for r in relations if not any(a.is_Boolean for a in r.args) for line in _lines(r.lhs - r.rhs, symbols)
+    ]
     for i in range(DRAWN):
         pool = [chance.randrange((2, 9, 70, 5000)[i % 4]) for _ in range(2)]
         plain: dict[str, Any] = {s.name: _drawn(s, chance, pool, near, [float(x) for x in numbers]) for s in symbols}
@@ -217,7 +224,9 @@ def points(*expressions: Any) -> Iterator[Point]:
                 try:
                     solved = (d - value(rest, at)) / int(factor)
                     at[x.name] = iv.mpf(_whole(solved)) if x.is_integer else solved
-                    allowed = not x.is_integer or at[x.name].a >= (1 if x.is_positive else 0 if x.is_nonnegative else -math.inf)
+                    allowed = not x.is_integer or at[x.name].a >= (
+                        1 if x.is_positive else 0 if x.is_nonnegative else -math.inf
+                    )
                 except (Unknown, ArithmeticError):
                     continue
                 if allowed:
@@ -238,7 +247,9 @@ def _drawn(s: Any, chance: Random, pool: list[int], near: list[int], numbers: li
     least = 1 if s.is_positive else 0 if s.is_nonnegative else -4000
     kind = chance.randrange(4)
     if s.is_integer:
-        drawn = chance.choice(near) if kind == 0 and near else chance.choice(pool) if kind < 3 else chance.randrange(4000)
+        drawn = (
+            chance.choice(near) if kind == 0 and near else chance.choice(pool) if kind < 3 else chance.randrange(4000)
+        )
         return max(drawn if least >= 0 or chance.random() < 0.7 else -drawn, least)
     if kind == 0:
         return chance.choice([0.0, 1.0, -1.0, *pool, *numbers])
@@ -247,7 +258,8 @@ def _drawn(s: Any, chance: Random, pool: list[int], near: list[int], numbers: li
 
 @cache
 def agree(a: Expr, b: Expr) -> bool | None:
-    """Whether two expressions have the same value: False where a point refutes it, None if too few points say something."""
+    """Whether two expressions have the same value: False where a point refutes it, None if too few points say
+    something."""
     count = 0
     for at in points(a, b):
         try:

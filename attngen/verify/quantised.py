@@ -1,5 +1,5 @@
-"""The rule of caches of 8-bit numbers: what is read goes with the factors of its head, of its page and head, or of a latent's columns; what
-is stored, too."""
+"""The rule of caches of 8-bit numbers: what is read goes with the factors of its head, of its page and head, or of a
+latent's columns; what is stored, too."""
 
 from __future__ import annotations
 
@@ -11,25 +11,41 @@ from attngen.interp.e4m3 import LARGEST
 from attngen.ir.expr import Expr, select, symbol, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import SCALES
-from attngen.ir.ops import HALVES, Append, Dot, Loop, Map, Op, Reduce, SoftmaxStep, Store, Unzip, Yield, Zip
+from attngen.ir.ops import (
+    HALVES,
+    Append,
+    Deinterleave,
+    Dot,
+    Interleave,
+    Loop,
+    Map,
+    Op,
+    Reduce,
+    SoftmaxStep,
+    Store,
+    Yield,
+)
 from attngen.verify.meaning import Values, quantised_load, scale_of
 
 
 def quantised(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Numbers of 8 bits are multiplied by their factors once, and new ones divided by theirs; even columns stay even, and odd ones odd."""
+    """Numbers of 8 bits are multiplied by their factors once, and new ones divided by theirs; even columns stay
+    even, and odd ones odd."""
     if module.cache is None or not module.cache.dtype:
         return
     values = Values(kernel)
-    for row in module.rows(kernel.name) if kernel.tile_page else ():
+    for row in module.configs(kernel.name) if kernel.tile_page else ():
         if kernel.tile_page % row.block_kv:
             yield f"{row.device}: tiles of {row.block_kv} keys, which have one factor each, do not divide pages of {kernel.tile_page}"
     latent = module.cache.scale == "columns"
     for op in kernel.ops():
         if isinstance(op, Append) and op.dst.tensor in SCALES:
-            yield from _stored(kernel, values, op, _new_scale(kernel, values) if latent else scale_of(kernel, values, op))
+            yield from _stored(
+                kernel, values, op, _new_scale(kernel, values) if latent else scale_of(kernel, values, op)
+            )
         elif isinstance(op, Append) and op.dst.tensor in SCALES.values():
             yield from _new_scales(kernel, values, op)
-        elif isinstance(op, Zip) and isinstance(kernel.op(op.a), Loop):
+        elif isinstance(op, Interleave) and isinstance(kernel.op(op.a), Loop):
             yield from _columns(kernel, op)
     if latent:  # the rules of scores and of latents say what they are multiplied by
         return
@@ -63,10 +79,10 @@ def _stored(kernel: Kernel, values: Values, op: Append, expected: Expr) -> Itera
     """What is appended are both halves of new numbers, divided by their factors."""
     tensor = op.dst.tensor
     joined = kernel.op(op.value)
-    columns = kernel.op(joined.a) if isinstance(joined, Zip) else None
+    columns = kernel.op(joined.a) if isinstance(joined, Interleave) else None
     if (
-        not isinstance(joined, Zip)
-        or not isinstance(columns, Unzip)
+        not isinstance(joined, Interleave)
+        or not isinstance(columns, Deinterleave)
         or (joined.a, joined.b) != tuple(f"{columns.name}.{h}" for h in HALVES)
     ):
         yield f"%{op.name} stores %{op.value}; expected the even and the odd columns of one tile"
@@ -77,7 +93,7 @@ def _stored(kernel: Kernel, values: Values, op: Append, expected: Expr) -> Itera
         yield f"%{op.name} stores `{to_text(values.of(columns.value))}`; expected an element of {tensor}_NEW / {to_text(expected)}"
 
 
-def _columns(kernel: Kernel, op: Zip) -> Iterator[str]:
+def _columns(kernel: Kernel, op: Interleave) -> Iterator[str]:
     """What is stored in even columns was summed of even ones, and odd of odd."""
     for ref, half in zip((op.a, op.b), HALVES):
         loop, field = kernel.op(ref), ref.rpartition(".")[2]
@@ -89,7 +105,8 @@ def _columns(kernel: Kernel, op: Zip) -> Iterator[str]:
 
 
 def _summed(kernel: Kernel, values: Values, dot: Dot) -> Iterator[str]:
-    """Sums of values are multiplied by the factors of these: at the end, tile by tile, or with the weights, over the largest of a tile."""
+    """Sums of values are multiplied by the factors of these: at the end, tile by tile, or with the weights, over the
+    largest of a tile."""
     load = quantised_load(kernel, dot.b)
     assert load is not None
     scale = scale_of(kernel, values, load)
@@ -100,7 +117,9 @@ def _summed(kernel: Kernel, values: Values, dot: Dot) -> Iterator[str]:
     if isinstance(weights, SoftmaxStep) and all(_times(values, op, dot, scale) for op in made):
         return
     if isinstance(weights, SoftmaxStep):
-        stores = [op for op in kernel.ops() if isinstance(op, Store) and kernel.accessed(op)[0].name in ("O", "O_PARTS")]
+        stores = [
+            op for op in kernel.ops() if isinstance(op, Store) and kernel.accessed(op)[0].name in ("O", "O_PARTS")
+        ]
         for op in stores:
             if sympy.Mul.make_args(values.of(op.value)).count(scale) != 1:
                 yield f"%{op.value} is stored, `{to_text(values.of(op.value))}`; expected the factor {to_text(scale)} in it, once"
@@ -108,7 +127,9 @@ def _summed(kernel: Kernel, values: Values, dot: Dot) -> Iterator[str]:
     sizes = [op for op in kernel.ops() if isinstance(op, Reduce) and op.op == "max" and values.of(op.value) == scale]
     for size in (values.of(op.name) for op in sizes[:1]):
         p = [values.of(f"{op.name}.p") for op in kernel.ops() if isinstance(op, SoftmaxStep)]
-        if values.of(weights.name) == p[0] * select(size > 0, scale / size, 0) and all(_times(values, op, dot, size) for op in made):
+        if values.of(weights.name) == p[0] * select(size > 0, scale / size, 0) and all(
+            _times(values, op, dot, size) for op in made
+        ):
             return
     yield f"%{dot.name} sums values by weights `{to_text(values.of(weights.name))}`; expected the factor {to_text(scale)} in them"
 

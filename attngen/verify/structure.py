@@ -13,7 +13,7 @@ import sympy
 
 from attngen.ir.dtypes import ELEMENTS, agree, result_type
 from attngen.ir.expr import cdiv, symbol, to_text
-from attngen.ir.graph import Kernel, Module, Row, input_tensors
+from attngen.ir.graph import Config, Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.names import AXES, BLOCKS, DIMS, OUTPUTS
 from attngen.ir.ops import (
@@ -22,25 +22,25 @@ from attngen.ir.ops import (
     COLUMN_DIM,
     DTYPE_BYTES,
     TENSORS,
-    Add,
     Arg,
     Barrier,
     Base,
     Gather,
+    GridDependencyWait,
     Init,
     Load,
     Loop,
     Mask,
-    Merge,
     Op,
+    OrderedAccumulate,
+    OrderedAdd,
     Scatter,
     Store,
     Type,
-    WaitForGrid,
     Yield,
     dimension,
 )
-from attngen.ir.pipe import Pipeline
+from attngen.ir.pipe import PipelinedLoop
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import in_turn, ranges, shared, sharing
 from attngen.targets.registry import BACKENDS
@@ -48,7 +48,19 @@ from attngen.verify.meaning import Values, latent_load
 
 WIDTHS = set(COLUMN_DIM.values())
 ROPES = range(16, 129, 16)  # columns that are rotated
-NAMED = {"b", "h", "hkv", "q_idx", "kv_idx", "B", "Hq", "Hkv", "group", "Nq", "Nk"}  # names that the header's mask and score may use
+NAMED = {
+    "b",
+    "h",
+    "hkv",
+    "q_idx",
+    "kv_idx",
+    "B",
+    "Hq",
+    "Hkv",
+    "group",
+    "Nq",
+    "Nk",
+}  # names that the header's mask and score may use
 
 
 def header(module: Module, kernel: Kernel) -> Iterator[str]:
@@ -57,7 +69,10 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         ("heads", module.sharing, tuple(SHARINGS)),
         ("precision", module.precision, ("ieee", "tf32")),
         ("backend", module.backend, tuple(BACKENDS)),
-        *(("backend", name, (module.backend, *_dividers(module, kernel))) for name in _named_backends(module, kernel)),
+        *(
+            ("backend", name, (module.backend, *_specializers(module, kernel)))
+            for name in _named_backends(module, kernel)
+        ),
         *(("dtype", d, tuple(ELEMENTS)) for d in module.dtypes),
         *((f"head_dim {n}", d, range(16, 513 + 128 * bool(module.rope), 8)) for n, d in module.head_dims),
     ):
@@ -67,12 +82,14 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
         yield from _unlike(module)
     if module.outputs != tuple(name for name in OUTPUTS if name in ("lse", *module.outputs)):
         yield f"`outputs {' '.join(module.outputs)}`; expected lse, and some of {', '.join(OUTPUTS)}, in this order"
-    if module.rope and (module.cache is None or module.head_dim_qk != module.head_dim_v + module.rope or module.rope not in ROPES):
+    if module.rope and (
+        module.cache is None or module.head_dim_qk != module.head_dim_v + module.rope or module.rope not in ROPES
+    ):
         said = f"a cache, 16 to 128 columns by 16, and {module.head_dim_v + module.rope} of q and k"
         yield f"`latent rope={module.rope}`; expected {said}"
     if module.blocks and (module.blocks.size & (module.blocks.size - 1) or not 16 <= module.blocks.size <= 4096):
         yield f"`blocks {module.blocks.size}`; expected a power of two from 16 to 4096"
-    names = (*module.kernels, *(k for k in module.divided if k.of))
+    names = (*module.kernels, *(k for k in module.warp_specialized if k.of))
     for what, values in (("dtype", module.dtypes), ("kernel", tuple(k.name for k in names))):
         if not values or len(set(values)) < len(values):
             yield f"{what} `{' '.join(values)}`; expected one or more, each once"
@@ -87,12 +104,12 @@ def header(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def _named_backends(module: Module, kernel: Kernel) -> list[str]:
     """The backends that the rows of a kernel's schedule name."""
-    return [row.backend for row in dict(module.schedules).get(kernel.name, ()) if isinstance(row, Row)]
+    return [config.backend for config in dict(module.schedules).get(kernel.name, ()) if isinstance(config, Config)]
 
 
-def _dividers(module: Module, kernel: Kernel) -> list[str]:
+def _specializers(module: Module, kernel: Kernel) -> list[str]:
     """The backends for which a kernel is divided."""
-    return [other.backend for other in module.divided if other.name == kernel.name]
+    return [other.backend for other in module.warp_specialized if other.name == kernel.name]
 
 
 def _unlike(module: Module) -> Iterator[str]:
@@ -100,12 +117,15 @@ def _unlike(module: Module) -> Iterator[str]:
     if not agree(module.dtypes):
         yield f"dtype `{' '.join(module.dtypes)}`, which kernels treat differently; expected types that agree on their results and weights"
     yield from (
-        f"dtype `{d}`, and there is a host @backward; expected none" for d in module.dtypes if module.trains and not ELEMENTS[d].trains
+        f"dtype `{d}`, and there is a host @backward; expected none"
+        for d in module.dtypes
+        if module.trains and not ELEMENTS[d].trains
     )
 
 
 def _unnamed(module: Module) -> Iterator[str]:
-    """The header's mask and score name only positions, sizes, inputs and derived tensors. Reads have an index for each dimension."""
+    """The header's mask and score name only positions, sizes, inputs and derived tensors. Reads have an index for
+    each dimension."""
     tensors, meaning = input_tensors(module.inputs, module.derived), module.meaning
     known = NAMED | {i.name for i in module.inputs} | tensors.keys()
     for read in meaning.reads:
@@ -115,7 +135,10 @@ def _unnamed(module: Module) -> Iterator[str]:
         known |= {read.name}
     said = (meaning.where, meaning.by_key, *(e for fact in meaning.known for e in fact))
     yield from (f"`mask` names `{s}`, which is no position, size or input" for s in _names(said) - known)
-    yield from (f"`score` names `{s}`, which is no position, size or input" for s in _names((meaning.score, meaning.sink)) - known - {"s"})
+    yield from (
+        f"`score` names `{s}`, which is no position, size or input"
+        for s in _names((meaning.score, meaning.sink)) - known - {"s"}
+    )
 
 
 def _names(expressions: Iterable[Any]) -> set[str]:
@@ -126,14 +149,14 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
     """The grid tiles one axis, there is an entry, and every value has a type that kernels and host programs know."""
     if "entry" not in {b.name for b in kernel.blocks}:
         yield "no block @entry"
-    if not kernel.grid or not kernel.tiled_axis or kernel.tiled_axis != kernel.own_axis:
+    if not kernel.grid or not kernel.tiled_axis or kernel.tiled_axis != kernel.program_axis:
         yield "the grid does not start with q or kv, and no loop of class all runs over one of them"
     if len({axis.var for axis in kernel.grid}) < len(kernel.grid):
         yield f"an axis stands twice in the grid, {', '.join(axis.var for axis in kernel.grid)}"
     for at, axis in enumerate(kernel.grid):
-        if axis.abreast < 1 or ((axis.abreast > 1 or axis.together) and (at or axis.var not in AXIS_EXTENT)):
-            yield f"abreast({axis.abreast}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
-        if axis.mirrored and not (axis.together and kernel.adds):
+        if axis.swizzle < 1 or ((axis.swizzle > 1 or axis.swizzle_rows) and (at or axis.var not in AXIS_EXTENT)):
+            yield f"swizzle({axis.swizzle}) of the grid axis {axis.var}; expected 1 or more heads, on an axis of tiles, the first"
+        if axis.reversed_group and not (axis.swizzle_rows and kernel.adds):
             yield f"the grid axis {axis.var} is mirrored; expected that of a kernel that adds, with heads that are taken together"
     blocks = [b.name for b in kernel.blocks]
     homes = {(kernel.graph.nodes[loop.name]["block"], loop.body) for loop in kernel.loops}
@@ -143,23 +166,27 @@ def signature(module: Module, kernel: Kernel) -> Iterator[str]:
         if blocks.count(name) > 1 or bodies.count(name) != (name != "entry") or name not in reached:
             yield f"@{name} is not the body of loops of one other block; only @entry is no body"
     result = result_type(module.dtypes)
-    known = tuple(dict.fromkeys(("T", *DTYPE_BYTES, result, *(["fp16"] if module.cache and module.cache.dtype else []))))
+    known = tuple(
+        dict.fromkeys(("T", *DTYPE_BYTES, result, *(["fp16"] if module.cache and module.cache.dtype else [])))
+    )
     stores = [op.dst.tensor for op in kernel.ops() if isinstance(op, (Scatter, Store))]
-    stores += [op.turns.tensor for op in kernel.ops() if isinstance(op, (Add, Merge)) and op.turns]
+    stores += [
+        op.semaphore.tensor for op in kernel.ops() if isinstance(op, (OrderedAdd, OrderedAccumulate)) and op.semaphore
+    ]
     lengths = {i.name for i in module.inputs if i.is_size}
     written = {ref for name in stores for ref in (name, *kernel.op(name).operands())}
     for op in kernel.ops():
         if isinstance(op, (Load, Store)):
-            tensor, role = kernel.accessed(op)[0], "out" if isinstance(op, Store) else "in"
-            more = ["inout"] if role == "in" else ["sum"] if isinstance(op, Add) else ["inout", "scratch"]
-            if not isinstance(tensor, Arg) or tensor.role not in (role, *more):
-                does = "reads" if role == "in" else "adds to" if isinstance(op, Add) else "writes"
-                yield f"%{op.name} {does} %{tensor.name}, which is no tensor of role `{role}`"
+            tensor, warp_group = kernel.accessed(op)[0], "out" if isinstance(op, Store) else "in"
+            more = ["inout"] if warp_group == "in" else ["sum"] if isinstance(op, OrderedAdd) else ["inout", "scratch"]
+            if not isinstance(tensor, Arg) or tensor.role not in (warp_group, *more):
+                does = "reads" if warp_group == "in" else "adds to" if isinstance(op, OrderedAdd) else "writes"
+                yield f"%{op.name} {does} %{tensor.name}, which is no tensor of role `{warp_group}`"
     for block in kernel.blocks:
-        roles = (*TENSORS, "scalar") if block.name == "entry" else ("carry",)
+        warp_groups = (*TENSORS, "scalar") if block.name == "entry" else ("carry",)
         for op in block.ops:
-            if isinstance(op, Arg) and op.role not in roles:
-                yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(roles)}"
+            if isinstance(op, Arg) and op.role not in warp_groups:
+                yield f"%{op.name} is an argument `{op.role}` of @{block.name}; expected {' or '.join(warp_groups)}"
             dims = op.type.dims if isinstance(op, Arg) and op.role in TENSORS else ()
             sizes = DIMS | lengths | {d for d in dims if d.isdigit() or re.fullmatch(BLOCKS, d)}
             if not (set(dims[:-1]) <= sizes and set(dims[-1:]) <= sizes | WIDTHS):
@@ -179,13 +206,14 @@ def references(module: Module, kernel: Kernel) -> Iterator[str]:
         for ref in op.operands():
             source, _, field = ref.partition(".")
             defined = kernel.op(source)
-            known = dict(defined.carry) if isinstance(defined, (Loop, Pipeline)) else defined.results()
+            known = dict(defined.carry) if isinstance(defined, (Loop, PipelinedLoop)) else defined.results()
             if field not in known:
                 yield f"%{op.name} reads %{ref}; %{source} has {', '.join(f'.{k}' if k else 'one result' for k in known) or 'none'}"
 
 
 def order(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A value, or a scalar that an expression names, is defined before its use, in the same block or in one around it."""
+    """A value, or a scalar that an expression names, is defined before its use, in the same block or in one around
+    it."""
     if not nx.is_directed_acyclic_graph(kernel.graph):
         yield f"%{nx.find_cycle(kernel.graph)[0][0]} depends on itself"
     nodes = kernel.graph.nodes
@@ -208,22 +236,30 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
             continue
         if not loop.ranges:
             yield f"%{loop.name} has no range; expected one at least, as in ranges(0 .. 1)"
-        walks = kernel.walks and loop.var == kernel.own_axis
-        walks |= kernel.prepares and loop.var in AXIS_EXTENT  # it has no scores: its loops run over all tiles of either axis
+        walks = kernel.walks and loop.var == kernel.program_axis
+        walks |= (
+            kernel.prepares and loop.var in AXIS_EXTENT
+        )  # it has no scores: its loops run over all tiles of either axis
         walks |= loop.var == "joined"  # a program joins all parts of its sequence
         over_tiles = loop.var in AXIS_EXTENT and not walks
         if loop.cls not in (("unknown", "full", "partial") if over_tiles else ("all",)):
-            expected = "all, as it does not run over tiles" if not walks else "all, as its program owns each of these tiles in turn"
+            expected = (
+                "all, as it does not run over tiles"
+                if not walks
+                else "all, as its program owns each of these tiles in turn"
+            )
             expected = "unknown, full or partial, as it runs over tiles" if over_tiles else expected
             yield f"%{loop.name} has class `{loop.cls}`; expected {expected}"
         if loop.cls == "all" and loop.listed:
             yield f"%{loop.name} runs over a list, and has class `all`; expected no list, as it leaves none out"
         if loop.var in {axis.var for axis in kernel.grid}:
             yield f"%{loop.name} runs over {loop.var}, of which the grid gives each program one"
-        if walks and loop.ranges != ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var]))),):
+        if walks and loop.ranges != (
+            (sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[loop.var]), symbol(AXIS_DIM[loop.var]))),
+        ):
             yield f"%{loop.name} does not run over all tiles of {loop.var}, which its program owns"
-        if over_tiles and kernel.walks and kernel.own_axis not in {other.var for other in kernel.around(loop.body)}:
-            yield f"%{loop.name} is in no loop over the tiles of {kernel.own_axis}, one of which its mask needs"
+        if over_tiles and kernel.walks and kernel.program_axis not in {other.var for other in kernel.around(loop.body)}:
+            yield f"%{loop.name} is in no loop over the tiles of {kernel.program_axis}, one of which its mask needs"
         if loop.var in {other.var for other in kernel.around(kernel.graph.nodes[loop.name]["block"])}:
             yield f"%{loop.name} runs over {loop.var} inside a loop over {loop.var}"
         in_group = len(loop.heads) == 1 and in_turn(kernel, loop)[1] == (0, dimension("group"))
@@ -245,35 +281,39 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def deals(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Programs have parts of keys if these are dealt, by lengths that the kernel has; then they are numbered by parts and sequences."""
+    """Programs have parts of keys if these are dealt, by lengths that the kernel has; then they are numbered by
+    parts and sequences."""
     axes = {axis.var for axis in kernel.grid}
-    of_parts = "part" in axes or kernel.joins_parts
-    if (kernel.deal is not None) != of_parts:
+    of_parts = "part" in axes or kernel.combines_splits
+    if (kernel.kv_split is not None) != of_parts:
         how = "nothing says how" if of_parts else "it says how"
         yield f"{how} keys are dealt; expected that of kernels with parts of them, and no others"
-    if kernel.deal is None:
+    if kernel.kv_split is None:
         return
-    lacking = [name for name in ("CACHE_SEQLENS", "B", "items", "Nc", "Nn") if name not in {arg.name for arg in kernel.args}]
+    lacking = [
+        name for name in ("CACHE_SEQLENS", "B", "items", "Nc", "Nn") if name not in {arg.name for arg in kernel.args}
+    ]
     if lacking or "b" not in axes:
         yield f"keys are dealt, and it lacks {', '.join(lacking) or 'the axis b'}"
     numbers = {arg.name for arg in kernel.args if arg.role == "scalar" and arg.type.dtype == "i32"}
-    known = numbers | {"Nk", *(name for name, _ in kernel.deal.reads)}
-    for name, at in kernel.deal.reads:
+    known = numbers | {"Nk", *(name for name, _ in kernel.kv_split.reads)}
+    for name, at in kernel.kv_split.reads:
         tensor = next((arg.type for arg in kernel.args if arg.role == "in" and arg.name == at.tensor), Type(""))
         pairs = list(zip(tensor.dims, at.index))
         inside = all(e.is_nonnegative and prove_le(e, dimension(dim) - 1) for dim, e in pairs[1:])
         of_sequence = pairs[:1] == [("B", symbol("b"))] and _names(at.index[1:]) <= numbers
         if (tensor.dtype, len(tensor.dims)) != ("i32", len(at.index)) or not (of_sequence and inside):
             yield f"the work of a sequence reads `{name}` of %{at.tensor}; expected an i32 of sequence b, inside of that argument"
-    if stray := _names((kernel.deal.work,)) - known:
+    if stray := _names((kernel.kv_split.work,)) - known:
         expected = "Nk and whole numbers of the call, or elements that it reads"
-        yield f"the work of a sequence is `{to_text(kernel.deal.work)}`, which names `{min(stray)}`; expected {expected}"
-    if of_cache := [k.name for k in module.kernels if k.deal and k.deal != kernel.deal]:
+        yield f"the work of a sequence is `{to_text(kernel.kv_split.work)}`, which names `{min(stray)}`; expected {expected}"
+    if of_cache := [k.name for k in module.kernels if k.kv_split and k.kv_split != kernel.kv_split]:
         yield f"keys are dealt in another way than in @{of_cache[0]}"
 
 
 def latents(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Of a latent, kernels multiply all columns of q and k; values are those of V, or in a cache the columns of the latent."""
+    """Of a latent, kernels multiply all columns of q and k; values are those of V, or in a cache the columns of the
+    latent."""
     names = {arg.name for arg in kernel.args}
     if not {"Q", "K"} <= names:
         return
@@ -282,7 +322,11 @@ def latents(module: Module, kernel: Kernel) -> Iterator[str]:
         found = ", ".join(sorted(rotated)) or "no columns that are rotated"
         yield f"it reads {found}; expected both where `latent` says so, and none elsewhere"
     wanted = "K" if kernel.reads_cache else "V"
-    scaled = ", numbers times their factors" if module.cache and module.cache.scale == "columns" and kernel.reads_cache else ""
+    scaled = (
+        ", numbers times their factors"
+        if module.cache and module.cache.scale == "columns" and kernel.reads_cache
+        else ""
+    )
     values = Values(kernel)
     for dot in kernel.dots if module.rope else ():
         op = latent_load(values, dot.b) or kernel.op(dot.b)
@@ -291,7 +335,8 @@ def latents(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def shares(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Programs that share have parts of one loop, or of all loops over one body. Of others each of them runs over all."""
+    """Programs that share have parts of one loop, or of all loops over one body. Of others each of them runs over
+    all."""
     for axis in sharing(kernel.grid):
         found = {(loop.body, of) for loop in kernel.loops for of, (lo, hi) in shared(kernel, loop) if lo != hi}
         found = {(loop.body, in_turn(kernel, loop)[0]) for loop in kernel.loops if loop.heads} or found
@@ -302,13 +347,16 @@ def shares(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def rewrites(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A tensor of role `inout` is loaded and then stored once, at one place, in the body of a loop whose turns have tiles of their own."""
+    """A tensor of role `inout` is loaded and then stored once, at one place, in the body of a loop whose turns have
+    tiles of their own."""
     for arg in (a for a in kernel.args if a.role == "inout"):
         found = [op for op in kernel.ops() if isinstance(op, (Load, Store)) and kernel.accessed(op)[0] is arg]
         if [type(op) for op in found] != [Load, Store]:
             yield f"%{arg.name} has {len(found)} loads and stores; expected one load, and then one store"
             continue
-        (read, first), (write, second) = ((kernel.graph.nodes[op.name]["block"], kernel.accessed(op)[1]) for op in found)
+        (read, first), (write, second) = (
+            (kernel.graph.nodes[op.name]["block"], kernel.accessed(op)[1]) for op in found
+        )
         if (read, first) != (write, second):
             yield f"%{arg.name} is loaded at one place and stored at another; expected a tile that is rewritten where it is read"
         around = {loop.var for loop in kernel.around(read)[:1] if loop.cls != "all"}
@@ -322,13 +370,14 @@ def live(module: Module, kernel: Kernel) -> Iterator[str]:
     for op in kernel.ops():
         parameter = isinstance(op, Arg) and op.role != "carry"
         parameter |= isinstance(op, Loop) and op.body in kernel.storing
-        acts = isinstance(op, (Barrier, Scatter, Store, WaitForGrid, Yield))
+        acts = isinstance(op, (Barrier, Scatter, Store, GridDependencyWait, Yield))
         if not (parameter or acts or kernel.graph.out_degree(op.name) or op.name in named):
             yield f"%{op.name} is read by nothing"
 
 
 def in_place(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A value that is updated in place has one reader. Carried and masked values are: each is one variable in the printed kernel."""
+    """A value that is updated in place has one reader. Carried and masked values are: each is one variable in the
+    printed kernel."""
     readers: dict[str, list[str]] = {}
     for op in kernel.ops():
         for ref in op.operands():
@@ -370,8 +419,11 @@ def ordered(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _crossing(kernel: Kernel) -> Iterator[str]:
-    """Reasons about tensors of role `scratch`, and others that are written at two places: threads write and read each other's elements."""
-    writes = [tensor for tensor, access in _accesses(kernel, kernel.block("entry").ops) if not isinstance(access, Gather)]
+    """Reasons about tensors of role `scratch`, and others that are written at two places: threads write and read
+    each other's elements."""
+    writes = [
+        tensor for tensor, access in _accesses(kernel, kernel.block("entry").ops) if not isinstance(access, Gather)
+    ]
     shared = {a.name for a in kernel.args if a.role == "scratch" or (a.role == "out" and writes.count(a.name) > 1)}
     written: dict[str, str] = {}  # tensor -> the block that wrote to it since the last barrier
     filled: set[str] = set()
@@ -391,7 +443,11 @@ def _crossing(kernel: Kernel) -> Iterator[str]:
         stored = [(tensor, access) for tensor, access in accesses if not isinstance(access, Gather)]
         once = {tensor for tensor, access in stored if isinstance(access, Store) or access.op == "put"}
         often = Counter(tensor for tensor, _ in stored)
-        yield from (f"@{block} writes elements of %{tensor} twice, in no fixed order" for tensor in sorted(once) if often[tensor] > 1)
+        yield from (
+            f"@{block} writes elements of %{tensor} twice, in no fixed order"
+            for tensor in sorted(once)
+            if often[tensor] > 1
+        )
         written |= {tensor: block for tensor, _ in stored}
         filled |= {tensor for tensor, access in accesses if isinstance(access, Store)}  # of all tiles
 

@@ -11,7 +11,7 @@ from attngen.heuristics import STRIP
 from attngen.ir.expr import conjuncts, select, symbol, symbol_names, to_text
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import BLOCK_LISTS, FULL_RANKS
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Gather, Load, Map, Mask, Op, Position, Reduce
+from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, Dot, Gather, ListPosition, Load, Map, Mask, Op, Reduce
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import ranges
 from attngen.tiles.boundary import PLACES, cut_by, data_of, is_whole_without
@@ -27,10 +27,10 @@ def classified(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def extremes(module: Module, kernel: Kernel) -> Iterator[str]:
-    """What bounds take as the least or greatest number of the own tile's rows is so: a minimum or maximum over rows that exist, or, of
-    numbers that never fall along the rows, that of the first or the last. In tiles of packed rows, that of the first or the last query is
-    no greater or no less than all of these."""
-    own = kernel.own_axis
+    """What bounds take as the least or greatest number of the own tile's rows is so: a minimum or maximum over rows
+    that exist, or, of numbers that never fall along the rows, that of the first or the last. In tiles of packed
+    rows, that of the first or the last query is no greater or no less than all of these."""
+    own = kernel.program_axis
     rising = {name.upper() for d in module.derived for name in d.rising}
     for name in sorted(rows_of(kernel)):
         for made, end, kind, other in (
@@ -39,34 +39,56 @@ def extremes(module: Module, kernel: Kernel) -> Iterator[str]:
         ):
             if made not in kernel.graph:
                 continue
-            known = name in kernel.graph and (_at_end(kernel, made, name, end, rising) or _reduced(kernel, made, name, kind, other))
+            known = name in kernel.graph and (
+                _at_end(kernel, made, name, end, rising) or _reduced(kernel, made, name, kind, other)
+            )
             if not known:
                 yield f"%{made} is not proven to be the {kind} of %{name} over the rows of the program's own tile"
 
 
 def _at_end(kernel: Kernel, made: str, name: str, end: Any, rising: set[str]) -> bool:
-    """Whether a value is that of the first or last row of a tensor whose numbers never fall, of which another has all rows."""
+    """Whether a value is that of the first or last row of a tensor whose numbers never fall, of which another has
+    all rows."""
     one, rows = kernel.op(made), kernel.op(name)
     if isinstance(one, Gather) and isinstance(rows, Gather):
         queries = sympy.Integer(0) if end == symbol("q_start") else symbol("queries") - 1
-        whole = kernel.packs and is_of_packed(rows) and not one.type.dims and one.where == sympy.true and rows.src.tensor in rising
+        whole = (
+            kernel.pack_gqa
+            and is_of_packed(rows)
+            and not one.type.dims
+            and one.where == sympy.true
+            and rows.src.tensor in rising
+        )
         return whole and one.src == Access(rows.src.tensor, (*rows.src.index[:-1], queries))
     if not isinstance(one, Load) or not isinstance(rows, Load):
         return False
     (tensor, at), (whole, index) = kernel.accessed(one), kernel.accessed(rows)
-    return tensor is whole and tensor.name in rising and at == tuple(end if str(e) == kernel.own_axis else e for e in index)
+    return (
+        tensor is whole
+        and tensor.name in rising
+        and at == tuple(end if str(e) == kernel.program_axis else e for e in index)
+    )
 
 
 def _reduced(kernel: Kernel, made: str, name: str, kind: str, other: int) -> bool:
     """Whether a value is the minimum or maximum of another's rows that exist."""
-    own, reduce = kernel.own_axis, kernel.op(made)
-    rows: Op | None = kernel.op(reduce.value) if isinstance(reduce, Reduce) and (reduce.op, reduce.over) == (kind, AXIS_DIM[own]) else None
+    own, reduce = kernel.program_axis, kernel.op(made)
+    rows: Op | None = (
+        kernel.op(reduce.value)
+        if isinstance(reduce, Reduce) and (reduce.op, reduce.over) == (kind, AXIS_DIM[own])
+        else None
+    )
     inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])
-    return isinstance(rows, Map) and rows.expr == select(inside, symbol(name), sympy.Integer(other)) and dict(rows.uses) == {name: name}
+    return (
+        isinstance(rows, Map)
+        and rows.expr == select(inside, symbol(name), sympy.Integer(other))
+        and dict(rows.uses) == {name: name}
+    )
 
 
 def covers(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Loops over tiles visit, between them and once each, every tile that holds something visible, and none before the first.
+    """Loops over tiles visit, between them and once each, every tile that holds something visible, and none before the
+    first.
 
     Programs that share a loop visit its tiles between them. Parts of a range that rises rise, and lie in it.
     """
@@ -81,11 +103,15 @@ def covers(module: Module, kernel: Kernel) -> Iterator[str]:
     for body in dict.fromkeys(loop.body for loop in kernel.loops if loop.cls != "all"):
         runs = _runs(tuple(_known(kernel, e) for e in tile_ranges(kernel, body)))
         mine = [loop for loop in kernel.loops if loop.body == body]
-        apart = module.blocks is not None and module.blocks.data and all(loop.listed for loop in mine)  # no block is in two lists
+        apart = (
+            module.blocks is not None and module.blocks.data and all(loop.listed for loop in mine)
+        )  # no block is in two lists
         for loops in [[loop] for loop in mine] if apart else [mine]:
             pieces = [tuple(_known(kernel, e) for e in pair) for loop in loops for pair in ranges(kernel, loop)]
             if not _covered(runs, pieces):
-                have, need = (", ".join(f"{to_text(p[0])} .. {to_text(p[-1])}" for p in some) for some in (pieces, runs))
+                have, need = (
+                    ", ".join(f"{to_text(p[0])} .. {to_text(p[-1])}" for p in some) for some in (pieces, runs)
+                )
                 yield f"the loops over @{body} run {have}, which is not proven to be all of {need}, once each"
         if apart and sorted(loop.cls for loop in mine) != ["full", "partial"]:
             yield f"the loops over @{body} are {', '.join(loop.cls for loop in mine)}; expected full and partial, for both lists of blocks"
@@ -99,12 +125,17 @@ def _runs(tiles: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool:
     """Whether the pieces are chains, in rising order, that cover the runs: all in one chain, or each run in its own."""
     pieces = [p for p in pieces if p[0] != p[1]]  # for programs whose tile has a row, the others are empty
-    if any(len(c) == len(pieces) and prove_le(c[0][0], runs[0][0]) and prove_le(runs[-1][3], c[-1][1]) for c in _chains(pieces)):
+    if any(
+        len(c) == len(pieces) and prove_le(c[0][0], runs[0][0]) and prove_le(runs[-1][3], c[-1][1])
+        for c in _chains(pieces)
+    ):
         return True
     left: list[tuple[Any, Any]] = list(pieces)
     last: list[tuple[Any, Any]] = []
     for run in (r for r in runs if r[0] != r[3]):
-        candidates = [last] * bool(last) + sorted(_chains(left), key=len, reverse=True)  # a shorter one would leave empty pieces
+        candidates = [last] * bool(last) + sorted(
+            _chains(left), key=len, reverse=True
+        )  # a shorter one would leave empty pieces
         chain = next((c for c in candidates if prove_le(c[0][0], run[0]) and prove_le(run[3], c[-1][1])), None)
         if chain is None or (last and chain is not last and not prove_le(last[-1][1], chain[0][0])):
             return False
@@ -119,7 +150,7 @@ def _le(kernel: Kernel, a: Any, b: Any) -> bool:
 
 def _known(kernel: Kernel, e: Any) -> Any:
     """An expression with what a program knows of the tile that it owns."""
-    return with_rows(e, kernel.own_axis, rows_of(kernel))
+    return with_rows(e, kernel.program_axis, rows_of(kernel))
 
 
 def _chains(pieces: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
@@ -146,7 +177,8 @@ def ends_hidden(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def needed(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A load that is limited to a range of rows has all rows that are in visible pairs of the program's tile, and none past the end."""
+    """A load that is limited to a range of rows has all rows that are in visible pairs of the program's tile, and
+    none past the end."""
     bodies = {loop.body for loop in kernel.loops if loop.cls != "all" and loop.var == kernel.loop_axis}
     extent = symbol(AXIS_EXTENT[kernel.loop_axis])
     for body, op in ((b.name, op) for b in kernel.blocks for op in b.ops if isinstance(op, Load) and op.needed):
@@ -162,7 +194,8 @@ def needed(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A loop of class full runs only over tiles that the mask's expression proves full, or over blocks that are listed as full."""
+    """A loop of class full runs only over tiles that the mask's expression proves full, or over blocks that are
+    listed as full."""
     data = module.blocks is not None and module.blocks.data
     for loop in kernel.loops:
         if loop.cls != "full" or (data and loop.listed):
@@ -180,28 +213,33 @@ def full_is_proven(module: Module, kernel: Kernel) -> Iterator[str]:
 def cuts(module: Module, kernel: Kernel) -> Iterator[str]:
     """A mask is passed over only in tiles for all pairs of which its formula is proven."""
     for op in kernel.ops():
-        if not isinstance(op, Mask) or op.cut is None:
+        if not isinstance(op, Mask) or op.unswitch is None:
             continue
         data = data_of(kernel, op)
         if not kernel.backend:
             yield f"%{op.name} is passed over in some tiles; expected that of copies of a role, which have rows of their own"
-        elif strangers := set(symbol_names(op.cut)) - (set(symbol_names(op.where)) - data - {"q_idx", "kv_idx"}) - {*PLACES}:
+        elif (
+            strangers := set(symbol_names(op.unswitch))
+            - (set(symbol_names(op.where)) - data - {"q_idx", "kv_idx"})
+            - {*PLACES}
+        ):
             named = ", ".join(f"`{name}`" for name in sorted(strangers))
             known = f"{', '.join(sorted(PLACES))} and numbers of its condition"
             yield f"%{op.name} asks for {named} to know whether it cuts a tile; expected {known}"
-        elif not is_whole_without(op.cut, op.where, data):
+        elif not is_whole_without(op.unswitch, op.where, data):
             expected = cut_by(op.where, data)
             hint = f"a weaker condition, such as `cut({to_text(expected)})`" if expected is not None else "no `cut`"
             yield f"%{op.name} is passed over in tiles that `{to_text(op.where)}` is not proven for; expected {hint}"
 
 
 def lists(module: Module, kernel: Kernel) -> Iterator[str]:
-    """With block sparsity, every loop over tiles visits listed tiles, between positions in its program's own row. Tiles divide blocks.
+    """With block sparsity, every loop over tiles visits listed tiles, between positions in its program's own row. Tiles
+    divide blocks.
 
-    Where data makes the lists, full loops run over the full blocks, which come first, and partial loops over the others. The kernel that
-    finds the blocks has strips of blocks as tiles.
+    Where data makes the lists, full loops run over the full blocks, which come first, and partial loops over the
+    others. The kernel that finds the blocks has strips of blocks as tiles.
     """
-    rank, listed = BLOCK_LISTS[kernel.own_axis]
+    rank, listed = BLOCK_LISTS[kernel.program_axis]
     data = module.blocks is not None and module.blocks.data
     for loop in kernel.loops if kernel.dots else ():
         base = kernel.op(loop.listed) if loop.listed else None
@@ -209,16 +247,18 @@ def lists(module: Module, kernel: Kernel) -> Iterator[str]:
         if loop.cls != "all" and module.blocks and not lists:
             yield f"%{loop.name} visits tiles of blocks that do not count; expected `listed` with a row of %{listed}"
         if base is not None and (loop.cls == "all" or not module.blocks):
-            yield f"%{loop.name} visits listed tiles; expected all of them: " + ("it is over no tiles" if module.blocks else "blocks no")
-        ranked = FULL_RANKS[kernel.own_axis] if data and loop.cls == "full" else rank
+            yield f"%{loop.name} visits listed tiles; expected all of them: " + (
+                "it is over no tiles" if module.blocks else "blocks no"
+            )
+        ranked = FULL_RANKS[kernel.program_axis] if data and loop.cls == "full" else rank
         start = ranked != rank or not data  # what is ranked there comes first
         for e in (e for pair in loop.ranges for e in pair) if lists else ():
             bound = kernel.op(str(e)) if str(e) in kernel.graph else None
-            ranks = kernel.op(bound.src) if isinstance(bound, Position) else None
+            ranks = kernel.op(bound.src) if isinstance(bound, ListPosition) else None
             if not (e == 0 and start) and not (isinstance(ranks, Base) and ranks.src.tensor == ranked):
                 yield f"%{loop.name} runs to or from `{to_text(e)}`; expected {'0 or ' * start}a position among %{ranked}"
     size = module.blocks.size if module.blocks and (kernel.dots or kernel.counts_pairs) else None
-    for row in module.rows(kernel.name):
+    for row in module.configs(kernel.name):
         if size and max(row.block_q, row.block_kv) > size:
             yield f"{row.device}: tiles of {row.block_q}x{row.block_kv} do not divide blocks of {size}"
         if size and kernel.counts_pairs and (row.block_q, row.block_kv) != (size, STRIP):

@@ -9,31 +9,45 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names, to_text
+from attngen.ir.expr import (
+    REAL,
+    TO_INTEGER,
+    Expr,
+    cdiv,
+    conjuncts,
+    floordiv,
+    mod,
+    select,
+    symbol,
+    symbol_names,
+    to_text,
+)
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.names import INTEGERS, ROW_AXES
 from attngen.ir.ops import (
     AXIS_DIM,
     GROUPED,
     Access,
-    Add,
     Append,
     Arg,
     Base,
-    Count,
+    CacheLength,
+    CountTiles,
+    Deinterleave,
     Dot,
     Dropout,
+    DropoutMask,
     Gather,
     Init,
-    Keep,
-    Length,
+    Interleave,
+    ListPosition,
     Load,
     Loop,
     Map,
     Mask,
-    Merge,
     Op,
-    Position,
+    OrderedAccumulate,
+    OrderedAdd,
     Reduce,
     Scan,
     Scatter,
@@ -41,8 +55,6 @@ from attngen.ir.ops import (
     SoftmaxStep,
     Store,
     Type,
-    Unzip,
-    Zip,
     dimension,
 )
 
@@ -51,7 +63,8 @@ POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"
 
 
 def types(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Dimensions agree by name: contractions, broadcasts, accesses. Element types are what is loaded, stored and computed."""
+    """Dimensions agree by name: contractions, broadcasts, accesses. Element types are what is loaded, stored and
+    computed."""
     for op in kernel.ops():
         for e in op.expressions:
             if _computes_with_a_condition(e):
@@ -94,7 +107,7 @@ def _loop_errors(kernel: Kernel, op: Loop) -> Iterator[str]:
         yield f"visits what %{op.listed} lists, which is no pointer"
 
 
-def _position_errors(kernel: Kernel, op: Position) -> Iterator[str]:
+def _list_position_errors(kernel: Kernel, op: ListPosition) -> Iterator[str]:
     of = kernel.type_of
     if of(op.src).dtype != "ptr" or op.type.dtype != "i32" or op.type.dims:
         yield "is made of a pointer to ranks, and is one i32"
@@ -102,11 +115,16 @@ def _position_errors(kernel: Kernel, op: Position) -> Iterator[str]:
         yield f"`{to_text(op.tile)}` is no integer"
 
 
-def _count_errors(kernel: Kernel, op: Count) -> Iterator[str]:
+def _count_tiles_errors(kernel: Kernel, op: CountTiles) -> Iterator[str]:
     source, axis = kernel.op(op.src.tensor), op.src.index[-1]
-    of_rows = isinstance(source, Arg) and source.role == "in" and source.type.dtype == "i32" and len(op.src.index) == len(source.type.dims)
-    if not of_rows or axis != symbol(kernel.own_axis) or (op.type.dtype, op.type.dims) != ("i32", ()):
-        yield f"is one i32, counted in a row of an input of i32 along {kernel.own_axis}"
+    of_rows = (
+        isinstance(source, Arg)
+        and source.role == "in"
+        and source.type.dtype == "i32"
+        and len(op.src.index) == len(source.type.dims)
+    )
+    if not of_rows or axis != symbol(kernel.program_axis) or (op.type.dtype, op.type.dims) != ("i32", ()):
+        yield f"is one i32, counted in a row of an input of i32 along {kernel.program_axis}"
     if _is_condition(op.most) or not is_integral(kernel, op.most, {}):
         yield f"counts up to `{to_text(op.most)}`, which is no integer"
 
@@ -117,7 +135,7 @@ def _seed_errors(kernel: Kernel, op: Seed) -> Iterator[str]:
         yield "is one i64, read from a tensor of one i64"
 
 
-def _keep_errors(kernel: Kernel, op: Keep) -> Iterator[str]:
+def _dropout_mask_errors(kernel: Kernel, op: DropoutMask) -> Iterator[str]:
     of = kernel.type_of
     one = [(of(r).dtype, of(r).dims) for r in (op.seed, op.threshold)]
     if one != [("i64", ()), ("i32", ())] or op.type.dtype != "b1" or sorted(op.type.dims) != ["BLOCK_KV", "BLOCK_Q"]:
@@ -126,7 +144,11 @@ def _keep_errors(kernel: Kernel, op: Keep) -> Iterator[str]:
 
 def _dropout_errors(kernel: Kernel, op: Dropout) -> Iterator[str]:
     of = kernel.type_of
-    if of(op.value) != op.type or op.type.dtype != "f32" or (of(op.keep).dtype, of(op.keep).dims) != ("b1", op.type.dims):
+    if (
+        of(op.value) != op.type
+        or op.type.dtype != "f32"
+        or (of(op.keep).dtype, of(op.keep).dims) != ("b1", op.type.dims)
+    ):
         yield "keeps the type of an f32 value, by a b1 of its dimensions"
 
 
@@ -166,19 +188,27 @@ def _scan_errors(kernel: Kernel, op: Scan) -> Iterator[str]:
         yield f"`{op.op}` of {op.type.dtype} is not a scan; expected max of f32 or i32"
 
 
-def _unzip_errors(kernel: Kernel, op: Unzip) -> Iterator[str]:
+def _deinterleave_errors(kernel: Kernel, op: Deinterleave) -> Iterator[str]:
     of = kernel.type_of(op.value)
     paired = of.quantised
     columns = of.unpadded[1:] if paired else _halved(of)
-    if len(of.dims) != 2 or op.type.unpadded != (of.dims[0], *columns) or op.type.dtype != ("fp16" if paired else of.dtype):
+    if (
+        len(of.dims) != 2
+        or op.type.unpadded != (of.dims[0], *columns)
+        or op.type.dtype != ("fp16" if paired else of.dtype)
+    ):
         yield f"takes the columns of {of.dtype}[{', '.join(of.dims)}]; expected halves of D_QK or D_V, of its type, or fp16 of pairs"
 
 
-def _zip_errors(kernel: Kernel, op: Zip) -> Iterator[str]:
+def _interleave_errors(kernel: Kernel, op: Interleave) -> Iterator[str]:
     a, b = kernel.type_of(op.a), kernel.type_of(op.b)
     paired = op.type.quantised
     columns = op.type.unpadded[1:] if paired else _halved(op.type)
-    if (a.dtype, a.dims) != (b.dtype, b.dims) or a.unpadded != (*op.type.dims[:1], *columns) or (a.dtype != op.type.dtype and not paired):
+    if (
+        (a.dtype, a.dims) != (b.dtype, b.dims)
+        or a.unpadded != (*op.type.dims[:1], *columns)
+        or (a.dtype != op.type.dtype and not paired)
+    ):
         yield f"is of {a.dtype}[{', '.join(a.dims)}] and {b.dtype}[{', '.join(b.dims)}]; expected two tiles alike, of half its columns"
 
 
@@ -224,18 +254,23 @@ def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
     yield from _uses_errors(kernel, op)
 
 
-def _length_errors(kernel: Kernel, op: Length) -> Iterator[str]:
+def _cache_length_errors(kernel: Kernel, op: CacheLength) -> Iterator[str]:
     source = kernel.op(op.src.tensor)
     if op.name != "Nk" or (op.type.dtype, op.type.dims) != ("i32", ()):
         yield "is a number of keys; expected `%Nk`, of i32[]"
-    if not isinstance(source, Arg) or (source.name, source.type.dtype, source.type.dims) != ("CACHE_SEQLENS", "i32", ("B",)):
+    if not isinstance(source, Arg) or (source.name, source.type.dtype, source.type.dims) != (
+        "CACHE_SEQLENS",
+        "i32",
+        ("B",),
+    ):
         yield f"is of %{op.src.tensor}; expected %CACHE_SEQLENS, of i32[B]"
     if lacking := [name for name in ("Nc", "Nn") if name not in kernel.graph]:
         yield f"needs the number `{lacking[0]}`, which the kernel does not have"
 
 
 def _pages_errors(kernel: Kernel, op: Append | Load) -> Iterator[str]:
-    """Rows by their pages: the page of each, and a tensor of pages. What is appended also has the row of its sequence."""
+    """Rows by their pages: the page of each, and a tensor of pages. What is appended also has the row of its
+    sequence."""
     tensor, _ = kernel.accessed(op)
     rows = AXIS_DIM["kv"]
     given = [ref for ref in (op.pages, getattr(op, "rows", None)) if ref]
@@ -263,7 +298,9 @@ def _append_errors(kernel: Kernel, op: Append) -> Iterator[str]:
     yield from _access_errors(kernel, op)
     rows = kernel.op(op.rows) if op.rows else None
     before = next((kernel.op(ref) for _, ref in rows.uses), None) if isinstance(rows, Map) else None
-    behind = isinstance(rows, Map) and isinstance(before, Load) and before.src == Access("CACHE_SEQLENS", (symbol("b"),))
+    behind = (
+        isinstance(rows, Map) and isinstance(before, Load) and before.src == Access("CACHE_SEQLENS", (symbol("b"),))
+    )
     if not behind or rows.expr != symbol(before.name) + symbol("kv_idx") or "Nc" not in kernel.graph:  # type: ignore[union-attr]
         yield "stores rows elsewhere than behind those of %CACHE_SEQLENS[b], or without a number `Nc` of those for which there is room"
 
@@ -274,7 +311,12 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
     declared, index = kernel.accessed(op)
     tensor = of(declared.name)
     if isinstance(op, Store) and op.by:
-        if op.by != "distance" or tensor.dims != ("B", "Hq", "Td", "Nd") or len(index) != 2 or set(of(op.value).dims) != set(SCORES):
+        if (
+            op.by != "distance"
+            or tensor.dims != ("B", "Hq", "Td", "Nd")
+            or len(index) != 2
+            or set(of(op.value).dims) != set(SCORES)
+        ):
             yield "stores sums by distance of a tile of scores to a row of [B, Hq, Td, Nd]"
         return
     paged = isinstance(op, (Append, Load)) and op.pages is not None
@@ -311,21 +353,21 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
         yield f"`{to_text(op.expr)}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
     if value == "T" and not op.type.dims:
         yield "a value of no dimensions is of T; expected f32 or i32"
-    for division in op.expr.atoms(floordiv, cdiv, mod):
-        if not is_integral(kernel, division, dict(op.uses)):
-            yield f"`{to_text(division)}` divides what is no integer"
+    for specialization in op.expr.atoms(floordiv, cdiv, mod):
+        if not is_integral(kernel, specialization, dict(op.uses)):
+            yield f"`{to_text(specialization)}` divides what is no integer"
     whole = is_integral(kernel, op.expr, dict(op.uses))
     if op.expr.free_symbols and whole != (value == "i32") and (value == "i32" or not dims):
         yield f"`{to_text(op.expr)}` is {'an integer' if whole else 'no integer'}, the value {value}"
     yield from _uses_errors(kernel, op)
 
 
-def _add_errors(kernel: Kernel, op: Add | Merge) -> Iterator[str]:
+def _ordered_add_errors(kernel: Kernel, op: OrderedAdd | OrderedAccumulate) -> Iterator[str]:
     yield from _access_errors(kernel, op)
-    if op.turns is None or op.turn is None:
+    if op.semaphore is None or op.order is None:
         yield "adds as it comes; expected turns, and a turn"
         return
-    yield from turn_errors(kernel, op.turns, op.turn)
+    yield from turn_errors(kernel, op.semaphore, op.order)
 
 
 def turn_errors(kernel: Kernel, turns: Access, turn: Expr) -> Iterator[str]:
@@ -379,15 +421,17 @@ def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
 
 @cache
 def _integers_of(e: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """The names that must stand for integers if an expression is to be one, those of conditions by which it chooses among integers, which
-    may stand for anything, and whether all else in it is made of integers."""
+    """The names that must stand for integers if an expression is to be one, those of conditions by which it chooses
+    among integers, which may stand for anything, and whether all else in it is made of integers."""
     if isinstance(e, TO_INTEGER):  # they give integers, whatever their arguments are
         return (), (), True
     if not e.args:
         return symbol_names(e), (), not e.is_Number or e.is_Integer
     parts = [_integers_of(a) for a in (e.args[1:] if isinstance(e, select) else e.args)]
     names = tuple(dict.fromkeys(name for part, _, _ in parts for name in part))
-    conditions = [name for _, part, _ in parts for name in part] + [*(symbol_names(e.args[0]) if isinstance(e, select) else ())]
+    conditions = [name for _, part, _ in parts for name in part] + [
+        *(symbol_names(e.args[0]) if isinstance(e, select) else ())
+    ]
     real = isinstance(e, REAL) or e.is_Pow and e.exp.is_negative
     return names, tuple(dict.fromkeys(conditions)), not real and all(whole for _, _, whole in parts)
 
@@ -398,24 +442,24 @@ _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Map: _map_errors,
     Mask: _mask_errors,
     Loop: _loop_errors,
-    Position: _position_errors,
+    ListPosition: _list_position_errors,
     Seed: _seed_errors,
-    Keep: _keep_errors,
+    DropoutMask: _dropout_mask_errors,
     Dropout: _dropout_errors,
     Init: _init_errors,
     SoftmaxStep: _softmax_errors,
     Reduce: _reduce_errors,
     Scan: _scan_errors,
-    Unzip: _unzip_errors,
-    Zip: _zip_errors,
-    Count: _count_errors,
+    Deinterleave: _deinterleave_errors,
+    Interleave: _interleave_errors,
+    CountTiles: _count_tiles_errors,
     Gather: _gather_errors,
     Scatter: _scatter_errors,
     Base: _access_errors,
     Load: _access_errors,
     Store: _access_errors,
     Append: _append_errors,
-    Length: _length_errors,
-    Add: _add_errors,
-    Merge: _add_errors,
+    CacheLength: _cache_length_errors,
+    OrderedAdd: _ordered_add_errors,
+    OrderedAccumulate: _ordered_add_errors,
 }

@@ -1,7 +1,7 @@
 """`make docs-check`: looks at the built site in Chromium, at two widths, light and dark.
 
-A page fails where the console says something, where the page asks for what is not the site's, or where it is wider than the window.
-Pictures of all pages are written to the folder that is named. It needs chromium, chromedriver and selenium.
+A page fails where the console says something, where the page asks for what is not the site's, or where it is wider than
+the window. Pictures of all pages are written to the folder that is named. It needs chromium, chromedriver and selenium.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def _found(*names: str) -> str:
     """The path of the first of these programs that is on the PATH; an error says that there is none."""
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
-        sys.exit(f"error: no {names[0]} on the PATH; expected it installed, as by `apt-get install chromium chromium-driver`")
+        sys.exit(
+            f"error: no {names[0]} on the PATH; expected it installed, as by `apt-get install chromium chromium-driver`"
+        )
     return path
 
 
@@ -71,8 +73,21 @@ def browser() -> Iterator[Any]:
     """A Chromium without a window, with a profile of its own that is empty."""
     with tempfile.TemporaryDirectory() as profile:
         options = webdriver.ChromeOptions()
-        alone = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync", "disable-quic")
-        for flag in ("headless=new", "no-sandbox", "disable-gpu", "hide-scrollbars", *alone, f"user-data-dir={profile}"):
+        alone = (
+            "no-first-run",
+            "disable-background-networking",
+            "disable-component-update",
+            "disable-sync",
+            "disable-quic",
+        )
+        for flag in (
+            "headless=new",
+            "no-sandbox",
+            "disable-gpu",
+            "hide-scrollbars",
+            *alone,
+            f"user-data-dir={profile}",
+        ):
             options.add_argument(f"--{flag}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         options.binary_location = _found("chromium", "chromium-browser", "google-chrome")
@@ -88,9 +103,12 @@ def browser() -> Iterator[Any]:
 def looked_at(driver: Any, home: str, page: str, width: int, scheme: str, picture: Path) -> list[str]:
     """What is wrong with a page at a width and in a scheme; a picture of it is written."""
     driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False},
     )
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
     driver.get(home + page)
     driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 300))")
     said = [f"the console says: {line['message']}" for line in driver.get_log("browser")]
@@ -108,8 +126,12 @@ def looked_at(driver: Any, home: str, page: str, width: int, scheme: str, pictur
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=Path, default=ROOT / "site-pictures", help="folder for pictures [site-pictures]")
-    parser.add_argument("pages", nargs="*", default=PAGES, help="addresses of pages below the site's [a dozen of all kinds]")
+    parser.add_argument(
+        "--pictures", type=Path, default=ROOT / "site-pictures", help="folder for pictures [site-pictures]"
+    )
+    parser.add_argument(
+        "pages", nargs="*", default=PAGES, help="addresses of pages below the site's [a dozen of all kinds]"
+    )
     args = parser.parse_args(argv)
     args.pictures.mkdir(exist_ok=True)
     wrong = 0
@@ -122,7 +144,9 @@ def main(argv: list[str] | None = None) -> int:
                     wrong += len(said)
                     for sentence in said:
                         print(f"/{page}, {width} wide, {scheme}: {sentence}")
-    print(f"{len(args.pages)} pages at {len(WIDTHS)} widths, light and dark: {wrong or 'nothing'} wrong; pictures in {args.pictures}")
+    print(
+        f"{len(args.pages)} pages at {len(WIDTHS)} widths, light and dark: {wrong or 'nothing'} wrong; pictures in {args.pictures}"
+    )
     return int(wrong > 0)
 
 

@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def spec_files(root: Path = ROOT) -> list[Path]:
-    """The files of the project's own specs: those that git knows, so that one which `attngen new` wrote is not among them.
+    """The files of the project's own specs: those that git knows, so that one which `attngen new` wrote is not among
+    them.
 
     Where the folder is no checkout, all of them.
     """

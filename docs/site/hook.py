@@ -1,4 +1,5 @@
-"""The hook of MkDocs: adds generated pages to those of docs/, and points links to files outside docs/ to their pages."""
+"""The hook of MkDocs: adds generated pages to those of docs/, and points links to files outside docs/ to their
+pages."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ SPECS = "Specs"  # the part of the navigation that lists specs
 @cache
 def generated() -> dict[str, str]:
     """All generated files by their place in the site's sources; made once, also by `mkdocs serve`."""
-    files = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in OUTSIDE.items() if page != NOTEBOOK_PAGE}
+    files = {
+        page: (ROOT / source).read_text(encoding="utf-8") for source, page in OUTSIDE.items() if page != NOTEBOOK_PAGE
+    }
     files |= {NOTEBOOK_PAGE: notebook_page(), "assets/figures.css": figures_css(), "specs/index.md": variants_page()}
     files |= reference_pages()
     for made in spec_pages():

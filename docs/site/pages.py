@@ -58,7 +58,8 @@ def code(text: object) -> str:
 
 
 def figures_css() -> str:
-    """The style sheet of drawings and formulas: that of the pages of `attngen explain`, with the colours of the reader's scheme."""
+    """The style sheet of drawings and formulas: that of the pages of `attngen explain`, with the colours of the
+    reader's scheme."""
     return rendered("figures.css.jinja")
 
 
@@ -84,6 +85,10 @@ def relinked(markdown: str, place: str) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
         told = (match.expand(page) for pattern, page in TOLD.items() if (match := re.fullmatch(pattern, path)))
         target = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else next(told, None))
-        return found[0] if target is None else f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{found[2] or ''})"
+        return (
+            found[0]
+            if target is None
+            else f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{found[2] or ''})"
+        )
 
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)", pointed, markdown)

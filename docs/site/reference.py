@@ -1,4 +1,5 @@
-"""The reference: the keys of a spec, masks, scores, expressions, Python and the command line, from the tables that attngen itself reads."""
+"""The reference: the keys of a spec, masks, scores, expressions, Python and the command line, from the tables that
+attngen itself reads."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from attngen.scores import Score, score_registry
 from attngen.spec import json_schema, make_spec
 from docs.site.pages import rendered
 
-RANGES = {"minimum": " from {}", "exclusiveMinimum": " above {}", "maximum": " to {}", "multipleOf": ", a multiple of {}"}
+RANGES = {
+    "minimum": " from {}",
+    "exclusiveMinimum": " above {}",
+    "maximum": " to {}",
+    "multipleOf": ", a multiple of {}",
+}
 
 
 def reference_pages() -> dict[str, str]:
@@ -103,7 +109,8 @@ def _flow(value: Any) -> str:
 
 
 class Entry(NamedTuple):
-    """A mask or a modifier: what it does, its parameters, the arguments that a call gives for it, and a small example."""
+    """A mask or a modifier: what it does, its parameters, the arguments that a call gives for it, and a small
+    example."""
 
     name: str
     says: str
@@ -117,7 +124,9 @@ class Entry(NamedTuple):
 def parts_page(title: str, key: str, parts: Mapping[str, type[Part]]) -> str:
     """The masks or modifiers of a registry."""
     types = {name: t.removeprefix("torch.") for name, t in TORCH.items()} | {"T": "that of q"}
-    return rendered("parts.md.jinja", types=types, title=title, key=key, entries=[_entry(key, part) for part in parts.values()])
+    return rendered(
+        "parts.md.jinja", types=types, title=title, key=key, entries=[_entry(key, part) for part in parts.values()]
+    )
 
 
 def _entry(key: str, part: type[Part]) -> Entry:
@@ -132,13 +141,16 @@ def _entry(key: str, part: type[Part]) -> Entry:
         pictures = Sample(spec).pictures
     else:
         sink, math = made.sink(), MathML().math
-        formulas = [Formula("score", math(made.expression()), "becomes") if sink is None else Formula("sink", math(sink))]
+        formulas = [
+            Formula("score", math(made.expression()), "becomes") if sink is None else Formula("sink", math(sink))
+        ]
         pictures = []
     return Entry(part.name, about, keys, list(made.inputs()), f"{key}: {_flow(said)}", Group("", formulas), pictures)
 
 
 def example(part: type[Part]) -> dict[str, Any]:
-    """Small parameters for an example of a mask or modifier: those that it requires; if it needs one of several, all whole numbers."""
+    """Small parameters for an example of a mask or modifier: those that it requires; if it needs one of several, all
+    whole numbers."""
     fields = part.model_json_schema().get("properties", {})
     required = {name: _small(fields[name]) for name, field in part.model_fields.items() if field.is_required()}
     numbers = {name: _small(schema) for name, schema in fields.items() if _whole(schema)}
@@ -169,7 +181,9 @@ def _small(schema: dict[str, Any]) -> Any:
 def language_page() -> str:
     """Names, operators, functions, parameters and limits of expressions."""
     words = {n.word: n.about for n in INTEGERS.values() if n.word}
-    names = [(name, words.get(name, "position of the query among the keys: `q_idx + kv_len - q_len`")) for name in POSITIONS]
+    names = [
+        (name, words.get(name, "position of the query among the keys: `q_idx + kv_len - q_len`")) for name in POSITIONS
+    ]
     functions = [(name, takes, FUNCTIONS[name]) for name, (takes, _, _) in CALLS.items()]
     return rendered(
         "language.md.jinja",
@@ -190,11 +204,15 @@ def python_page() -> str:
     functions = [(name, getattr(attngen, name)) for name in attngen.__all__ if not name.startswith("_")]
     functions.append(("integrations.transformers.register", register))
     return rendered(
-        "python.md.jinja", functions=[(name, f"attngen.{name}{inspect.signature(f)}", inspect.getdoc(f) or "") for name, f in functions]
+        "python.md.jinja",
+        functions=[(name, f"attngen.{name}{inspect.signature(f)}", inspect.getdoc(f) or "") for name, f in functions],
     )
 
 
 def commands_page() -> str:
     """The commands with their help, as `attngen COMMAND --help` prints it."""
-    helps = [(name, CliRunner().invoke(app, [name, "--help"], prog_name="attngen", env={"COLUMNS": "100"}).stdout) for name in COMMANDS]
+    helps = [
+        (name, CliRunner().invoke(app, [name, "--help"], prog_name="attngen", env={"COLUMNS": "100"}).stdout)
+        for name in COMMANDS
+    ]
     return rendered("commands.md.jinja", commands=helps)

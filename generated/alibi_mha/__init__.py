@@ -144,7 +144,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, scale, need_q
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -153,7 +153,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, scale, need_q
         )
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, alibi_slopes, dq_turns, dq_acc, dk, dv),
+            (q, k, v, grad_out, lse2, delta, alibi_slopes, dq_semaphore, dq_acc, dk, dv),
             (scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -220,7 +220,8 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, alibi_slopes, scale):
 
 
 def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... if n heads are a power of two. Other numbers add every second slope of 2n."""
+    """ALiBi's slopes, fp32 [heads]: 2^(-8/n), 2^(-16/n), ... if n heads are a power of two. Other numbers add every
+    second slope of 2n."""
     whole = 1 << (heads.bit_length() - 1) if heads else 0
     head = torch.arange(heads, device=device, dtype=torch.float32)
     exponent = torch.where(head < whole, (head + 1) / max(1, whole), (head - whole + 0.5) / max(1, whole))
@@ -229,5 +230,5 @@ def standard_slopes(heads: int, device: torch.device) -> torch.Tensor:
 
 OPERANDS = "Tensor alibi_slopes, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("Hq",))
-OPERATORS = runtime.Operators("alibi_mha_e4bba38e7743", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("alibi_mha_e22348463f8b", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

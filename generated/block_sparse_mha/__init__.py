@@ -170,7 +170,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -179,7 +179,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
         )
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, q_rank, q_list, kv_rank, dq_turns, dq_acc, dk, dv),
+            (q, k, v, grad_out, lse2, delta, q_rank, q_list, kv_rank, dq_semaphore, dq_acc, dk, dv),
             (scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -260,5 +260,5 @@ OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float 
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq"),
 )
-OPERATORS = runtime.Operators("block_sparse_mha_c7f06152ee7e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("block_sparse_mha_43287382f586", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -248,7 +248,8 @@ def _lists(block_mask):
 
 
 def butterfly(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Bool [rows, columns]: block (i, j) counts where i and j differ in one bit at most (Pixelated Butterfly, Dao et al. 2021)."""
+    """Bool [rows, columns]: block (i, j) counts where i and j differ in one bit at most (Pixelated Butterfly, Dao et
+    al. 2021)."""
     i, j = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     differ = i ^ j
     return differ & (differ - 1) == 0
@@ -258,5 +259,5 @@ OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float 
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq"),
 )
-OPERATORS = runtime.Operators("butterfly_gqa_1dd6ce624444", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("butterfly_gqa_90a5a5cad399", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -144,7 +144,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def position(ranks, tile, RATIO: tl.constexpr):
+def list_position(ranks, tile, RATIO: tl.constexpr):
     # How many tiles of a row's listed blocks come before a tile; a block is RATIO tiles long.
     block = tile // RATIO
     before = tl.load(ranks + block)
@@ -172,10 +172,10 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -217,7 +217,7 @@ def fwd(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -246,7 +246,7 @@ def fwd(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
@@ -309,10 +309,10 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -381,7 +381,7 @@ def dq(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -406,7 +406,7 @@ def dq(
         ds = p * (dp - delta[:, None])
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
-    kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
@@ -507,10 +507,10 @@ def dkdv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
     turn = pid - first_head * kv_tiles
-    own_head = first_head + turn % heads_abreast
-    kv_start = (turn // heads_abreast) * BLOCK_KV
+    own_head = first_head + turn % heads_in_group
+    kv_start = (turn // heads_in_group) * BLOCK_KV
     split = own_head % splits
     hkv = own_head // splits % Hkv
     b = own_head // splits // Hkv
@@ -578,8 +578,8 @@ def dkdv(
             + tl.cast(g + hkv * group, tl.int64) * stride_q_list_h
             + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
         )
-        q_full_first_at = position(Q_RANK_row, q_full_first, BLOCK // BLOCK_Q)
-        q_full_end_at = position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
+        q_full_first_at = list_position(Q_RANK_row, q_full_first, BLOCK // BLOCK_Q)
+        q_full_end_at = list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
         q_ahead = tile_at(Q_LIST_row, q_full_first_at, q_full_end_at > q_full_first_at, BLOCK // BLOCK_Q)
         # tiles with nothing to mask: no mask, no bounds checks
         for at in tl.range(q_full_first_at, q_full_end_at, disable_licm=True):
@@ -608,8 +608,8 @@ def dkdv(
             dv = tl.dot(p_cast, do, dv)
             ds_cast = ds.to(dtype)
             dk = tl.dot(ds_cast, q, dk)
-        q_first_at = position(Q_RANK_row, q_first, BLOCK // BLOCK_Q)
-        q_end_at = position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
+        q_first_at = list_position(Q_RANK_row, q_first, BLOCK // BLOCK_Q)
+        q_end_at = list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
         q_stop = q_full_first_at + (q_end_at - q_full_end_at)
         q_at = q_first_at
         q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))
@@ -742,10 +742,10 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -801,7 +801,7 @@ def jvp(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -844,7 +844,7 @@ def jvp(
         acc = tl.dot(tp_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
-    kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):

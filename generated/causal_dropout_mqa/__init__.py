@@ -184,8 +184,13 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_semaphore = runtime.zeros(
+            q,
+            (B, Hkv, split_pairs, Nk),
+            (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
+            torch.int32,
+        )
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -196,7 +201,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
         dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * splits,
-            (q, k, v, grad_out, lse2, delta, seed, dq_turns, dkdv_turns, dq_acc, dk_heads, dv_heads),
+            (q, k, v, grad_out, lse2, delta, seed, dq_semaphore, dkdv_semaphore, dq_acc, dk_heads, dv_heads),
             (scale, dropout_threshold, keep_scale, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *grad_out_strides, Hq * Nq, Nq,
@@ -291,5 +296,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, seed, dropout_threshold, keep_scale, sca
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("",))
-OPERATORS = runtime.Operators("causal_dropout_mqa_692cec84ab02", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_6b14a9de7d12", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -520,10 +520,10 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)

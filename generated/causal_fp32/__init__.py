@@ -178,5 +178,5 @@ OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(
     OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "m_all", "inv_l_all"), flat=2, kept=("m_all", "inv_l_all"),
 )
-OPERATORS = runtime.Operators("causal_fp32_41bae4b2668d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_fp32_2c0d6964ef19", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

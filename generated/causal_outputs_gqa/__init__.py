@@ -263,6 +263,6 @@ def _key_mass(q, k, lse, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "entropy", "max_score"), flat=1)
-OPERATORS = runtime.Operators("causal_outputs_gqa_c1d5b9be82f9", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_outputs_gqa_0f0d1143d543", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 MASS = OPERATORS.define_key_mass("(Tensor q, Tensor k, Tensor lse, float scale) -> Tensor", _key_mass)

@@ -222,7 +222,7 @@ def _backward(
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -233,7 +233,7 @@ def _backward(
             q, Nk, B * Hq,
             (
                 q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run, key_padding_end,
-                seed, dq_turns, dq_acc, dk, dv,
+                seed, dq_semaphore, dq_acc, dk, dv,
             ),
             (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
             (
@@ -318,7 +318,8 @@ def _jvp(
 
 
 def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of its last True."""
+    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of
+    its last True."""
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
@@ -334,5 +335,5 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B", ""))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_81092a7d775a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_dropout_mha_c6a9eae02648", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -374,7 +374,7 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nq", "B Nq", "B Nk", "B Nk"))
-OPERATORS = runtime.Operators("decode_document_gqa_711758c7bc96", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_document_gqa_774defda6871", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

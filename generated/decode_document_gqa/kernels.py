@@ -47,7 +47,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "append": {
@@ -242,7 +242,7 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn, queries, DOCUMENT_FIRST, DOCUME
 
 
 @triton.jit
-def unit_of_parts(
+def split_size(
     CACHE_SEQLENS,
     B,
     items,
@@ -288,7 +288,7 @@ def portion(n, i, parts):
 
 
 @triton.jit
-def part_of(
+def split_of(
     CACHE_SEQLENS,
     item,
     unit,
@@ -335,7 +335,7 @@ def part_of(
 
 
 @triton.jit
-def parts_of(
+def splits_of(
     CACHE_SEQLENS,
     b,
     unit,
@@ -395,10 +395,10 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -600,7 +600,7 @@ def decode(
         tl.extra.cuda.gdc_launch_dependents()
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
-        unit = unit_of_parts(
+        unit = split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -615,7 +615,7 @@ def decode(
         )
         (
             _, all_parts,
-        ) = parts_of(
+        ) = splits_of(
             CACHE_SEQLENS,
             B,
             unit,
@@ -631,7 +631,7 @@ def decode(
             32,
         )
     else:
-        unit = unit_of_parts(
+        unit = split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -646,7 +646,7 @@ def decode(
         )
         (
             _, all_parts,
-        ) = parts_of(
+        ) = splits_of(
             CACHE_SEQLENS,
             B,
             unit,
@@ -672,7 +672,7 @@ def decode(
         if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
             (
                 b, part, parts, first_item,
-            ) = part_of(
+            ) = split_of(
                 CACHE_SEQLENS,
                 place // q_tiles // Hkv,
                 unit,
@@ -690,7 +690,7 @@ def decode(
         else:
             (
                 b, part, parts, first_item,
-            ) = part_of(
+            ) = split_of(
                 CACHE_SEQLENS,
                 place // q_tiles // Hkv,
                 unit,
@@ -925,7 +925,7 @@ def combine(
     hkv = pid // q_tiles % Hkv
     b = pid // q_tiles // Hkv
     if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
-        unit = unit_of_parts(
+        unit = split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -940,7 +940,7 @@ def combine(
         )
         (
             parts, first_item,
-        ) = parts_of(
+        ) = splits_of(
             CACHE_SEQLENS,
             b,
             unit,
@@ -956,7 +956,7 @@ def combine(
             32,
         )
     else:
-        unit = unit_of_parts(
+        unit = split_size(
             CACHE_SEQLENS,
             B,
             items,
@@ -971,7 +971,7 @@ def combine(
         )
         (
             parts, first_item,
-        ) = parts_of(
+        ) = splits_of(
             CACHE_SEQLENS,
             b,
             unit,
@@ -1056,10 +1056,10 @@ def prefill(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)

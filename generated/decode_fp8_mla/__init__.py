@@ -258,7 +258,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_fp8_mla_3b8a0ad19297", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_fp8_mla_f164f3baadc2", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

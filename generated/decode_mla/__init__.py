@@ -259,7 +259,7 @@ def _decode(q, k_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_mla_ddd1ab747134", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_mla_8fc5d5c8e427", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -257,7 +257,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, k_scale, v_scale, sc
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_fp8_gqa_4c29e994488d", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_fp8_gqa_db945af3c91c", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

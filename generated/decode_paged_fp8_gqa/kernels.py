@@ -49,7 +49,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "packed": {
@@ -279,7 +279,7 @@ def work_of(CACHE_SEQLENS, at, B, items, Nc, Nn):
 
 
 @triton.jit
-def unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
+def split_size(CACHE_SEQLENS, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # Units of work of a part, at most. At one time items // 16 parts run: a turn. There are as many turns as parts of 64 units would take,
     # and a part is as short as fills these; a sequence has half a part more than its units make, on average. AT_ONCE lengths are read at a
     # time.
@@ -301,7 +301,7 @@ def portion(n, i, parts):
 
 
 @triton.jit
-def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
+def split_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # Which part of which sequence has the number `item`: the sequence, the part, its number of parts, and of those before.
     b, before, first_item, end = 0, 0, 0, 2147483647
     for first in range(0, B, AT_ONCE):
@@ -316,7 +316,7 @@ def part_of(CACHE_SEQLENS, item, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
+def splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
     # How many parts sequence b has, and how many those before it have: where b is B, all of them.
     parts, first_item = 0, 0
     for first in range(0, B, AT_ONCE):
@@ -383,10 +383,10 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -659,11 +659,11 @@ def decode(
         tl.extra.cuda.gdc_launch_dependents()
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
-        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 32)
-        _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, 32)
+        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, 32)
+        _, all_parts = splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, 32)
     else:
-        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 128)
-        _, all_parts = parts_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, 128)
+        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, 128)
+        _, all_parts = splits_of(CACHE_SEQLENS, B, unit, B, items, Nc, Nn, 128)
     q_off = tl.arange(0, BLOCK_Q)
     kv_off = tl.arange(0, BLOCK_KV)
     d_qk = tl.arange(0, D_QK)
@@ -674,9 +674,9 @@ def decode(
     # one part of a sequence's keys after another; what is the same for all is computed again, not kept in registers
     for place in tl.range(tl.program_id(0), all_parts * q_tiles * Hkv, tl.num_programs(0), num_stages=1, disable_licm=True):
         if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
-            b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, 32)
+            b, part, parts, first_item = split_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, 32)
         else:
-            b, part, parts, first_item = part_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, 128)
+            b, part, parts, first_item = split_of(CACHE_SEQLENS, place // q_tiles // Hkv, unit, B, items, Nc, Nn, 128)
         q_start = (place % q_tiles) * BLOCK_Q
         hkv = place // q_tiles % Hkv
         q_idx = q_start + q_off
@@ -876,11 +876,11 @@ def combine(
     hkv = pid // q_tiles % Hkv
     b = pid // q_tiles // Hkv
     if B <= 32:  # lengths of so few sequences fit a warp: sums of them need no other
-        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 32)
-        parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 32)
+        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, 32)
+        parts, first_item = splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 32)
     else:
-        unit = unit_of_parts(CACHE_SEQLENS, B, items, Nc, Nn, 128)
-        parts, first_item = parts_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 128)
+        unit = split_size(CACHE_SEQLENS, B, items, Nc, Nn, 128)
+        parts, first_item = splits_of(CACHE_SEQLENS, b, unit, B, items, Nc, Nn, 128)
     q_off = tl.arange(0, BLOCK_Q)
     joined_off = tl.arange(0, BLOCK_PARTS)
     dtype = O.dtype.element_ty
@@ -951,10 +951,10 @@ def prefill(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)

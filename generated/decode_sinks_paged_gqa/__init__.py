@@ -249,7 +249,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), dims=("Hq",))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_e55c3ecb031b", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_db8a1fa788d7", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -252,7 +252,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_window_paged_gqa_10f42aa4919d", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_window_paged_gqa_1365d73a8017", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.ServedOperators(
     OPERATORS,

@@ -191,7 +191,7 @@ def _backward(
             (keep_scale, Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -200,7 +200,7 @@ def _backward(
         )
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, bias, seed, dq_turns, dq_acc, dk, dv, dbias),
+            (q, k, v, grad_out, lse2, delta, bias, seed, dq_semaphore, dq_acc, dk, dv, dbias),
             (scale, dropout_threshold, keep_scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *bias_strides,
@@ -284,5 +284,5 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("B Hq Nq Nk", ""),
     shards=("B", "Hq", "Nq"),
 )
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_7d23ce26f349", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_2681187a8dfe", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

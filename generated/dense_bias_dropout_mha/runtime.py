@@ -53,7 +53,8 @@ def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
-    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell tensors apart."""
+    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell
+    tensors apart."""
     make: Any = torch._C._dynamo.guards.TensorGuards
 
     def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
@@ -81,7 +82,9 @@ empty_cuda = _first(
 # The number of the current CUDA device.
 current_device = _first(lambda: torch._C._cuda_getDevice, torch.cuda.current_device)
 # The address of the current stream of a CUDA device, which is given by its number.
-current_stream = _first(lambda: torch._C._cuda_getCurrentRawStream, lambda device: torch.cuda.current_stream(device).cuda_stream)
+current_stream = _first(
+    lambda: torch._C._cuda_getCurrentRawStream, lambda device: torch.cuda.current_stream(device).cuda_stream
+)
 # Whether torch.autocast is on for some device.
 autocast_is_on = _first(
     lambda: _called(torch._C._is_any_autocast_enabled),
@@ -89,19 +92,23 @@ autocast_is_on = _first(
 )
 # Whether torch.jit is tracing.
 is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
-# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones the answer is yes.
+# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones
+# the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device, `requires_grad` and
-# number of dimensions, and under the same modes; sizes and strides may differ. It never knows one tensor twice. It ends the process if a
-# tensor has no sizes, as nested ones have none. Where `guard_of` is None, tensors have to be looked at one by one.
+# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device,
+# `requires_grad` and number of dimensions, and under the same modes; sizes and strides may differ. It never knows one
+# tensor twice. It ends the process if a tensor has no sizes, as nested ones have none. Where `guard_of` is None,
+# tensors have to be looked at one by one.
 guard_of = _first(lambda: _guards(torch.empty(1, device="cpu", dtype=torch.float32)), None)
-# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by torch.library.
+# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by
+# torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a tangent."""
+    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a
+    tangent."""
     try:
         return bool(forward_ad._current_level >= 0)
     except AttributeError:
@@ -129,10 +136,12 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
-    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton lacks some of it.
+    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton
+    lacks some of it.
 
-    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as one tuple, function
-    that makes of arguments with descriptors those that the launcher takes, or None if it takes them as they are).
+    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as
+    one tuple, function that makes of arguments with descriptors those that the launcher takes, or None if it takes them
+    as they are).
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
@@ -143,13 +152,18 @@ def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
 
 
 def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
-    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of 3.7 and later."""
+    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of
+    3.7 and later."""
     try:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
         before = function, launcher.launch_cooperative_grid, launcher.launch_pdl
         if hasattr(launcher, "kernel_signature"):
-            return launcher.launch, (*before, metadata, *hooks, None, None, launcher.arg_annotations, launcher.kernel_signature), True
+            return (
+                launcher.launch,
+                (*before, metadata, *hooks, None, None, launcher.arg_annotations, launcher.kernel_signature),
+                True,
+            )
         return launcher.launch, (*before, None, None, metadata, *hooks), False
     except AttributeError:
         return None
@@ -158,8 +172,8 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
 def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
     """The last four of `parts_of`.
 
-    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the wrapped launcher,
-    and a copy of the function that gives back what it would launch with.
+    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the
+    wrapped launcher, and a copy of the function that gives back what it would launch with.
     """
     first = (1, 1, 1, 0, *before)
     try:
@@ -194,11 +208,14 @@ def is_dtensor(x: Any) -> bool:
 def check_local(argument: str, x: torch.Tensor) -> None:
     """Raise NotImplementedError if x is a DTensor, of which an argument of the call cannot be had."""
     if is_dtensor(x):
-        raise NotImplementedError(f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()")
+        raise NotImplementedError(
+            f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()"
+        )
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes alone."""
+    """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes
+    alone."""
     return torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape) if is_dtensor(x) else x
 
 
@@ -211,8 +228,9 @@ def on_shards(
 ) -> list[torch.Tensor]:
     """The results of `call(*tensors, *numbers)` as DTensors that are placed as q is: each rank calls it with its parts.
 
-    shards: the dimensions of q that may be sharded. tensors: q, k, v and operands: DTensors, or of operands tensors that all ranks have
-    whole. dims: the names of the dimensions of each operand. Gradients of what several ranks read are summed over these.
+    shards: the dimensions of q that may be sharded. tensors: q, k, v and operands: DTensors, or of operands tensors
+    that all ranks have whole. dims: the names of the dimensions of each operand. Gradients of what several ranks read
+    are summed over these.
 
     Raises:
         ValueError or TypeError: one sentence that says how the tensors are placed and what was expected.
@@ -223,7 +241,9 @@ def on_shards(
     for name, x in zip("qkv", (q, k, v)):
         if not is_dtensor(x) or x.device_mesh != q.device_mesh:
             given = f"{name} is on another mesh" if is_dtensor(x) else f"{name} is a {type(x).__name__}"
-            raise TypeError(f"attention: q, k or v is a DTensor, and {given}; expected DTensors of one mesh for all three")
+            raise TypeError(
+                f"attention: q, k or v is a DTensor, and {given}; expected DTensors of one mesh for all three"
+            )
     mesh: Any = q.device_mesh
     one_head = k.shape[1] == 1
     split = [_split(placement, shards) for placement in q.placements]
@@ -266,14 +286,21 @@ def on_shards(
 
 
 def _split(placement: Any, shards: Sequence[str]) -> str:
-    """The dimension of q that a placement shards; empty where all ranks have the same. ValueError for other placements."""
+    """The dimension of q that a placement shards; empty where all ranks have the same. ValueError for other
+    placements."""
     if placement.is_replicate():
         return ""
     dim = placement.dim if placement.is_shard() else None
     if dim is not None and dim % 4 < 3 and _DIMS[dim % 4] in shards:
         return _DIMS[dim % 4]
-    possible = " or ".join(f"Shard({_DIMS.index(name)}) ({_SAID[name]})" for name in _DIMS if name in shards) or "no Shard"
-    why = "; the mask or the scores count positions, heads or sequences, from 0 on each rank" if dim is not None and dim % 4 < 3 else ""
+    possible = (
+        " or ".join(f"Shard({_DIMS.index(name)}) ({_SAID[name]})" for name in _DIMS if name in shards) or "no Shard"
+    )
+    why = (
+        "; the mask or the scores count positions, heads or sequences, from 0 on each rank"
+        if dim is not None and dim % 4 < 3
+        else ""
+    )
     raise ValueError(f"attention: q has the placement {placement}{why}; expected Replicate, {possible}")
 
 
@@ -284,7 +311,8 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or its sign is lazy."""
+    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or
+    its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
     _, _, step, of_column = x.stride()
@@ -299,7 +327,8 @@ def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def rows_layout(x: torch.Tensor, width: int) -> Layout:
-    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were too far apart."""
+    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were
+    too far apart."""
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
@@ -329,7 +358,8 @@ def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
 
 
 class Notes(threading.local):
-    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills with 0."""
+    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills
+    with 0."""
 
     on = False
     launches: list[Any] = []
@@ -337,7 +367,8 @@ class Notes(threading.local):
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be freed."""
+        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be
+        freed."""
         self.on, self.launches, self.zeros = True, [], []
         try:
             yield self.launches, self.zeros
@@ -363,7 +394,9 @@ def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) ->
         return empty(x, *_known_layout(x.shape, x.stride(), width), dtype)
     b, h, n, _ = x.shape
     of_head = n * width
-    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)((b, h, n, width), (h * of_head, of_head, width, 1), dtype)
+    made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(
+        (b, h, n, width), (h * of_head, of_head, width, 1), dtype
+    )
     return made
 
 
@@ -374,12 +407,14 @@ def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = No
 
 @functools.cache
 def no_rows(device: torch.device) -> torch.Tensor:
-    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of most tensors are."""
+    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of
+    most tensors are."""
     return torch.empty_strided((1, 1, 0), (16, 16, 1), dtype=torch.float32, device=device)
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton launches there."""
+    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton
+    launches there."""
 
     def run(x: torch.Tensor, *args: Any) -> Any:
         if not x.is_cuda or x.get_device() == current_device():
@@ -390,11 +425,15 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def by_group(x: torch.Tensor, group: int, fresh: bool = False, shaped: bool = False) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group, head after head.
+def by_group(
+    x: torch.Tensor, group: int, fresh: bool = False, shaped: bool = False
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group,
+    head after head.
 
-    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an uninitialised one. With
-    `shaped` it has these sizes and strides, as descriptors ask; kernels that address rows by strides do without, which takes less time.
+    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an
+    uninitialised one. With `shaped` it has these sizes and strides, as descriptors ask; kernels that address rows by
+    strides do without, which takes less time.
     """
     n, strides = x.shape[2], x.stride()
     if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:
@@ -451,7 +490,8 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they are no such three."""
+    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they
+    are no such three."""
     if not (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
@@ -475,18 +515,25 @@ def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
 
 
 class Rules:
-    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules accept CPU tensors too."""
+    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules
+    accept CPU tensors too."""
 
-    def __init__(self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool) -> None:
+    def __init__(
+        self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool
+    ) -> None:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
-        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken up last.
+        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken
+        # up last.
         self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
         self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
-    def admit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
-        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them in place, else None.
+    def admit(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
+        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them
+        in place, else None.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -501,12 +548,17 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else None: the fast way to
-        what `check` says in sentences."""
+        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else
+        None: the fast way to what `check` says in sentences."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk), of_v = q.shape, k.shape, v.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # no tensors, not of four dimensions, sparse, nested
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # no tensors, not of four dimensions, sparse, nested
             return None
         knows, device = self.last
         if not knows(q, k, v):
@@ -532,7 +584,8 @@ class Rules:
         return None
 
     def _device_of_unknown(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their dtype or device.
+        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their
+        dtype or device.
 
         It makes a guard for the next such tensors, or takes up the one that was made."""
         device = _device_of(q, k, v)
@@ -547,8 +600,13 @@ class Rules:
         return device
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
-        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the same."""
-        if isinstance(x, torch.Tensor) and x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the
+        same."""
+        if (
+            isinstance(x, torch.Tensor)
+            and x.device.type in ("cuda", "cpu")
+            and torch.is_autocast_enabled(x.device.type)
+        ):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype in self.dtypes and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
                 return x.to(dtype)
@@ -597,7 +655,9 @@ class Rules:
         if x.device != q.device:
             raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
         if x.stride(3) != 1:
-            raise ValueError(f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()")
+            raise ValueError(
+                f"attention: the last dimension of {name} has stride {x.stride(3)}; expected 1: call .contiguous()"
+            )
 
     def check_scale(self, scale: float) -> float:
         """The factor on the scores, as a float. (For an int, Triton would compile another kernel.)"""
@@ -612,7 +672,9 @@ class Rules:
 def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
     """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is wrong."""
     if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
-        raise TypeError(f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}")
+        raise TypeError(
+            f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}"
+        )
     if not -(2**30) < x < 2**30 or x < least:
         bounds = f"at least {least}" if x < least else "between -2**30 and 2**30"
         raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
@@ -622,11 +684,20 @@ Sizes = list[Any]  # for each dimension: its length, a tuple of allowed lengths,
 
 
 def check_input(
-    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str, more: tuple[torch.dtype, ...] = ()
+    q: torch.Tensor,
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sizes,
+    meaning: str,
+    more: tuple[torch.dtype, ...] = (),
 ) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other allowed dtypes."""
+    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other
+    allowed dtypes."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}")
+        raise TypeError(
+            f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}"
+        )
     if x.dtype != dtype and x.dtype not in more:
         known = " or ".join(map(str, dict.fromkeys((dtype, *more))))
         raise TypeError(f"attention: {name} is {x.dtype}; expected {known} {_shape_text(shape)}: {meaning}")
@@ -645,14 +716,21 @@ def _shape_text(shape: Sizes) -> str:
 _LARGEST = 2**31 - 1  # of int32
 # Dtypes of inputs that are converted: int64 to int32, floating-point dtypes to each other.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {torch.int32: (torch.int64,), **dict.fromkeys(_FLOATS, _FLOATS)}
+_CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.int32: (torch.int64,),
+    **dict.fromkeys(_FLOATS, _FLOATS),
+}
 
 
-def take_input(q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str) -> torch.Tensor:
-    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the call's.
+def take_input(
+    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str
+) -> torch.Tensor:
+    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the
+    call's.
 
-    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype. An int64 beyond the
-    numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to wait for the device.
+    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
+    An int64 beyond the numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to
+    wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
     if is_dtensor(x) and not x.is_floating_point():  # what the mask reads is small, and functions derive from all of it
@@ -700,7 +778,8 @@ def _is_near(x: torch.Tensor, rows: int) -> bool:
 
 
 def _repeats_elements(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie inside one another."""
+    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie
+    inside one another."""
     end = 0
     for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
         if step <= end:
@@ -710,10 +789,11 @@ def _repeats_elements(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides, whether the first is.
+    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides,
+    whether the first is.
 
-    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie inside one another,
-    the difference in the widest is one of two, and so on.
+    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie
+    inside one another, the difference in the widest is one of two, and so on.
     """
     dims = [(a, b, n, m) for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1]
     distance = y.data_ptr() - x.data_ptr()
@@ -726,13 +806,15 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _distance(caches: Tensors) -> tuple[int, int]:
-    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share none."""
+    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share
+    none."""
     ends = (sum(step * (n - 1) for n, step in zip(x.shape, x.stride())) + 1 for x in caches)
     return caches[-1].data_ptr() - caches[0].data_ptr(), max(ends) * caches[0].element_size() if len(caches) > 1 else 0
 
 
 def without_backward(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call over a cache."""
+    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call
+    over a cache."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
     if in_forward_ad(*tensors) and has_tangents(*tensors):
@@ -744,23 +826,37 @@ class CacheRules:
 
     page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
     latent: values are columns of the keys, so that there is one cache for both.
-    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head", or a "page" and head;
-        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and rotated columns.
+    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head",
+    or a "page" and head;
+        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and
+        rotated columns.
     """
 
-    def __init__(self, rules: Rules, page: int | None, latent: bool = False, dtype: torch.dtype | None = None, scale: str = "") -> None:
+    def __init__(
+        self, rules: Rules, page: int | None, latent: bool = False, dtype: torch.dtype | None = None, scale: str = ""
+    ) -> None:
         self.rules, self.page, self.dtype, self.scale = rules, page, dtype, scale
         self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
         self.new = dict(self.widths)  # columns of new keys and values
         self.whole = 2 if dtype else 1  # bytes by which rows must lie apart, as kernels read them
         if scale == "columns":
-            self.ends = (rules.width_v, rules.width_v + 4 * (rules.width_v // GROUP))  # of numbers and of factors, in bytes
+            self.ends = (
+                rules.width_v,
+                rules.width_v + 4 * (rules.width_v // GROUP),
+            )  # of numbers and of factors, in bytes
             self.widths, self.whole = {"k": self.ends[1] + 2 * (rules.width_qk - rules.width_v)}, 4
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
-        self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []  # of the last call that was valid
+        self.last: tuple[Callable[..., bool], list[Layout]] = (
+            (lambda *tensors: False),
+            [],
+        )  # of the last call that was valid
         self.last_scales: list[Any] = []  # of the same
-        self.distance = 0, 0  # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
+        self.distance = (
+            0,
+            0,
+            # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
+        )
 
     def admit(
         self,
@@ -774,18 +870,21 @@ class CacheRules:
     ) -> tuple[torch.Tensor, Tensors, Tensors]:
         """q as kernels read it, the caches with heads before rows; and new keys and values, nothing if there are none.
 
-        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same order; scales: the
-        factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be wanted.
-        Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
+        caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same
+        order; scales: the factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be
+        wanted. Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
 
         Raises:
-            ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was expected.
+            ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was
+            expected.
         """
         without_backward(q, *caches, *new, *scales, *inputs)
         given_new = tuple(x for x in new if x is not None)
         table = () if page_table is None else (page_table,)
         rest = (cache_seqlens, *table, *given_new)
-        if (page_table is None) != (self.page is None) or not (self._knows(q, *caches, *rest) and self._knows_scales(scales)):
+        if (page_table is None) != (self.page is None) or not (
+            self._knows(q, *caches, *rest) and self._knows_scales(scales)
+        ):
             self._check(q, caches, cache_seqlens, page_table, new)
             self._check_scales(q, caches[0], scales)
             if q.stride(3) != 1 or (q.stride(2) > MAX_ROW_STRIDE and q.shape[2] > 1) or q.is_neg():
@@ -809,8 +908,9 @@ class CacheRules:
         )
 
     def _knows(self, *tensors: Any) -> bool:
-        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with caches at multiples of 16
-        bytes, which share no memory if they are stored in. It is the fast way to what `_check` says in sentences."""
+        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with
+        caches at multiples of 16 bytes, which share no memory if they are stored in. It is the fast way to what
+        `_check` says in sentences."""
         like, layouts = self.last
         try:
             alike = [(x.shape, x.stride()) for x in tensors] == layouts
@@ -872,9 +972,13 @@ class CacheRules:
             if list(x.shape) != shape:
                 raise _error(ValueError, name, f"has shape {list(x.shape)}", f"{text}, and the cache has {shape}")
             if x.shape[-1] > 1 and x.stride(-1) != 1:
-                raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+                raise _error(
+                    ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()"
+                )
             if x.is_neg():
-                raise _error(ValueError, name, "is a negated view", "numbers as they lie in memory: call .resolve_neg()")
+                raise _error(
+                    ValueError, name, "is a negated view", "numbers as they lie in memory: call .resolve_neg()"
+                )
 
     def _check_queries(self, q: torch.Tensor) -> None:
         expected = f"[B, Hq, Nq, {self.rules.width_qk}]"
@@ -897,10 +1001,17 @@ class CacheRules:
         if self.page is None and k_cache.shape[0] != q.shape[0]:
             raise _error(ValueError, "k_cache", f"has {k_cache.shape[0]} sequences", f"{q.shape[0]}, as many as q has")
         if self.page and k_cache.shape[1] != self.page:
-            raise _error(ValueError, "k_cache", f"has pages of {k_cache.shape[1]} keys", f"{self.page}, as the spec says")
+            raise _error(
+                ValueError, "k_cache", f"has pages of {k_cache.shape[1]} keys", f"{self.page}, as the spec says"
+            )
         hq, hk = q.shape[1], k_cache.shape[2]
         if (hq != hk) if rules.sharing == "mha" else hk != 1 if rules.sharing == "mqa" else (hq % hk if hk else hq):
-            raise _error(ValueError, "q", f"has {hq} heads and k_cache {hk}", f"heads that are shared as the spec says, {rules.sharing}")
+            raise _error(
+                ValueError,
+                "q",
+                f"has {hq} heads and k_cache {hk}",
+                f"heads that are shared as the spec says, {rules.sharing}",
+            )
 
     def _check_rows(self, q: torch.Tensor, name: str, x: torch.Tensor, width: int) -> None:
         if not _is_dense(x):
@@ -908,33 +1019,53 @@ class CacheRules:
         if x.dim() != 4 or x.shape[3] != width:
             raise _error(ValueError, name, f"has shape {list(x.shape)}", self.shapes[name])
         if x.dtype != (self.dtype or q.dtype) or x.device != q.device:
-            expected = f"{self.dtype} on {q.device}, the device of q" if self.dtype else f"{q.dtype} on {q.device}, as q is"
+            expected = (
+                f"{self.dtype} on {q.device}, the device of q" if self.dtype else f"{q.dtype} on {q.device}, as q is"
+            )
             raise _error(TypeError, name, f"is {x.dtype} on {x.device}", expected)
         if not _is_near(x, 1):
             raise _error(ValueError, name, f"has strides {list(x.stride())}", _NEAR)
         if self.dtype and (x.storage_offset() % self.whole or any(step % self.whole for step in x.stride()[:3])):
             given = f"starts at element {x.storage_offset()} of its storage and has strides {list(x.stride())}"
             numbers = f"multiples of {self.whole}" if self.whole > 2 else "even numbers"
-            raise _error(ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()")
+            raise _error(
+                ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()"
+            )
         unit = 16 // x.element_size()  # by which a copy engine reads rows
         if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
-            raise _error(ValueError, name, f"starts at {x.data_ptr()} and has strides {list(x.stride())}", "rows at multiples of 16 bytes")
+            raise _error(
+                ValueError,
+                name,
+                f"starts at {x.data_ptr()} and has strides {list(x.stride())}",
+                "rows at multiples of 16 bytes",
+            )
         if x.shape[1] > MAX_ROWS or (self.page is not None and x.shape[1] < 1):
-            raise _error(ValueError, name, f"has {x.shape[1]} rows", "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1")
+            raise _error(
+                ValueError,
+                name,
+                f"has {x.shape[1]} rows",
+                "1 to 2**29 - 1" if self.page is not None else "at most 2**29 - 1",
+            )
 
     def _check_stored(self, caches: Tensors, page_table: torch.Tensor | None) -> None:
         """Raise ValueError, in one sentence, if keys that are stored would overwrite others."""
         for name, x in zip(self.shapes, caches):
             if x.numel() and _repeats_elements(x):
                 given = f"has strides {list(x.stride())}, by which elements share memory"
-                raise _error(ValueError, name, given, "a place for each element, as new keys are stored: call .contiguous()")
+                raise _error(
+                    ValueError, name, given, "a place for each element, as new keys are stored: call .contiguous()"
+                )
         if any(map(torch.Tensor.numel, caches)) and _share_memory(caches[0], caches[-1]) and len(caches) > 1:
-            raise _error(ValueError, "k_cache and v_cache", "share memory", "two caches that share none, as new keys are stored")
+            raise _error(
+                ValueError, "k_cache and v_cache", "share memory", "two caches that share none, as new keys are stored"
+            )
         if page_table is not None and page_table.shape[0] > 1 and not page_table.stride(0):
             given = f"has strides {list(page_table.stride())}, by which all sequences have the same pages"
             raise _error(ValueError, "page_table", given, "pages of its own for each, as new keys are stored")
 
-    def _check_numbers(self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str) -> None:
+    def _check_numbers(
+        self, name: str, x: torch.Tensor | None, q: torch.Tensor, shape: list[int | None], text: str
+    ) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
             given = f"is {x.dtype}" if isinstance(x, torch.Tensor) else f"is a {kind(x)}"
             raise _error(TypeError, name, given, f"torch.int32 {text}, on the device")
@@ -943,9 +1074,13 @@ class CacheRules:
         if x.device != q.device:
             raise _error(ValueError, name, f"is on {x.device} and q on {q.device}", "one device")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
-            raise _error(ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()")
+            raise _error(
+                ValueError, name, f"has strides {list(x.stride())}", "1 for the last dimension: call .contiguous()"
+            )
 
-    def _check_new(self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]) -> None:
+    def _check_new(
+        self, name: str, x: torch.Tensor | None, q: torch.Tensor, cache: torch.Tensor, rows: list[int | None]
+    ) -> None:
         text = f"[{q.shape[0]}, {cache.shape[2]}, new, {self.new[name]}]"
         if x is None or not _is_dense(x):
             expected = f"both k and v, {text}, or neither" if "v" in self.widths else f"a dense tensor {text}"
@@ -974,7 +1109,8 @@ def over_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
 
-    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where there are any.
+    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where
+    there are any.
     operands: the other arguments of `decode`.
     """
     appended, dtype = 0, q.dtype
@@ -990,8 +1126,9 @@ def over_cache(
 # -------------------- Kernels whose warps have roles, of Gluon: whether this machine can run them, and the counters that they share.
 
 CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
-# Versions of Triton under which machine code of such kernels was read (docs/versions.md): no product is serialised, and nothing writes an
-# operand of a product before its wait. ptxas of 3.6 to 3.8 can do that (triton#11781). Other versions are not known to keep to it.
+# Versions of Triton under which machine code of such kernels was read (docs/versions.md): no product is serialised, and
+# nothing writes an operand of a product before its wait. ptxas of 3.6 to 3.8 can do that (triton#11781). Other versions
+# are not known to keep to it.
 TRUSTED = ("3.6", "3.7", "3.8", "3.9")
 
 
@@ -999,11 +1136,14 @@ TRUSTED = ("3.6", "3.7", "3.8", "3.9")
 def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
     """The file of a module's divided kernels; None where this Triton cannot run them, or the environment says `triton`.
 
-    Raises ValueError if the environment asks for what the module does not have. Warns once of a Triton that is not trusted.
+    Raises ValueError if the environment asks for what the module does not have. Warns once of a Triton that is not
+    trusted.
     """
     asked = os.environ.get(CHOICE, "")
     if asked not in ("", "triton", backend):
-        raise ValueError(f"attention: {CHOICE} is `{asked}` in the environment; expected triton or {backend}, or nothing")
+        raise ValueError(
+            f"attention: {CHOICE} is `{asked}` in the environment; expected triton or {backend}, or nothing"
+        )
     if asked == "triton":
         return None
     try:
@@ -1018,16 +1158,19 @@ def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
 
 
 _COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
-_OF_GRAPHS: dict[int, Iterator[torch.Tensor]] = {}  # of each device: those that no graph has yet. Graphs need this module while they run.
-# Launches of this module that graphs capture, on a device, whose counters are 0 already. Later ones, and those before any other launch,
-# set theirs to 0 with a kernel of the graph.
+_OF_GRAPHS: dict[
+    int, Iterator[torch.Tensor]
+] = {}  # of each device: those that no graph has yet. Graphs need this module while they run.
+# Launches of this module that graphs capture, on a device, whose counters are 0 already. Later ones, and those before
+# any other launch, set theirs to 0 with a kernel of the graph.
 CAPTURED = 2**14
 
 
 def counter_of(device: int) -> torch.Tensor:
     """Numbers by which the programs of a launch share its tiles: the first two are 0 before the launch and after it.
 
-    Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may run beside others.
+    Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may
+    run beside others.
     """
     if torch.cuda.is_current_stream_capturing():
         for found in _OF_GRAPHS.get(device, ()):
@@ -1038,7 +1181,9 @@ def counter_of(device: int) -> torch.Tensor:
         if device not in _OF_GRAPHS:
             _OF_GRAPHS.setdefault(device, map(_zeros(device, CAPTURED).__getitem__, range(CAPTURED)))
         _COUNTERS[key] = _zeros(device, 1)[0]
-        _COUNTERS[key].record_stream(torch.cuda.current_stream(device))  # launches may still run where the module is forgotten
+        _COUNTERS[key].record_stream(
+            torch.cuda.current_stream(device)
+        )  # launches may still run where the module is forgotten
     return _COUNTERS[key]
 
 
@@ -1075,11 +1220,12 @@ def laid_out(descriptor: Any) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
-    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
+    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or
+    of Gluon's.
 
-    In x [B, H, S, N, D], of S parts of each head, every part counts as a head.
-    A tile has `columns` columns; without them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at
-    multiples of 16 bytes. A tensor whose rows do not is copied.
+    In x [B, H, S, N, D], of S parts of each head, every part counts as a head. A tile has `columns` columns; without
+    them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at multiples of 16
+    bytes. A tensor whose rows do not is copied.
     """
     if not x.numel():
         x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # no tile of it is read
@@ -1124,7 +1270,8 @@ def _form(
 class Described:
     """The arguments of a kernel that are given by descriptor, and how these are encoded for the driver.
 
-    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such a tensor there.
+    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such
+    a tensor there.
     """
 
     MOST = 1024  # calls that are remembered; with one more all are forgotten
@@ -1140,7 +1287,11 @@ class Described:
             args[at] = descriptor(tensors[at], rows, columns, self.gluon)
 
     def encoded(
-        self, args: list[Any], tensors: Sequence[Any], strides: tuple[int, ...], encode: Callable[[list[Any]], list[Any]]
+        self,
+        args: list[Any],
+        tensors: Sequence[Any],
+        strides: tuple[int, ...],
+        encode: Callable[[list[Any]], list[Any]],
     ) -> list[Any]:
         """The arguments as `encode` makes them with descriptors in place; remembered by addresses, sizes and strides.
 
@@ -1156,7 +1307,9 @@ class Described:
         found = encode(args)
         more = (len(found) - len(args)) // len(self.places)  # arguments of an encoded descriptor after the first
         starts = [at + turn * more for turn, (at, _, _) in enumerate(self.places)]
-        if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(isinstance(x, torch.Tensor) for x in found):
+        if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(
+            isinstance(x, torch.Tensor) for x in found
+        ):
             if len(self.known) >= self.MOST:
                 self.known.clear()
             self.known[key] = [(at, found[at : at + more + 1]) for at in starts]
@@ -1168,8 +1321,8 @@ class Described:
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _NONE: tuple[tuple[Any, ...], list[Launch]] = (), []
 _HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
-# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind (see `kind_of`).
-# So the table stays small, however many shapes the calls have.
+# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind
+# (see `kind_of`). So the table stays small, however many shapes the calls have.
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
 # Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
 LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
@@ -1206,7 +1359,8 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
-# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters belong to all threads.
+# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters
+# belong to all threads.
 _IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\.interpreter"), 0)
 
 
@@ -1214,9 +1368,9 @@ _IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\
 def interpreting(kernel: Any) -> Iterator[None]:
     """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
 
-    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a kernel runs. The lock is
-    kept in the interpreter, where all generated modules find it. NumPy's warnings are off: rows that see nothing divide by zero, and a row
-    of NaN alone has no maximum.
+    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a
+    kernel runs. The lock is kept in the interpreter, where all generated modules find it. NumPy's warnings are off:
+    rows that see nothing divide by zero, and a row of NaN alone has no maximum.
     """
     if isinstance(kernel, triton.JITFunction):
         yield
@@ -1238,7 +1392,8 @@ def processors(device: torch.device) -> int:
 
 @functools.cache
 def device_class(kernels: ModuleType, device: torch.device) -> str:
-    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices of its maker."""
+    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices
+    of its maker."""
     if device.type != "cuda":
         return str(kernels.INTERPRETED_AS)
     properties = torch.cuda.get_device_properties(device)
@@ -1257,9 +1412,14 @@ def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -
 
 @functools.cache
 def _schedules_alone(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
-    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where it does not run."""
+    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where
+    it does not run."""
     for key, entries in kernels.SCHEDULES[kernel].items():
-        if key[:2] == (device_class(kernels, device), elem_bytes) and device.type == "cuda" and divided(kernels, key[2]):
+        if (
+            key[:2] == (device_class(kernels, device), elem_bytes)
+            and device.type == "cuda"
+            and divided(kernels, key[2])
+        ):
             return entries
     return ()
 
@@ -1268,7 +1428,9 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
     Raises ValueError where no tile fits the device."""
-    interpreted = x.device.type != "cuda" and x.is_floating_point()  # in the schedules of one element size, whatever its dtype
+    interpreted = (
+        x.device.type != "cuda" and x.is_floating_point()
+    )  # in the schedules of one element size, whatever its dtype
     elem_bytes = kernels.INTERPRETED_BYTES if interpreted else x.element_size()
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
@@ -1279,7 +1441,8 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
 def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
     """(the file of a kernel, largest number of rows, tile sizes and launch options), ... for the dtype and device of x.
 
-    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a number without options."""
+    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a
+    number without options."""
     table = kernels.SCHEDULES[kernel]
     alone = all(len(key) == 3 for key in table)  # it runs divided alone
     portable = [] if alone else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
@@ -1294,29 +1457,40 @@ def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[Modul
 
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
     """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
-    config: dict[str, Any] = next(config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most)
+    config: dict[str, Any] = next(
+        config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most
+    )
     return config
 
 
 def kind_of(n: int) -> int:
-    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64 bits."""
+    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64
+    bits."""
     return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
 
 
 class Launch:
-    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's own launcher."""
+    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's
+    own launcher."""
 
-    def __init__(self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device
+    ) -> None:
         self.config = {name: value for name, value in config.items() if name != "KERNEL"}
-        self.file, self.name = file, config.get("KERNEL", kernel.name)  # a divided kernel for rows of its own has a name of its own
+        self.file, self.name = (
+            file,
+            config.get("KERNEL", kernel.name),
+        )  # a divided kernel for rows of its own has a name of its own
         self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
         self.block = config[kernel.tile] if kernel.tile else 0
         described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
         self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
         divided = file is not kernel.kernels
         if divided:
-            described = [(at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]]
-            self.most_programs = file.STAYING.get(self.name, 0) * processors(device)
+            described = [
+                (at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]
+            ]
+            self.most_programs = file.PERSISTENT.get(self.name, 0) * processors(device)
         self.described = Described(described, gluon=divided) if described else None
         self.parts: tuple[Any, ...] | None = None
 
@@ -1329,7 +1503,8 @@ class Launch:
         more: tuple[Any, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides once more."""
+        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides
+        once more."""
         parts = None if hooks_look_on() else self.parts
         if self.most_programs:
             counter: Any = counter_of(device)
@@ -1355,7 +1530,8 @@ class Launch:
             run(programs, 1, 1, stream(device), *before, *passed)
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct launch needs."""
+        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct
+        launch needs."""
         function = getattr(self.file, self.name)
         with interpreting(function):
             compiled = function[(programs, 1, 1)](*args, *numbers, **self.config)
@@ -1371,8 +1547,10 @@ class Kernel:
 
     tile: the name of the size of a program's tile, as in "BLOCK_Q"; empty if a program walks over all tiles.
     described: (position, name of the tile's size) of each tensor that a schedule may read by descriptor.
-    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for each.
-    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for strides.
+    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for
+    each.
+    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for
+    strides.
     flags: names of the constants that a call gives. Each value has a compiled kernel of its own.
     """
 
@@ -1453,7 +1631,9 @@ class Kernel:
         if launches is None:
             more = dict(zip(self.flags, flags))
             found = homes(self.kernels, self.name, x)
-            launches = LAUNCHES[key] = [Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found]
+            launches = LAUNCHES[key] = [
+                Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found
+            ]
         return launches
 
 
@@ -1465,10 +1645,14 @@ _strides: Callable[[Any], tuple[int, ...]] = torch.Tensor.stride
 
 
 class Steps(NamedTuple):
-    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then those it makes."""
+    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then
+    those it makes."""
 
-    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]  # shape, strides, dtype; whether it is filled with 0
-    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors from all of them.
+    made: list[
+        tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+    ]  # shape, strides, dtype; whether it is filled with 0
+    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors
+    # from all of them.
     launches: list[tuple[Launch, int, tuple[Any, ...], tuple[int, ...], Callable[[list[Any]], tuple[Any, ...]]]]
     results: Callable[[list[Any]], tuple[Any, ...]]
 
@@ -1495,7 +1679,9 @@ def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     return itemgetter(*at) if len(at) > 1 else lambda items: tuple(items[i] for i in at)
 
 
-def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]) -> Steps | None:
+def _noted(
+    given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]
+) -> Steps | None:
     """The steps of a program; None if they are not those of other arguments of this form.
 
     So it is if a tensor was given twice, if an address is no multiple of 16, and on AMD.
@@ -1519,10 +1705,11 @@ def _noted(given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: li
 
 
 def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be None.
+    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be
+    None.
 
-    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the device, from the sizes,
-    strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
+    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the
+    device, from the sizes, strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
     """
 
     def of(program: Callable[..., Any]) -> Callable[..., Any]:
@@ -1530,7 +1717,14 @@ def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         def run(*args: Any) -> Any:
             dense = args[: count if args[count - 1] is not None else count - 1]
             rest = args[len(dense) :]
-            form = program, args[0].get_device(), *[t.dtype for t in dense], *map(_shape, dense), *map(_strides, dense), *rest
+            form = (
+                program,
+                args[0].get_device(),
+                *[t.dtype for t in dense],
+                *map(_shape, dense),
+                *map(_strides, dense),
+                *rest,
+            )
             steps = STEPS.get(form)
             if steps is not None:
                 found = steps.repeat(args[:count])
@@ -1555,7 +1749,8 @@ _KEPT: dict[Any, dict[int, Any]] = {}
 
 
 def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, ...]) -> Any:
-    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream that comes first.
+    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream
+    that comes first.
 
     A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph, and is not kept.
     """
@@ -1575,11 +1770,12 @@ def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes:
 
 
 class BlockPlan(NamedTuple):
-    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
+    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are
+    int32.
 
-    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count, in rising order,
-    then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come before it in its row.
-    `q_list` and `q_rank` are the same for the transposed mask.
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count,
+    in rising order, then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come
+    before it in its row. `q_list` and `q_rank` are the same for the transposed mask.
     """
 
     kv_rank: torch.Tensor
@@ -1601,7 +1797,8 @@ def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is a position in it."""
+    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is
+    a position in it."""
     full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
     rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
     listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
@@ -1631,7 +1828,9 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
             f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
         )
     if not 2 <= block_mask.dim() <= 4:
-        raise ValueError(f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it")
+        raise ValueError(
+            f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it"
+        )
     return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
 
 
@@ -1649,13 +1848,16 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
         if x.device != q.device:
             raise ValueError(f"attention: block_mask is on {x.device} and q on {q.device}; expected one device")
         if x.dtype != torch.int32 or list(x.shape) != shape[:2] + last or not x.is_contiguous():
-            raise ValueError(f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged")
+            raise ValueError(
+                f"attention: {name} of the BlockPlan is not what attention.plan makes; expected its tensors unchanged"
+            )
 
 
 def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any], block: int, heads: list[int]) -> None:
     """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call.
 
-    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of each.
+    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of
+    each.
     heads: the lists' lengths along B and H.
     """
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
@@ -1667,7 +1869,9 @@ def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any]
     lengths = {"Tq": rows, "Tq1": rows + 1, "Tk": columns, "Tk1": columns + 1}
     for name, dims in lists:
         x = getattr(plan, name)
-        check_input(q, f"plan.{name}", x, torch.int32, [*heads, *(lengths[d] for d in dims)], "what attention.plan makes")
+        check_input(
+            q, f"plan.{name}", x, torch.int32, [*heads, *(lengths[d] for d in dims)], "what attention.plan makes"
+        )
         if not x.is_contiguous():
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
 
@@ -1681,7 +1885,8 @@ _BY_PLAN = "what attention.plan makes"
 
 
 def checks_data(interpreted: bool) -> bool:
-    """Whether calls that do not say so check what their data promises: as ATTNGEN_CHECK says, and else in Triton's interpreter alone.
+    """Whether calls that do not say so check what their data promises: as ATTNGEN_CHECK says, and else in Triton's
+    interpreter alone.
 
     Raises ValueError, in one sentence, if the variable is neither 0 nor 1.
     """
@@ -1692,12 +1897,14 @@ def checks_data(interpreted: bool) -> bool:
 
 
 def can_wait(x: torch.Tensor) -> bool:
-    """Whether the host may wait for the device of x: no CUDA graph is captured, and neither a tracer nor a transform sees the call."""
+    """Whether the host may wait for the device of x: no CUDA graph is captured, and neither a tracer nor a transform
+    sees the call."""
     return not is_watched() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_data(call: str, *promises: Promises) -> None:
-    """Raise ValueError, in one sentence, for the first promise that is broken. If none is, the host has waited for the device once."""
+    """Raise ValueError, in one sentence, for the first promise that is broken. If none is, the host has waited for
+    the device once."""
     found = [(broken, say) for several in promises for broken, say in several if broken.numel()]
     if not found or not bool(torch.stack([broken.any() for broken, _ in found]).any()):
         return
@@ -1717,11 +1924,16 @@ def promised(
 ) -> Promises:
     """The promises of an input of integers, `x`.
 
-    least, most: of each number; `most` may be a tensor that broadcasts to x. first: what the first number of each row is. rising: numbers
-    never fall along a row. rows: int [B], how many numbers of each row of x [B, n] count; None: all.
+    least, most: of each number; `most` may be a tensor that broadcasts to x. first: what the first number of each row
+    is. rising: numbers never fall along a row. rows: int [B], how many numbers of each row of x [B, n] count; None:
+    all.
     """
     found: list[tuple[torch.Tensor, Callable[..., str]]] = []
-    counts = torch.ones_like(x, dtype=torch.bool) if rows is None else torch.arange(x.shape[-1], device=x.device) < rows[:, None]
+    counts = (
+        torch.ones_like(x, dtype=torch.bool)
+        if rows is None
+        else torch.arange(x.shape[-1], device=x.device) < rows[:, None]
+    )
 
     def said(*at: int) -> str:
         return f"{name}[{', '.join(map(str, at))}] is {int(x[at])}"
@@ -1740,7 +1952,13 @@ def promised(
         def bounds(*at: int) -> str:
             largest = int(most.expand(x.shape)[at]) if isinstance(most, torch.Tensor) else most
             both = least is not None and largest is not None
-            text = f"a number from {least} to {largest}" if both else f"at least {least}" if largest is None else f"at most {largest}"
+            text = (
+                f"a number from {least} to {largest}"
+                if both
+                else f"at least {least}"
+                if largest is None
+                else f"at most {largest}"
+            )
             return f"{said(*at)}; expected {text}: {meaning}"
 
         outside = torch.zeros_like(counts)
@@ -1752,11 +1970,14 @@ def promised(
 
 def promised_of_plan(plan: Any, *names: str) -> Promises:
     """The promises of those tensors of a plan whose numbers never fall: some kernels wait for one another by them."""
-    return [promise for name in names for promise in promised(f"plan.{name}", getattr(plan, name), _BY_PLAN, rising=True)]
+    return [
+        promise for name in names for promise in promised(f"plan.{name}", getattr(plan, name), _BY_PLAN, rising=True)
+    ]
 
 
 def listed(blocks: Any) -> Promises:
-    """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as attention.plan makes them."""
+    """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as
+    attention.plan makes them."""
     expected: dict[str, tuple[torch.Tensor, ...]]
     names: tuple[str, ...]
     first = getattr(blocks, "kv_full_rank", None)
@@ -1797,11 +2018,12 @@ def promised_of_cache(
 ) -> Promises:
     """The promises of a call over a cache.
 
-    Lengths are not negative, and the cache has room for all keys, the new ones too. The pages that hold a sequence's keys exist, and no
-    new key is stored in a row that another key has. Factors are positive and finite.
+    Lengths are not negative, and the cache has room for all keys, the new ones too. The pages that hold a sequence's
+    keys exist, and no new key is stored in a row that another key has. Factors are positive and finite.
 
-    caches: [B or pages, Hkv, rows, columns]; cache_seqlens: [B]; page_table: [B, max_pages]; new: [B, Hkv, new, columns]; first: the first
-    key of each sequence that is read, [B] or 0: pages before it may have been given back; scales: [Hkv], or [pages, Hkv].
+    caches: [B or pages, Hkv, rows, columns]; cache_seqlens: [B]; page_table: [B, max_pages]; new: [B, Hkv, new,
+    columns]; first: the first key of each sequence that is read, [B] or 0: pages before it may have been given back;
+    scales: [Hkv], or [pages, Hkv].
     """
     rows, more = caches[0].shape[2], new_keys(new)
     room = rows if page_table is None else page_table.shape[1] * rows
@@ -1811,7 +2033,9 @@ def promised_of_cache(
         expected = f"a number from 0 to {room - more}: the cache has room for {room} keys of a sequence{given}"
         return f"cache_seqlens[{b}] is {int(cache_seqlens[b])}; expected {expected}"
 
-    found: list[tuple[torch.Tensor, Callable[..., str]]] = [((cache_seqlens < 0) | (cache_seqlens > room - more), seqlens)]
+    found: list[tuple[torch.Tensor, Callable[..., str]]] = [
+        ((cache_seqlens < 0) | (cache_seqlens > room - more), seqlens)
+    ]
     used = None  # the pages that hold keys
     if page_table is not None:
         pages, keys = caches[0].shape[0], (cache_seqlens + more)[:, None]
@@ -1837,7 +2061,10 @@ def promised_of_cache(
             keys_of_row.scatter_add_(0, row.flatten(), counted.int().flatten())
 
             def shared(b: int, key: int) -> str:
-                at, expected = f"[{b}, {key // rows}]", "a page of its own: each new key needs a row of the cache that no other key has"
+                at, expected = (
+                    f"[{b}, {key // rows}]",
+                    "a page of its own: each new key needs a row of the cache that no other key has",
+                )
                 return f"page_table{at} is {int(page_table[b, key // rows])}, where another sequence has keys, too; expected {expected}"
 
             found.append((counted & (position >= stored_from) & (keys_of_row[row] > 1), shared))
@@ -1853,13 +2080,18 @@ def promised_of_cache(
 
 # -------------------- Dropout at a call: checks of its arguments, and the mask that a seed gives.
 
-def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None) -> tuple[torch.Tensor | None, int, float]:
-    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is kept).
+def check_dropout(
+    q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None
+) -> tuple[torch.Tensor | None, int, float]:
+    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is
+    kept).
 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, numbers.Real)):  # an abstract class is slow to ask
+    if isinstance(dropout_p, bool) or not isinstance(
+        dropout_p, (float, numbers.Real)
+    ):  # an abstract class is slow to ask
         raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
@@ -1871,7 +2103,9 @@ def check_dropout(q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | 
             )
     elif seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"attention: seed is a {type(seed).__name__}; expected an int, an int64 tensor of one element, or None")
+            raise TypeError(
+                f"attention: seed is a {type(seed).__name__}; expected an int, an int64 tensor of one element, or None"
+            )
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"attention: seed is {seed}; expected an int of 64 bits")
     if threshold == 0:
@@ -1887,12 +2121,16 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
     """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
 
     def dropout_mask(
-        shape: tuple[int, int, int, int], dropout_p: float, seed: int | torch.Tensor, device: torch.device | str | None = None
+        shape: tuple[int, int, int, int],
+        dropout_p: float,
+        seed: int | torch.Tensor,
+        device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests and debugging.
+        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests
+        and debugging.
 
-        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU where Triton's
-        interpreter runs kernels.
+        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU
+        where Triton's interpreter runs kernels.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -1900,7 +2138,11 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
         interpreted = is_interpreted(keep_mask)
         if device is None:
             device = seed.device if isinstance(seed, torch.Tensor) else "cpu" if interpreted else "cuda"
-        if not (torch.cuda.is_available() if (kind_ := torch.device(device).type) == "cuda" else interpreted and kind_ == "cpu"):
+        if not (
+            torch.cuda.is_available()
+            if (kind_ := torch.device(device).type) == "cuda"
+            else interpreted and kind_ == "cpu"
+        ):
             raise ValueError(
                 f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or TRITON_INTERPRET=1 in the "
                 "environment before Triton is imported, to run on the CPU"
@@ -1938,11 +2180,13 @@ def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: boo
     return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
 
 
-def by_distance(parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
+def by_distance(
+    parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor
+) -> torch.Tensor:
     """The gradient of a table x that is read by distance along its dimension `dim`.
 
-    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for each distance, the
-    place in the table. index_put_ adds in a fixed order, on CUDA too.
+    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for
+    each distance, the place in the table. index_put_ adds in a fixed order, on CUDA too.
     """
     sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
     whole = torch.zeros_like(x).movedim(dim, 0).contiguous()
@@ -1962,15 +2206,19 @@ def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
 # -------------------- What calls give beside the output.
 
 def check_max_score(wanted: bool | str) -> None:
-    """Raise ValueError or TypeError, in one sentence, if what a call says of largest scores is neither a bool nor "head"."""
+    """Raise ValueError or TypeError, in one sentence, if what a call says of largest scores is neither a bool nor
+    "head"."""
     if not isinstance(wanted, (bool, str)):
         raise TypeError(f'attention: return_max_score is a {kind(wanted)}; expected True, False or "head"')
     if wanted not in (True, False, "head"):
-        raise ValueError(f'attention: return_max_score is "{wanted}"; expected True, for each query, or "head", for each head')
+        raise ValueError(
+            f'attention: return_max_score is "{wanted}"; expected True, for each query, or "head", for each head'
+        )
 
 
 def largest(max_score: torch.Tensor, wanted: bool | str) -> torch.Tensor:
-    """The largest scores [B, Hq, Nq] as a call wants them: of each query, or of each "head" [Hq], -inf where it sees nothing."""
+    """The largest scores [B, Hq, Nq] as a call wants them: of each query, or of each "head" [Hq], -inf where it sees
+    nothing."""
     if wanted != "head":
         return max_score
     return max_score.amax((0, 2)) if max_score.numel() else max_score.new_full(max_score.shape[1:2], -torch.inf)
@@ -1992,8 +2240,8 @@ class Signature(NamedTuple):
     results: the dtype of outputs, if it is not that of q.
     rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
     kept: those of the rows that the backward and forward mode read; empty where these are those that have a gradient.
-    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a call: neither its
-    mask nor its scores count along these.
+    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a
+    call: neither its mask nor its scores count along these.
     """
 
     schema: str
@@ -2036,7 +2284,8 @@ def _refuse_vmap(*args: Any) -> Any:
 
 
 def refuse_gradients(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or tangents of some of these."""
+    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or
+    tangents of some of these."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         _without_backward()
     if in_forward_ad(*tensors) and has_tangents(*tensors):
@@ -2044,7 +2293,9 @@ def refuse_gradients(*tensors: Any) -> None:
 
 
 def _without_backward(*args: Any, **more: Any) -> None:
-    raise NotImplementedError("attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()")
+    raise NotImplementedError(
+        "attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()"
+    )
 
 
 def _without_forward_mode() -> None:
@@ -2065,13 +2316,15 @@ def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torc
 
 
 class Operators:
-    """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run its host programs.
+    """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run
+    its host programs.
 
-    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q, k, v, out,
-    *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the rows that have one, and of these
-    too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)`, with tangents of learned inputs. They
-    get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such operators. If another copy of the
-    module has registered NAME, a `_` is added to it.
+    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q,
+    k, v, out, *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the
+    rows that have one, and of these too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out,
+    *tangent_rows)`, with tangents of learned inputs. They get tensors that kernels can read in place. A module whose
+    `backward` and `jvp` are None has no such operators. If another copy of the module has registered NAME, a `_` is
+    added to it.
 
     Operators stay until the process ends, as graphs of torch hold them and not the module; but see `release`.
     """
@@ -2109,9 +2362,14 @@ class Operators:
         along = "".join(f", Tensor t_{i}" for i in range(len(learned)))
         tangents = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
         self.smooth, self.kept = len(signature.smooth), len(read)
-        self.keep = itemgetter(0, *(1 + signature.rows.index(name) for name in read))  # of results: the output and the rows that are kept
+        self.keep = itemgetter(
+            0, *(1 + signature.rows.index(name) for name in read)
+        )  # of results: the output and the rows that are kept
         self.forward = self.define(
-            "forward", f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})", self._forward, self.fake_forward
+            "forward",
+            f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})",
+            self._forward,
+            self.fake_forward,
         )
         self.backward: Any = backward and self.define(
             "backward",
@@ -2120,7 +2378,10 @@ class Operators:
             self._fake_backward,
         )
         self.jvp: Any = jvp and self.define(
-            "jvp", f"({found}, Tensor tq, Tensor tk, Tensor tv, {operands}{along}) -> ({tangents})", self._jvp, self._fake_jvp
+            "jvp",
+            f"({found}, Tensor tq, Tensor tk, Tensor tv, {operands}{along}) -> ({tangents})",
+            self._jvp,
+            self._fake_jvp,
         )
         # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
         self.recorded = _recorded_operator(self)
@@ -2137,11 +2398,14 @@ class Operators:
         op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
         self.library.impl(op, self._weak(on_its_device(kernel)), "CompositeExplicitAutograd")
         torch.library.register_fake(op.name(), self._weak(self._noting(fake)), lib=self.library)
-        torch.library.register_vmap(op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library)
+        torch.library.register_vmap(
+            op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library
+        )
         return op
 
     def _weak(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long as this object."""
+        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long
+        as this object."""
         self._registered.append(function)
         made: Callable[..., Any] = weakref.proxy(function)
         return made
@@ -2156,16 +2420,24 @@ class Operators:
         return traced
 
     def release(self) -> None:
-        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded hold it.
+        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded
+        hold it.
 
-        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The caller knows that
-        none was traced with real tensors, which is not seen here, and that no CUDA graph has captured a call.
+        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The
+        caller knows that none was traced with real tensors, which is not seen here, and that no CUDA graph has captured
+        a call.
         """
         if not self._traced:
             self._root.clear()
 
     def __call__(
-        self, shapes: Shapes | None, return_rows: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any
+        self,
+        shapes: Shapes | None,
+        return_rows: bool,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *operands: Any,
     ) -> tuple[torch.Tensor | None, ...]:
         """(out, *rows); without `return_rows` the rows may be None.
 
@@ -2174,7 +2446,12 @@ class Operators:
         if shapes is None or in_forward_ad(q, k, v) or (self.interpreted and q.dtype not in _OF_NUMPY):
             return self._through_dispatcher(q, k, v, *operands)
         learned = self.signature.learned
-        wanted = q.requires_grad or k.requires_grad or v.requires_grad or (learned and any(operands[i].requires_grad for i in learned))
+        wanted = (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (learned and any(operands[i].requires_grad for i in learned))
+        )
         if wanted and torch.is_grad_enabled():
             if return_rows:
                 return self.apply_with_rows(q, k, v, *operands, shapes)
@@ -2182,7 +2459,8 @@ class Operators:
         return self.host_forward(q, k, v, *operands, shapes)
 
     def define_key_mass(self, schema: str, kernel: Callable[..., Any]) -> Any:
-        """Define `attngen::NAME_key_mass`, (q, k, lse, *operands) -> [B, Hq, Nk] fp32, which the host program `kernel` computes."""
+        """Define `attngen::NAME_key_mass`, (q, k, lse, *operands) -> [B, Hq, Nk] fp32, which the host program
+        `kernel` computes."""
 
         def run(*args: Any) -> Any:
             q, k, *rest = self._multiplied(*args)
@@ -2194,14 +2472,16 @@ class Operators:
         return self.define("key_mass", schema, run, fake)
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
-        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16: there it gets fp32."""
+        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16:
+        there it gets fp32."""
         dtype = args[0].dtype
         if self.interpreted and dtype not in _OF_NUMPY:
             return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
         return args
 
     def _through_dispatcher(self, *args: Any) -> Results:
-        """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the recorded call instead."""
+        """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the
+        recorded call instead."""
         if any(map(is_dtensor, args[:3])):
             return self._on_shards(*args)
         dtype, args = args[0].dtype, self._multiplied(*args)
@@ -2211,7 +2491,10 @@ class Operators:
     def _on_shards(self, *args: Any) -> Results:
         """A call of DTensors: the operator on each rank's parts."""
         tensors, numbers = args[: self.numbers_at], args[self.numbers_at :]
-        if any(x is not None and "? seed" in declared for x, declared in zip(tensors[3:], self.signature.schema.split(", "))):
+        if any(
+            x is not None and "? seed" in declared
+            for x, declared in zip(tensors[3:], self.signature.schema.split(", "))
+        ):
             raise NotImplementedError(
                 "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same weights; expected "
                 "dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
@@ -2225,7 +2508,8 @@ class Operators:
         return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
 
     def _backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
-        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which gradients are needed."""
+        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which
+        gradients are needed."""
         signature = self.signature
         grad_rows, (q, k, v, *saved) = args[: self.smooth], args[self.smooth :]
         if signature.unordered and saved[-1] and _wants_order():
@@ -2245,7 +2529,9 @@ class Operators:
         k, v, out = map(addressable, args[:3])
         tangents = map(addressable, args[rows : rows + 3])
         operands, learned = args[rows + 3 : len(args) - numbers], map(_by_elements, args[len(args) - numbers :])
-        return self.host_jvp(addressable(q), k, v, out, *map(_by_elements, args[3:rows]), *tangents, *operands, *learned)
+        return self.host_jvp(
+            addressable(q), k, v, out, *map(_by_elements, args[3:rows]), *tangents, *operands, *learned
+        )
 
     def _fake_jvp(self, q: torch.Tensor, *args: Any) -> Results:
         out, *rows = self.fake_forward(q, q, q)
@@ -2284,15 +2570,20 @@ class Operators:
                 torch.library.register_autograd(self.jvp.name(), _of_tangents, lib=self.library)
             else:
                 name = self.forward.name()
-                torch.library.register_autograd(name, _without_backward, setup_context=_without_backward, lib=self.library)
+                torch.library.register_autograd(
+                    name, _without_backward, setup_context=_without_backward, lib=self.library
+                )
             return
         self.library.impl(self.forward, self._weak(_where_recorded(self.forward, self._record)), "Autograd")
         if self.backward:
-            self.library.impl(self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd")
+            self.library.impl(
+                self.backward, self._weak(_where_recorded(self.backward, self.recorded_backward.apply)), "Autograd"
+            )
             self.library.impl(self.jvp, self._weak(_where_recorded(self.jvp, self.recorded_jvp.apply)), "Autograd")
 
     def save(self, ctx: Any, args: Sequence[Any], results: Results) -> None:
-        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that they read."""
+        """Save what the backward and forward mode need: q, k, v, the operands, the output and the rows that they
+        read."""
         saved = (*self.keep(results), *args[: self.numbers_at])
         ctx.save_for_backward(*saved)
         if in_forward_ad(*saved):
@@ -2319,7 +2610,9 @@ class Operators:
         given = [_tangent(x, t) for x, t in zip((q, k, v), tangents)]
         learned = [_tangent(tensors[i], tangents[3 + i]) for i in self.signature.learned]
         call = self.recorded_jvp.apply if _is_transformed() else self.jvp
-        made = (x.detach() for x in saved[:at])  # a graph from tangents to results would have a way back: autograd saves these with theirs
+        made = (
+            x.detach() for x in saved[:at]
+        )  # a graph from tangents to results would have a way back: autograd saves these with theirs
         found = call(q, k, v, *made, *given, *tensors, *ctx.numbers, *learned)
         return *found, *[None] * self.signature.flat
 
@@ -2337,7 +2630,9 @@ class Operators:
         learned = self.signature.learned
         needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
         if is_plain(q, k, v):
-            call = self.backward if torch.is_grad_enabled() else self.run_backward  # then the operator would do nothing else
+            call = (
+                self.backward if torch.is_grad_enabled() else self.run_backward
+            )  # then the operator would do nothing else
         else:
             call = self.recorded_backward.apply if _is_transformed() else self.backward
         dq, dk, dv, *inputs = call(grad_out, *grad_rows, q, k, v, out, *rows, *tensors, *ctx.numbers, *needs)
@@ -2363,7 +2658,8 @@ def _by_elements(x: torch.Tensor) -> torch.Tensor:
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
-    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself otherwise."""
+    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself
+    otherwise."""
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
@@ -2374,9 +2670,16 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows: bool) -> type[torch.autograd.Function]:
+def _recorded_calls(
+    operators: Operators, run: Callable[..., Results], with_rows: bool
+) -> type[torch.autograd.Function]:
     """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
-    keep, numbers_at, flat, smooth = operators.keep, operators.numbers_at, operators.signature.flat, 1 + operators.smooth
+    keep, numbers_at, flat, smooth = (
+        operators.keep,
+        operators.numbers_at,
+        operators.signature.flat,
+        1 + operators.smooth,
+    )
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -2397,7 +2700,8 @@ def _recorded_calls(operators: Operators, run: Callable[..., Results], with_rows
 
 
 def _recorded_operator(operators: Operators) -> type[torch.autograd.Function]:
-    """The autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows): for all modes and transforms."""
+    """The autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows): for all modes
+    and transforms."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -2461,10 +2765,11 @@ def _public_backward(operators: Operators) -> Callable[..., Any]:
 # -------------------- Operators of calls over a cache, which torch.compile sees in place of their checks and launches.
 
 class ServedOperators:
-    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in them first.
+    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in
+    them first.
 
-    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order, which only the second
-    has; other `tensors`; and `numbers`, declared as in "float scale".
+    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order,
+    which only the second has; other `tensors`; and `numbers`, declared as in "float scale".
     """
 
     def __init__(
@@ -2528,10 +2833,13 @@ HINTS = {
     **dict.fromkeys(("attn_bias", "bias", "position_bias"), _BIAS),
     **dict.fromkeys(("dropout_p", "dropout", "p", "seed"), _DROPOUT),
     **dict.fromkeys(
-        ("enable_gqa", "num_heads", "num_kv_heads"), f"{_SPEC}`heads: {{sharing: gqa}}`; numbers of heads are those of the tensors"
+        ("enable_gqa", "num_heads", "num_kv_heads"),
+        f"{_SPEC}`heads: {{sharing: gqa}}`; numbers of heads are those of the tensors",
     ),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), _SCALE),
-    **dict.fromkeys(("window_size", "sliding_window", "window"), f"{_SPEC}`mask: {{sliding_window: {{left: 1023, right: 0}}}}`"),
+    **dict.fromkeys(
+        ("window_size", "sliding_window", "window"), f"{_SPEC}`mask: {{sliding_window: {{left: 1023, right: 0}}}}`"
+    ),
     **dict.fromkeys(("softcap", "logits_soft_cap"), f"{_SPEC}`score: [{{softcap: 30.0}}]`"),
     **dict.fromkeys(("sink", "sinks", "s_aux", "learnable_sink"), _SINK),
     "alibi_slopes": f"{_SPEC}`score: [{{alibi: {{slopes: given}}}}]`",
@@ -2543,7 +2851,10 @@ HINTS = {
     "kernel_options": f"{_SPEC}`schedule: {{block_q: 64}}`",
     **dict.fromkeys(("key_padding", "key_padding_mask"), _PADDING),
     **dict.fromkeys(("kv_lengths", "seqlens", "seqlens_k", "seqused_k"), _LENGTHS),
-    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k", "max_seqlen"), _PACKED),
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_k", "max_seqlen"),
+        _PACKED,
+    ),
     "document_ids": f"{_SPEC}`mask: {{all_of: [causal, document]}}`",
     "prefix_length": f"{_SPEC}`mask: prefix_lm`",
     "tree_mask": f"{_SPEC}`mask: tree`, with `cache: contiguous`",
@@ -2552,20 +2863,29 @@ HINTS = {
     **dict.fromkeys(("return_softmax_lse", "return_aux"), "write `return_lse=True`"),
     **{f"return_{name}": f"{_SPEC}`outputs: [lse, {name}]`" for name in ("entropy", "max_score", "key_mass")},
     **dict.fromkeys(("k_cache", "v_cache", "cache_seqlens", "page_table", "block_table", "past_key_values"), _CACHE),
-    **dict.fromkeys(("tensor_layout", "layout"), "tensors are [B, H, N, D], and `x.transpose(1, 2)` of others costs no copy"),
+    **dict.fromkeys(
+        ("tensor_layout", "layout"), "tensors are [B, H, N, D], and `x.transpose(1, 2)` of others costs no copy"
+    ),
     "plan": "a plan is of masks that read data; this one reads none",
 }
 
 
 def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as nothing is to check."""
+    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as
+    nothing is to check."""
     for name in unknown:
         if name == "check":
             continue
-        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD and p.name != "self"]
+        known = [
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is not p.VAR_KEYWORD and p.name != "self"
+        ]
         near = difflib.get_close_matches(name, known, n=1)
         hint = (
-            f"did you mean {near[0]}?" if near and name not in HINTS else HINTS.get(name, "an argument for each input comes from the spec")
+            f"did you mean {near[0]}?"
+            if near and name not in HINTS
+            else HINTS.get(name, "an argument for each input comes from the spec")
         )
         raise TypeError(f"{call}: {name} is no argument; expected {', '.join(known)}; {hint}")
 
@@ -2584,7 +2904,8 @@ def check_files(package: str, *names: str) -> None:
 # -------------------- `attention` as a torch.nn.Module.
 
 class AttentionModule(torch.nn.Module):
-    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of `attention`."""
+    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of
+    `attention`."""
 
     attention: ClassVar[Callable[..., Any]]
     spec: ClassVar[str]
@@ -2600,9 +2921,13 @@ class AttentionModule(torch.nn.Module):
 
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if held := next((name for name in ("scale", "dropout_p") if name in inputs), ""):
-            raise TypeError(f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)")
+            raise TypeError(
+                f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)"
+            )
         dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
-        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(*args, **inputs, **dropping, scale=self.scale)
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(
+            *args, **inputs, **dropping, scale=self.scale
+        )
         return found
 
     def extra_repr(self) -> str:

@@ -255,8 +255,13 @@ def _backward(
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_semaphore = runtime.zeros(
+            q,
+            (B, Hkv, split_pairs, Nk),
+            (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
+            torch.int32,
+        )
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -269,7 +274,8 @@ def _backward(
             q, Nk, B * Hkv * splits,
             (
                 q, k, v, grad_out, lse2, delta, document_q, document_kv, document_q_first, document_q_end,
-                document_q_full_first, document_q_full_end, dq_turns, dkdv_turns, dq_acc, dk_heads, dv_heads,
+                document_q_full_first, document_q_full_end, dq_semaphore, dkdv_semaphore, dq_acc, dk_heads,
+                dv_heads,
             ),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
@@ -423,7 +429,7 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V),
     dims=("B Nq", "B Nk", "B Nq", "B Nq", "B Nq", "B Nq", "B Nk", "B Nk", "B Nk", "B Nk"),
 )
-OPERATORS = runtime.Operators("document_gqa_2760985ab2c5", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_af37c21c0c5e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

@@ -140,7 +140,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -149,7 +149,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
         )
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, dq_turns, dq_acc, dk, dv),
+            (q, k, v, grad_out, lse2, delta, dq_semaphore, dq_acc, dk, dv),
             (scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -217,5 +217,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), shards=("B", "Hq", "Nq"))
-OPERATORS = runtime.Operators("full_mha_cbaecdd155ed", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("full_mha_4fe7a0d0af35", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -48,7 +48,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (512, None),
-            (None, {"BLOCK_Q": 192, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 192, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "dq": {
@@ -116,7 +116,7 @@ SCHEDULES = {
     "bwd": {
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "dq_end": {
@@ -159,7 +159,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
 }

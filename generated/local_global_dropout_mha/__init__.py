@@ -267,8 +267,8 @@ def _lists(block_mask):
 
 
 def local_global(rows: int, columns: int, device: torch.device, local: int, globals: int) -> torch.Tensor:
-    """Bool [rows, columns]: blocks at most `local` from the diagonal, which ends in the last corner, and the first `globals` rows
-    and columns of blocks (Longformer, Beltagy et al. 2020)."""
+    """Bool [rows, columns]: blocks at most `local` from the diagonal, which ends in the last corner, and the first
+    `globals` rows and columns of blocks (Longformer, Beltagy et al. 2020)."""
     i, j = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     return ((i + columns - rows - j).abs() <= local) | (i < globals) | (j < globals)
 
@@ -280,5 +280,5 @@ OPERANDS = (
 SIGNATURE = runtime.Signature(
     OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq", ""),
 )
-OPERATORS = runtime.Operators("local_global_dropout_mha_eedd9d913109", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("local_global_dropout_mha_879ac2778b5a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

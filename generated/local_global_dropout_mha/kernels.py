@@ -131,7 +131,7 @@ INTERPRETED_BYTES = 2
 
 
 @triton.jit
-def position(ranks, tile, RATIO: tl.constexpr):
+def list_position(ranks, tile, RATIO: tl.constexpr):
     # How many tiles of a row's listed blocks come before a tile; a block is RATIO tiles long.
     block = tile // RATIO
     before = tl.load(ranks + block)
@@ -285,7 +285,7 @@ def fwd(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -317,7 +317,7 @@ def fwd(
         p_sum = tl.sum(p, 1)
         l = p_sum + alpha * l
         m = m_new
-    kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
@@ -466,7 +466,7 @@ def dq(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -494,7 +494,7 @@ def dq(
         ds = dp * p_kept - p * delta[:, None]
         ds_cast = ds.to(dtype)
         dq = tl.dot(ds_cast, k, dq)
-    kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):
@@ -651,7 +651,7 @@ def dkdv(
         + tl.cast(h, tl.int64) * stride_q_list_h
         + tl.cast(kv_start // 64, tl.int64) * stride_q_list_t
     )
-    q_full_end_at = position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
+    q_full_end_at = list_position(Q_RANK_row, q_full_end, BLOCK // BLOCK_Q)
     q_ahead = tile_at(Q_LIST_row, 0, q_full_end_at > 0, BLOCK // BLOCK_Q)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, q_full_end_at, disable_licm=True):
@@ -683,7 +683,7 @@ def dkdv(
         dv = tl.dot(p_kept_cast, do, dv)
         ds_cast = ds.to(dtype)
         dk = tl.dot(ds_cast, q, dk)
-    q_end_at = position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
+    q_end_at = list_position(Q_RANK_row, q_end, BLOCK // BLOCK_Q)
     q_ahead = tile_at(Q_LIST_row, q_full_end_at, q_end_at > q_full_end_at, BLOCK // BLOCK_Q)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(q_full_end_at, q_end_at, disable_licm=True):
@@ -808,7 +808,7 @@ def jvp(
         + tl.cast(h, tl.int64) * stride_kv_list_h
         + tl.cast(q_start // 64, tl.int64) * stride_kv_list_t
     )
-    kv_full_end_at = position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
+    kv_full_end_at = list_position(KV_RANK_row, kv_full_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, 0, kv_full_end_at > 0, BLOCK // BLOCK_KV)
     # tiles with nothing to mask: no mask, no bounds checks
     for at in tl.range(0, kv_full_end_at):
@@ -855,7 +855,7 @@ def jvp(
         acc = tl.dot(tp_kept_cast, v, acc_part)
         tp_sum = tl.sum(tp, 1)
         tlse = tlse + tp_sum
-    kv_end_at = position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
+    kv_end_at = list_position(KV_RANK_row, kv_end, BLOCK // BLOCK_KV)
     kv_ahead = tile_at(KV_LIST_row, kv_full_end_at, kv_end_at > kv_full_end_at, BLOCK // BLOCK_KV)
     # tiles that the mask or the ends of the tensors cut
     for at in tl.range(kv_full_end_at, kv_end_at):

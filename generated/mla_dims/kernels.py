@@ -49,7 +49,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "dq": {
@@ -142,7 +142,7 @@ SCHEDULES = {
     "bwd": {
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "dq_end": {
@@ -204,10 +204,10 @@ def fwd(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -322,10 +322,10 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -500,10 +500,10 @@ def dk(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
     turn = pid - first_head * kv_tiles
-    own_head = first_head + turn % heads_abreast
-    kv_start = (turn // heads_abreast) * BLOCK_KV
+    own_head = first_head + turn % heads_in_group
+    kv_start = (turn // heads_in_group) * BLOCK_KV
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -619,10 +619,10 @@ def dv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which take turns
     turn = pid - first_head * kv_tiles
-    own_head = first_head + turn % heads_abreast
-    kv_start = (turn // heads_abreast) * BLOCK_KV
+    own_head = first_head + turn % heads_in_group
+    kv_start = (turn // heads_in_group) * BLOCK_KV
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)
@@ -759,10 +759,10 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_abreast = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which take turns
     turn = pid - first_head * q_tiles
-    own_head = first_head + turn % heads_abreast
-    q_start = (q_tiles - 1 - turn // heads_abreast) * BLOCK_Q
+    own_head = first_head + turn % heads_in_group
+    q_start = (q_tiles - 1 - turn // heads_in_group) * BLOCK_Q
     h = own_head % Hq
     b = own_head // Hq
     q_off = tl.arange(0, BLOCK_Q)

@@ -247,8 +247,13 @@ def _backward(
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_semaphore = runtime.zeros(
+            q,
+            (B, Hkv, split_pairs, Nk),
+            (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
+            torch.int32,
+        )
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -260,8 +265,8 @@ def _backward(
         BWD(
             q, Nk, B * Hkv * splits,
             (
-                q, k, v, grad_out, lse2, delta, document_q_first, document_q_end, dq_turns, dkdv_turns, dq_acc,
-                dk_heads, dv_heads,
+                q, k, v, grad_out, lse2, delta, document_q_first, document_q_end, dq_semaphore, dkdv_semaphore,
+                dq_acc, dk_heads, dv_heads,
             ),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
@@ -347,16 +352,23 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, document_first, document_end, document_q
     return tangent_out, tangent_lse
 
 
-def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int) -> tuple[torch.Tensor, ...]:
-    """Four int32 tensors: the first and the end of the keys that each query sees [n_q]; the same, in queries, for each key [n_kv].
+def packed_spans(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: int, n_kv: int, causal: int
+) -> tuple[torch.Tensor, ...]:
+    """Four int32 tensors: the first and the end of the keys that each query sees [n_q]; the same, in queries, for each
+    key [n_kv].
 
-    Document d has the queries cu_seqlens_q[d] .. cu_seqlens_q[d + 1] and the keys cu_seqlens_kv[d] .. cu_seqlens_kv[d + 1]; with
-    `causal` its last query meets its last key.
+    Document d has the queries cu_seqlens_q[d] .. cu_seqlens_q[d + 1] and the keys cu_seqlens_kv[d] .. cu_seqlens_kv[d +
+    1]; with `causal` its last query meets its last key.
     """
     if cu_seqlens_q.shape != cu_seqlens_kv.shape or not cu_seqlens_q.numel():
         shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_kv.shape)}"
-        raise ValueError(f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents in both")
-    cu_seqlens_q, cu_seqlens_kv = (x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv))  # kernels wait for one another by what rises
+        raise ValueError(
+            f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents in both"
+        )
+    cu_seqlens_q, cu_seqlens_kv = (
+        x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv)
+    )  # kernels wait for one another by what rises
     spans = []
     for own, other, n, side in ((cu_seqlens_q, cu_seqlens_kv, n_q, 1), (cu_seqlens_kv, cu_seqlens_q, n_kv, -1)):
         position = torch.arange(n, device=own.device, dtype=torch.int32)
@@ -370,7 +382,9 @@ def packed_spans(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, n_q: i
             end = torch.minimum(end, meets + 1)
         elif causal:
             first = torch.maximum(first, meets)
-        none = torch.where(before, other[0], other[-1])  # positions in no document see nothing, and no row outside of all documents
+        none = torch.where(
+            before, other[0], other[-1]
+        )  # positions in no document see nothing, and no row outside of all documents
         spans += [torch.where(inside, x, none).int() for x in (first, torch.maximum(first, end))]
     return tuple(spans)
 
@@ -380,5 +394,5 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("Nq", "Nq", "Nk", "Nk"))
-OPERATORS = runtime.Operators("packed_document_gqa_f774d8c90b3a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("packed_document_gqa_ddda4bfe0a44", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

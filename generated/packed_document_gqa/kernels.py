@@ -46,7 +46,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "dq": {
@@ -127,7 +127,7 @@ SCHEDULES = {
     "bwd": {
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 64, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "dq_end": {
@@ -171,7 +171,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "STAGES": 2, "num_warps": 4}),
         ),
     },
 }

@@ -186,7 +186,7 @@ def _backward(
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -197,7 +197,7 @@ def _backward(
             q, Nk, B * Hq,
             (
                 q, k, v, grad_out, lse2, delta, key_padding, key_padding_first, key_padding_run, key_padding_end,
-                dq_turns, dq_acc, dk, dv,
+                dq_semaphore, dq_acc, dk, dv,
             ),
             (scale, Hq, Nq, Nk),
             (
@@ -275,7 +275,8 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, key_padding, key_padding_first, key_padd
 
 
 def key_span(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of its last True."""
+    """For each row of a bool [B, Nk], int32 [B]: its first True, the end of the unbroken run from there, the end of
+    its last True."""
     n = visible.shape[1]
     if n == 0:
         return (torch.zeros(visible.shape[0], device=visible.device, dtype=torch.int32),) * 3
@@ -293,5 +294,5 @@ OPERANDS = (
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B"), shards=("B", "Hq", "Nq"),
 )
-OPERATORS = runtime.Operators("padding_mha_daade9c2b065", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_87c8f713f7d6", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -48,7 +48,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 3, "num_warps": 4, "maxnreg": 80}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "STAGES": 3, "num_warps": 4, "maxnreg": 80}),
         ),
     },
     "dq": {
@@ -111,7 +111,7 @@ SCHEDULES = {
     "bwd": {
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}),
         ),
     },
     "dq_end": {
@@ -154,7 +154,7 @@ SCHEDULES = {
         ),
         ("sm90", 2, "hopper"): (
             (64, None),
-            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "SLOTS": 2, "num_warps": 4}),
+            (None, {"BLOCK_Q": 128, "BLOCK_KV": 64, "STAGES": 2, "num_warps": 4}),
         ),
     },
 }

@@ -210,5 +210,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, relative_bias, scale, trelative_bias):
 
 OPERANDS = "Tensor relative_bias, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq 257",))
-OPERATORS = runtime.Operators("relative_bias_mha_65596d3c0513", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("relative_bias_mha_b3a117e93091", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

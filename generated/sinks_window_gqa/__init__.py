@@ -169,13 +169,18 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, sink, scale, need_q, need_k
             (Hq * Nq * HEAD_DIM_QK, Nq * HEAD_DIM_QK, HEAD_DIM_QK, 1),
             torch.float32,
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_semaphore = runtime.zeros(
+            q,
+            (B, Hkv, split_pairs, Nk),
+            (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
+            torch.int32,
+        )
         dk_heads, dk_heads_strides = runtime.room_for_splits(dk, split_pairs)
         dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, dq_acc, dq_turns, dkdv_turns, dk_heads, dv_heads),
+            (q, k, v, grad_out, lse2, delta, dq_acc, dq_semaphore, dkdv_semaphore, dk_heads, dv_heads),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -269,5 +274,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, sink, scale, tsink):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), dims=("Hq",))
-OPERATORS = runtime.Operators("sinks_window_gqa_a74b213601fa", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("sinks_window_gqa_ee19216e10d7", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -174,8 +174,13 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
         )
         # pairs of these programs, which sum gradients in place
         split_pairs = (splits + 1) // 2
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
-        dkdv_turns = runtime.zeros(q, (B, Hkv, split_pairs, Nk), (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dkdv_semaphore = runtime.zeros(
+            q,
+            (B, Hkv, split_pairs, Nk),
+            (Hkv * split_pairs * Nk, split_pairs * Nk, Nk, 1),
+            torch.int32,
+        )
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -186,7 +191,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
         dv_heads, dv_heads_strides = runtime.room_for_splits(dv, split_pairs)
         BWD(
             q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, dq_turns, dkdv_turns, dq_acc, dk_heads, dv_heads),
+            (q, k, v, grad_out, lse2, delta, dq_semaphore, dkdv_semaphore, dq_acc, dk_heads, dv_heads),
             (scale, Hkv, group, splits, split_pairs, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -273,5 +278,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("softcap_window_gqa_536edd2f025d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("softcap_window_gqa_ca6f4ef51071", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -165,7 +165,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
             (Hq, Nq, Nlse),
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
-        dq_turns = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
+        dq_semaphore = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.int32)
         dq_acc = runtime.empty(
             q,
             (B, Hq, Nq, HEAD_DIM_QK),
@@ -174,7 +174,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, temperature, scale, need_q,
         )
         BWD(
             q, Nk, B * Hq,
-            (q, k, v, grad_out, lse2, delta, temperature, dq_turns, dq_acc, dk, dv),
+            (q, k, v, grad_out, lse2, delta, temperature, dq_semaphore, dq_acc, dk, dv),
             (scale, Hq, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
@@ -253,5 +253,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, temperature, scale, ttemperature):
 
 OPERANDS = "Tensor temperature, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq",))
-OPERATORS = runtime.Operators("temperature_mha_09e0bd3fc473", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("temperature_mha_5b223e4978e6", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -68,7 +68,9 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
     return function
 
 
-def device_times(calls: Mapping[str, Callable[[int], object]], rounds: int, say: Callable[[str], object]) -> dict[str, Times]:
+def device_times(
+    calls: Mapping[str, Callable[[int], object]], rounds: int, say: Callable[[str], object]
+) -> dict[str, Times]:
     """The n-th call takes n milliseconds and a half."""
     found = {}
     for i, (name, call) in enumerate(calls.items(), 1):
@@ -78,10 +80,14 @@ def device_times(calls: Mapping[str, Callable[[int], object]], rounds: int, say:
     return found
 
 
-def step_times(calls: Mapping[str, Callable[[int], object]], sets: int, rounds: int, say: Callable[[str], object]) -> dict[str, Times]:
+def step_times(
+    calls: Mapping[str, Callable[[int], object]], sets: int, rounds: int, say: Callable[[str], object]
+) -> dict[str, Times]:
     """The n-th call takes n microseconds and a half."""
     assert sets > 1
-    return {name: Times(tuple(x / 1000 for x in times.rounds)) for name, times in device_times(calls, rounds, say).items()}
+    return {
+        name: Times(tuple(x / 1000 for x in times.rounds)) for name, times in device_times(calls, rounds, say).items()
+    }
 
 
 def _fails(problem: Problem) -> Call:

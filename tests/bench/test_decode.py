@@ -1,4 +1,5 @@
-"""Cells that read a cache: what must be read of it, peers beside naive attention of each sequence, the clock, tables and plots."""
+"""Cells that read a cache: what must be read of it, peers beside naive attention of each sequence, the clock, tables
+and plots."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from attngen.spec import make_spec
 from tests.helpers import ROOT
 
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "matmul_tflops": 786.4, "copy_tb_s": 4.0}
-DOCUMENTS = {order: {"all_of": ["causal", {"document": {"sorted": order == "sorted"}}]} for order in ("sorted", "any order")}
+DOCUMENTS = {
+    order: {"all_of": ["causal", {"document": {"sorted": order == "sorted"}}]} for order in ("sorted", "any order")
+}
 WINDOW = {"sliding_window": {"left": 31, "right": 0}}
 FP8 = {"paged": {"page_size": 32}, "dtype": "fp8_e4m3"}
 LATENT = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 48, "v": 32}, "kv": {"latent": {"rope": 16}}}
@@ -41,7 +44,9 @@ def served(page: int | str = "", **more: Any) -> Any:
 
 
 def problem(spec: Any, n_q: int = 1, n_kv: int = 160, **call: float) -> CacheProblem:
-    found = problem_of(cell("", spec, n_q, n_kv, batch=3, heads=4, kv_heads=None if spec.rope else 2, call=call), "cpu", Path())
+    found = problem_of(
+        cell("", spec, n_q, n_kv, batch=3, heads=4, kv_heads=None if spec.rope else 2, call=call), "cpu", Path()
+    )
     assert isinstance(found, CacheProblem)
     return found
 
@@ -80,12 +85,20 @@ def of_sequences(p: CacheProblem) -> tuple[torch.Tensor, int]:
         else:
             k, v = x.k[b : b + 1, :, :n], x.v[b : b + 1, :, :n]
         at = torch.arange(p.cell.n_q)[:, None] + n - p.cell.n_q
-        mask = (places <= at) & (places >= at - left) if spec.mask.name != "none" else torch.ones(p.cell.n_q, n, dtype=torch.bool)
+        mask = (
+            (places <= at) & (places >= at - left)
+            if spec.mask.name != "none"
+            else torch.ones(p.cell.n_q, n, dtype=torch.bool)
+        )
         if "document_ids" in p.given:
             ids = p.given["document_ids"][b]
             mask = mask & (ids[places] == ids[at])
         modify = partial(alibi, far=(at - places).abs()) if any(part.name == "alibi" for part in spec.score) else None
-        outs.append(naive_attention(x.q[b : b + 1], k, v, mask[None, None], spec.head_dim.qk**-0.5, None, modify, p.given.get("sink"))[0])
+        outs.append(
+            naive_attention(
+                x.q[b : b + 1], k, v, mask[None, None], spec.head_dim.qk**-0.5, None, modify, p.given.get("sink")
+            )[0]
+        )
         read += int(mask.any(0).sum()) * p.cell.kv_heads * 4 * (48 if spec.rope else 32)
     return torch.cat(outs), read
 
@@ -123,15 +136,23 @@ def test_sdpa_reads_contiguous_caches(name: str) -> None:
     note = PEERS["math"].prepare(p).note
     assert note.startswith("mask as a tensor, all 0 MiB of the cache read") == (name != "rows")
     half = replace(p.cell, dtype="fp16")
-    assert PEERS["flash"].cannot(half) == ("" if name == "rows" else "no mask as a tensor") and not PEERS["cudnn"].cannot(half)
+    assert PEERS["flash"].cannot(half) == ("" if name == "rows" else "no mask as a tensor") and not PEERS[
+        "cudnn"
+    ].cannot(half)
 
 
 @pytest.mark.parametrize("scale", ["head", "page"])
 def test_caches_of_8_bits(scale: str) -> None:
     """A byte a number; naive attention multiplies them by their factors, and other peers leave them alone."""
     cache = {"paged": {"page_size": 32}, "dtype": "fp8_e4m3", "scale": scale}
-    p = problem(make_spec({**served().canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": cache}), ragged=20)
-    x, plain = p.draw(0), problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32}), ragged=20)
+    p = problem(
+        make_spec({**served().canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": cache}),
+        ragged=20,
+    )
+    x, plain = (
+        p.draw(0),
+        problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32}), ragged=20),
+    )
     assert x.k.dtype == x.v.dtype == torch.float8_e4m3fn and p.set_bytes == x.k.numel() + x.v.numel()
     assert 2 * p.read_bytes == plain.read_bytes
     assert p.given["k_scale"].shape == ((p.pages, 2) if scale == "page" else (2,))
@@ -143,7 +164,9 @@ def test_caches_of_8_bits(scale: str) -> None:
 
 def test_what_peers_cannot_do_over_a_cache() -> None:
     assert PEERS["cudnn"].cannot(CELLS["pages"].cell) == "no pages"
-    assert PEERS["fa4"].cannot(CELLS["rows"].cell) == PEERS["flex_flash"].cannot(CELLS["rows"].cell) == "not over a cache"
+    assert (
+        PEERS["fa4"].cannot(CELLS["rows"].cell) == PEERS["flex_flash"].cannot(CELLS["rows"].cell) == "not over a cache"
+    )
     assert PEERS["flashinfer"].cannot(CELLS["pages"].cell) == "not installed"
 
 
@@ -153,9 +176,17 @@ class Wrapper:
     def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
         assert layout == "NHD" and not use_tensor_cores
 
-    def plan(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *sizes: int, **options: Any) -> None:
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *sizes: int, **options: Any
+    ) -> None:
         assert indptr.dtype == indices.dtype == last.dtype == torch.int32 and sizes[:3] == (4, 2, 16)
-        self.indptr, self.indices, self.last, self.page, self.left = indptr, indices.long(), last, sizes[3], options["window_left"]
+        self.indptr, self.indices, self.last, self.page, self.left = (
+            indptr,
+            indices.long(),
+            last,
+            sizes[3],
+            options["window_left"],
+        )
 
     def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, ...]) -> torch.Tensor:
         outs = []
@@ -175,7 +206,9 @@ def test_flashinfer_where_it_is_installed(mask: Any, monkeypatch: pytest.MonkeyP
     p = problem(served(16, mask=mask), ragged=20)
     assert relative_error(forward(p, "flashinfer"), of_sequences(p)[0]) < 1e-5
     cannot = PEERS["flashinfer"].cannot
-    fp8 = problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": FP8}))
+    fp8 = problem(
+        make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": FP8})
+    )
     assert (cannot(CELLS["rows"].cell), cannot(fp8.cell)) == ("here over pages alone", "no keys of 8 bits")
     for more in ({"mask": WINDOW}, {"score": {"softcap": 5.0}}):
         assert cannot(problem(served(16, **LATENT, **more)).cell) == "over latents no window and no score modifier"
@@ -190,20 +223,35 @@ class LatentWrapper:
         assert workspace.dtype == torch.uint8
 
     def plan(
-        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor, **said: Any
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        **said: Any,
     ) -> None:
-        assert said["num_heads"] == 4 and (said["head_dim_ckv"], said["head_dim_kpe"]) == (32, 16) and said["page_size"] == 16
-        assert qo_indptr.tolist() == [0, 1, 2, 3] and all(x.dtype == torch.int32 for x in (kv_indptr, kv_indices, kv_len_arr))
+        assert (
+            said["num_heads"] == 4
+            and (said["head_dim_ckv"], said["head_dim_kpe"]) == (32, 16)
+            and said["page_size"] == 16
+        )
+        assert qo_indptr.tolist() == [0, 1, 2, 3] and all(
+            x.dtype == torch.int32 for x in (kv_indptr, kv_indices, kv_len_arr)
+        )
         self.indptr, self.indices, self.lengths, self.scale = kv_indptr, kv_indices.long(), kv_len_arr, said["sm_scale"]
 
-    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor
+    ) -> torch.Tensor:
         outs = []
         for b, n in enumerate(self.lengths):
             pages = self.indices[self.indptr[b] : self.indptr[b + 1]]
             v, k = (x[pages].flatten(0, 1)[:n] for x in (ckv_cache, torch.cat([ckv_cache, kpe_cache], -1)))
             q = torch.cat([q_nope[b], q_pe[b]], -1)[None, :, None]
             outs.append(
-                naive_attention(q, k[None, None], v[None, None], torch.ones(1, 1, 1, int(n), dtype=torch.bool), self.scale)[0][:, :, 0]
+                naive_attention(
+                    q, k[None, None], v[None, None], torch.ones(1, 1, 1, int(n), dtype=torch.bool), self.scale
+                )[0][:, :, 0]
             )
         return torch.cat(outs)
 
@@ -217,7 +265,11 @@ def test_flashinfer_over_latents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lengths_and_pages() -> None:
     p = CELLS["pages, ragged"]
-    assert p.lengths == CELLS["rows, ragged"].lengths and all(20 <= n <= 160 for n in p.lengths) and len(set(p.lengths)) == 3
+    assert (
+        p.lengths == CELLS["rows, ragged"].lengths
+        and all(20 <= n <= 160 for n in p.lengths)
+        and len(set(p.lengths)) == 3
+    )
     assert p.page_table.shape == (3, 10)
     named = torch.cat([row[: -(-n // 16)] for row, n in zip(p.page_table, p.lengths)])
     assert sorted(named.tolist()) == list(range(len(p.draw(0).k))) and named.tolist() != sorted(named.tolist())
@@ -280,7 +332,9 @@ def test_steps_rotate_through_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     for sets, turns in ((1, 8), (3, 9), (64, 64)):
         made.clear()
         found = timing.step_times({"a": call, "b": call}, sets, rounds=3)
-        assert {name: times.rounds for name, times in found.items()} == {name: pytest.approx((1e-3,) * 3) for name in "ab"}
+        assert {name: times.rounds for name, times in found.items()} == {
+            name: pytest.approx((1e-3,) * 3) for name in "ab"
+        }
         assert made[:turns] == list(range(turns)) and {n % sets for n in made} == set(range(sets))
 
 
@@ -296,12 +350,17 @@ def test_sets_are_many_times_the_l2() -> None:
 def shown() -> Results:
     def line(c: Cell, peer: str, us: float) -> Line:
         read = c.batch * c.kv_heads * min(c.n_kv, 1024 if c.spec.name == "decode_window" else c.n_kv) * 512
-        return Line(c, peer, {"fwd_ms": us / 1e3, "fwd_spread": 0.01, **rates(c, MACHINE, 10**6, read, "fwd", us / 1e3)})
+        return Line(
+            c, peer, {"fwd_ms": us / 1e3, "fwd_spread": 0.01, **rates(c, MACHINE, 10**6, read, "fwd", us / 1e3)}
+        )
 
     cells = {str(c).replace(" bf16", "").replace(" H32/8", ""): c for c in decode().cells}
     eights = [c for name, c in cells.items() if name.startswith("decode_rows B8 Nq1")]
     lines = [line(c, peer, 0.01 * c.n_kv * times) for c in eights for peer, times in (("ours", 1.0), ("cudnn", 0.9))]
-    lines += [line(cells["decode_page64 B8 Nq1 Nk65536"], "ours", 662.0), line(cells["decode_rows B8 Nq4 Nk65536"], "ours", 669.0)]
+    lines += [
+        line(cells["decode_page64 B8 Nq1 Nk65536"], "ours", 662.0),
+        line(cells["decode_rows B8 Nq4 Nk65536"], "ours", 669.0),
+    ]
     lines += [line(cells["decode_window B8 Nq1 Nk131072"], "ours", 10.75)]
     return Results(dict(MACHINE), [*lines, Line(eights[0], "flex", {}, "first call: no end within 120 s")])
 
@@ -311,10 +370,27 @@ def test_the_table() -> None:
     heading, table, notes = text.split("\n\n")
     found = [row.strip("| ").split(" | ") for row in table.splitlines()]
     assert name == "decode.md" and found[0][-2:] == ["best peer over ours", "cudnn us"]
-    assert found[6] == ["decode_rows bf16 B8 H32/8 Nq1 Nk65536", "2048.0", "655.4", "3.28", "82%", "1.00", "0.90", "589.8"]
+    assert found[6] == [
+        "decode_rows bf16 B8 H32/8 Nq1 Nk65536",
+        "2048.0",
+        "655.4",
+        "3.28",
+        "82%",
+        "1.00",
+        "0.90",
+        "589.8",
+    ]
     assert [row[5] for row in found[-3:]] == ["1.01", "1.02", "1.05"] and [row[-1] for row in found[-3:]] == ["-"] * 3
     assert notes == "- decode_rows bf16 B8 H32/8 Nq1 Nk1024: flex: first call: no end within 120 s\n"
-    assert next(cache_rows(shown()))[:7] == ("decode_rows bf16 B8 H32/8 Nq1 Nk1024", "ours", "10.2", "1.0%", "32.0", "3.28", "82%")
+    assert next(cache_rows(shown()))[:7] == (
+        "decode_rows bf16 B8 H32/8 Nq1 Nk1024",
+        "ours",
+        "10.2",
+        "1.0%",
+        "32.0",
+        "3.28",
+        "82%",
+    )
 
 
 def test_plots() -> None:

@@ -1,4 +1,5 @@
-"""The functions for FlexAttention, written from specs: evaluated by torch on the CPU, against the masks' and modifiers' own oracles."""
+"""The functions for FlexAttention, written from specs: evaluated by torch on the CPU, against the masks' and
+modifiers' own oracles."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
 }
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 GRID = [(name, spec(name)) for name in SPECS] + [
-    (name, make_spec({"name": name, "heads": {"sharing": "gqa"}, "head_dim": 16, **below})) for name, below in WRITTEN.items()
+    (name, make_spec({"name": name, "heads": {"sharing": "gqa"}, "head_dim": 16, **below}))
+    for name, below in WRITTEN.items()
 ]
 SAID = [(name, s) for name, s in GRID if not cannot(s)]
 CASES = [(name, s, (130, 150)) for name, s in SAID] + [(name, s, (150, 130)) for name, s in SAID if name in WRITTEN]
@@ -70,7 +72,9 @@ def test_masks_and_scores_are_the_oracles(name: str, s: Spec, size: tuple[int, i
     assert found.visible_pairs(sizes, "cpu", rows=64) == int(expected.sum())
     scores = torch.randn(sizes.batch, sizes.q_heads, *size, generator=torch.Generator().manual_seed(0))
     modify, _ = reference_scores(s.score, q, k, given)
-    torch.testing.assert_close(found.score(scores, *positions(sizes)) if found.score else scores, modify(scores) if modify else scores)
+    torch.testing.assert_close(
+        found.score(scores, *positions(sizes)) if found.score else scores, modify(scores) if modify else scores
+    )
 
 
 @pytest.mark.parametrize(("name", "s"), SAID, ids=[name for name, _ in SAID])
@@ -114,7 +118,12 @@ def test_the_source_is_what_a_person_would_write() -> None:
 
 @pytest.mark.parametrize(
     ("name", "by_batch", "by_head"),
-    [("causal_mha", False, False), ("document_gqa", True, False), ("block_sparse_mha", True, True), ("butterfly_gqa", False, False)],
+    [
+        ("causal_mha", False, False),
+        ("document_gqa", True, False),
+        ("block_sparse_mha", True, True),
+        ("butterfly_gqa", False, False),
+    ],
 )
 def test_what_a_mask_depends_on(name: str, by_batch: bool, by_head: bool) -> None:
     found = functions(spec(name), 130, 130)[0]

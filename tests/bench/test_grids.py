@@ -89,20 +89,36 @@ def test_a_grid_from_a_file(tmp_path: Path) -> None:
         ("batch: 3", "batch: 3, tokens: 9", ", line 8: `batch`: stands beside `tokens`; expected one of them"),
         ("dtype: fp16", "dtype: f16", ", line 8: `dtype`: is `f16`; expected bf16, fp16 or fp32"),
         ("dtype: fp16", "dtype: fp32", ", line 8: `cells`: causal_mqa is not built for fp32; expected bf16 or fp16"),
-        ("kv_heads: 2", "kv_heads: 3", ", line 3: `cells`: causal_gqa: 8 query heads are not a multiple of 3 K/V heads"),
-        ("batch: 3", "kv_heads: 4", ", line 8: `cells`: causal_mqa is mqa, which has 1 K/V heads for 16 query heads, not 4"),
+        (
+            "kv_heads: 2",
+            "kv_heads: 3",
+            ", line 3: `cells`: causal_gqa: 8 query heads are not a multiple of 3 K/V heads",
+        ),
+        (
+            "batch: 3",
+            "kv_heads: 4",
+            ", line 8: `cells`: causal_mqa is mqa, which has 1 K/V heads for 16 query heads, not 4",
+        ),
         (
             "ragged: 100",
             "ragged: 901",
             ", line 9: `cells`: decode_sinks_paged_gqa: `ragged` is 901; expected a spec with `cache`, and 900, the keys, at most",
         ),
-        ("batch: 3", "ragged: 3", ", line 8: `cells`: causal_mqa: `ragged` is 3; expected a spec with `cache`, and 512, the keys, at most"),
+        (
+            "batch: 3",
+            "ragged: 3",
+            ", line 8: `cells`: causal_mqa: `ragged` is 3; expected a spec with `cache`, and 512, the keys, at most",
+        ),
         (
             "batch: 3",
             "page_size: 16",
             ", line 8: `cells`: causal_mqa: `page_size` is 16; expected a spec with `cache: {paged: {page_size: any}}`",
         ),
-        ("specs: specs/causal_mqa.yaml", "specs: 7", ", line 8: `specs`: is `7`; expected files, as in [specs/causal_gqa.yaml]"),
+        (
+            "specs: specs/causal_mqa.yaml",
+            "specs: 7",
+            ", line 8: `specs`: is `7`; expected files, as in [specs/causal_gqa.yaml]",
+        ),
     ],
 )
 def test_a_wrong_grid_is_one_sentence(tmp_path: Path, old: str, new: str, error: str) -> None:
@@ -122,7 +138,9 @@ def test_parts_of_a_grid() -> None:
         "causal_mha_d128 bf16 B32 H16 N512",
         "causal_mha_d128 bf16 B4 H16 N4096",
     ]
-    assert [str(c) for c in only(decode().cells, "ragged,page16")] == ["decode_page16 bf16 B64 H32/8 Nq1 Nk65536 ragged=512"]
+    assert [str(c) for c in only(decode().cells, "ragged,page16")] == [
+        "decode_page16 bf16 B64 H32/8 Nq1 Nk65536 ragged=512"
+    ]
     assert [c.n_kv for c in only(decode().cells, "B1,decode_rows")] == [1024, 4096, 16384, 65536, 131072]
     with pytest.raises(AttngenError, match="--only: no cell has `d65`; did you mean `d64`?"):
         only(fa3().cells, "D65")
@@ -142,7 +160,9 @@ def test_parts_of_a_grid() -> None:
         (["specs/causal_mha.yaml"], [], None, None, {"dtype": "fp32"}, "causal_mha is not built for fp32"),
     ],
 )
-def test_a_wrong_command_is_one_sentence(specs: list[str], grids: list[str], words: None, peers: str, sizes: dict, error: str) -> None:
+def test_a_wrong_command_is_one_sentence(
+    specs: list[str], grids: list[str], words: None, peers: str, sizes: dict, error: str
+) -> None:
     with pytest.raises(AttngenError) as caught:
         select([Path(s) for s in specs], grids, None, words, peers, {**SIZES, **sizes})
     assert str(caught.value).startswith(error)
@@ -157,7 +177,10 @@ def test_the_list_says_what_peers_cannot_do() -> None:
     assert {table[name]["ours"] for name in table} == {table[name]["naive"] for name in table} == {"yes"}
     assert table["causal_mha"]["flash"] == table["causal_mha"]["math"] == "yes"
     assert table["causal_mha decode"]["flash"] == "its causal is top-left"
-    assert table["causal_fp32"]["flash"] == table["causal_fp32"]["cudnn"] == "no fp32" and table["causal_fp32"]["efficient"] == "yes"
+    assert (
+        table["causal_fp32"]["flash"] == table["causal_fp32"]["cudnn"] == "no fp32"
+        and table["causal_fp32"]["efficient"] == "yes"
+    )
     assert table["window_gqa"]["cudnn"] == "no mask but causal and none" and table["window_gqa"]["flex"] == "yes"
     assert table["softcap_window_gqa"]["flash"] == "no score modifiers"
     assert table["sinks_window_gqa"]["flex"] == "no sink in a score_mod"

@@ -16,7 +16,9 @@ from tests.helpers import spec as spec_of
 def test_a_line_for_each_peer(name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others of SDPA's backends have no jvp; with modifiers it has none at all."""
     monkeypatch.setattr(jvp, "TOKENS", 48), monkeypatch.setattr(jvp, "HIDDEN", 256)
-    clock = SimpleNamespace(peak_bytes=fakes.peak_bytes, device_times=lambda calls: fakes.device_times(calls, 3, lambda name: None))
+    clock = SimpleNamespace(
+        peak_bytes=fakes.peak_bytes, device_times=lambda calls: fakes.device_times(calls, 3, lambda name: None)
+    )
     found = list(jvp.rows(spec_of(name), 48, tmp_path / name, clock, device))
     peers = ["ours", "naive", *(["sdpa math"] if name == "full_mha" else [])]
     assert [line[:3] for line in found] == [(name, "48", peer) for peer in peers]

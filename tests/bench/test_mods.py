@@ -36,7 +36,10 @@ def scores_of(sizes: Sizes) -> torch.Tensor:
 
 def positions(sizes: Sizes) -> list[torch.Tensor]:
     lengths = (sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv)
-    return [torch.arange(n, dtype=torch.int32).view([n if i == axis else 1 for i in range(4)]) for axis, n in enumerate(lengths)]
+    return [
+        torch.arange(n, dtype=torch.int32).view([n if i == axis else 1 for i in range(4)])
+        for axis, n in enumerate(lengths)
+    ]
 
 
 def everywhere(score_mod: Callable[..., torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
@@ -81,7 +84,9 @@ def test_a_mask_is_right_at_the_lengths_to_measure(name: str) -> None:
     visible = mod.reference(made, sizes).expand(sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv)
     b, h, q, kv = (torch.randint(n, (4000,), generator=drawn) for n in visible.shape)
     away = torch.randint(-200, 201, (2000,), generator=drawn)
-    kv[:2000] = (q[:2000] * sizes.n_kv // sizes.n_q + away).clamp(0, sizes.n_kv - 1)  # where masks of windows have their edges
+    kv[:2000] = (q[:2000] * sizes.n_kv // sizes.n_q + away).clamp(
+        0, sizes.n_kv - 1
+    )  # where masks of windows have their edges
     with TransformGetItemToIndex():
         found = torch.vmap(made.mask_mod)(b, h, q, kv)
     assert torch.equal(found, visible[b, h, q, kv])
@@ -90,7 +95,8 @@ def test_a_mask_is_right_at_the_lengths_to_measure(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODS)
 def test_what_a_tracer_sees_is_the_whole_function(name: str) -> None:
-    """Traced at the first position with tensors of no dimension, it is right at others: no branch depends on a position."""
+    """Traced at the first position with tensors of no dimension, it is right at others: no branch depends on a
+    position."""
     mod = MODS[name]
     sizes = mod.tests[-1].sizes
     made, scores = mod.make(sizes, "cpu", generator()), scores_of(sizes)
@@ -98,7 +104,9 @@ def test_what_a_tracer_sees_is_the_whole_function(name: str) -> None:
     function, first = (made.mask_mod, []) if mod.kind == "mask" else (made.score_mod, [torch.zeros(())])
     with TransformGetItemToIndex():
         traced = make_fx(function)(*first, *zeros)
-    oracle = mod.reference(made, sizes).expand(scores.shape) if mod.kind == "mask" else mod.reference(made, sizes)(scores)
+    oracle = (
+        mod.reference(made, sizes).expand(scores.shape) if mod.kind == "mask" else mod.reference(made, sizes)(scores)
+    )
     drawn = generator()
     for _ in range(20):
         at = [torch.randint(n, (), generator=drawn, dtype=torch.int32) for n in scores.shape]
@@ -193,7 +201,8 @@ def test_every_function_with_data_has_another_oracle() -> None:
 
 def test_lengths_without_parameters_are_refused() -> None:
     with pytest.raises(
-        AttngenError, match="mod `natten` has no parameters for 7 queries and 9 keys; it has some for 35 x 35, .*, 8192 x 8192"
+        AttngenError,
+        match="mod `natten` has no parameters for 7 queries and 9 keys; it has some for 35 x 35, .*, 8192 x 8192",
     ):
         MODS["natten"].make(Sizes(1, 1, 1, 7, 9), "cpu", generator())
 
@@ -206,7 +215,9 @@ def test_lengths_say_which_case_it_is() -> None:
 
 def test_the_functions_are_imported_without_the_compiler() -> None:
     code = "import sys, attngen.bench.mods; print(*(m for m in sys.modules if m.startswith('attngen.')))"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
     light = {"attngen.errors", "attngen.ir.sizes", "attngen.ir", "attngen.ir.names"}
     assert {m for m in found if not m.startswith("attngen.bench")} == light
     assert {m for m in found if not m.startswith("attngen.bench.mods")} == {*light, "attngen.bench"}

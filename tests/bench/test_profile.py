@@ -1,4 +1,5 @@
-"""attngen profile: ncu's CSV, predictions beside measurements, and what goes wrong; with a stand-in for ncu, as no test needs a GPU."""
+"""attngen profile: ncu's CSV, predictions beside measurements, and what goes wrong; with a stand-in for ncu, as no
+test needs a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
     monkeypatch.setenv("PATH", str(folder))
 
 
-def test_what_ncu_writes_is_read_and_what_the_program_prints_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ncu_writes_is_read_and_what_the_program_prints_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(tmp_path, monkeypatch, f"open(log, 'w').write({RECORDED!r})")
     heard: list[str] = []
     assert profile("some.module", ["plan"], 60, heard.append) == parse(RECORDED)
@@ -83,13 +86,27 @@ def test_other_counters_are_asked_for_where_a_chip_lacks_some(tmp_path: Path, mo
 @pytest.mark.parametrize(
     "does, reason",
     [
-        ("open(log, 'w').write('==ERROR== ERR_NVGPUCTRPERM - The user does not have permission')", "lets only administrators read"),
-        ("open(log, 'w').write('==ERROR== Failed to initialize the profiler: LibraryNotLoaded')", "gives no access to the counters"),
-        ("open(log, 'w').write('==ERROR== The application returned an error code (1).')", "read no counters: The application returned"),
-        ("print('ModuleNotFoundError: No module named torch')", "read no counters: ModuleNotFoundError: No module named torch"),
+        (
+            "open(log, 'w').write('==ERROR== ERR_NVGPUCTRPERM - The user does not have permission')",
+            "lets only administrators read",
+        ),
+        (
+            "open(log, 'w').write('==ERROR== Failed to initialize the profiler: LibraryNotLoaded')",
+            "gives no access to the counters",
+        ),
+        (
+            "open(log, 'w').write('==ERROR== The application returned an error code (1).')",
+            "read no counters: The application returned",
+        ),
+        (
+            "print('ModuleNotFoundError: No module named torch')",
+            "read no counters: ModuleNotFoundError: No module named torch",
+        ),
     ],
 )
-def test_ncu_that_reads_nothing_is_one_sentence(does: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ncu_that_reads_nothing_is_one_sentence(
+    does: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(tmp_path, monkeypatch, does)
     with pytest.raises(AttngenError, match=reason):
         profile("some.module", [], 60, lambda line: None)
@@ -97,7 +114,9 @@ def test_ncu_that_reads_nothing_is_one_sentence(does: str, reason: str, tmp_path
 
 def test_ncu_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, "time.sleep(600)")
-    with pytest.raises(AttngenError, match="did not end within 1 s; expected fewer or smaller calls, or a larger --budget"):
+    with pytest.raises(
+        AttngenError, match="did not end within 1 s; expected fewer or smaller calls, or a larger --budget"
+    ):
         profile("some.module", [], 1, lambda line: None)
 
 
@@ -136,11 +155,23 @@ def test_calls_are_marked_and_one_that_fails_is_said(
         for what, path in (("ours", module), ("naive", ""), ("none", str(tmp_path / "none")))
         for direction in ("forward", "backward")
     ]
-    plan = {"spec": str(ROOT / "specs" / "causal_fa1.yaml"), "device": device, "batch": 1, "heads": 2, "kv_heads": 2, "calls": calls[:-1]}
+    plan = {
+        "spec": str(ROOT / "specs" / "causal_fa1.yaml"),
+        "device": device,
+        "batch": 1,
+        "heads": 2,
+        "kv_heads": 2,
+        "calls": calls[:-1],
+    }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     profiled.main(str(tmp_path / "plan.json"))
     said = capsys.readouterr().out.splitlines()
-    assert said[:4] == ["started 0 ours forward", "started 1 ours backward", "started 2 naive forward", "started 3 naive backward"]
+    assert said[:4] == [
+        "started 0 ours forward",
+        "started 1 ours backward",
+        "started 2 naive forward",
+        "started 3 naive backward",
+    ]
     assert said[4].startswith("failed 4 none forward FileNotFoundError: ") and len(said) == 5
     assert counted == ["start", "stop"] * 4 + ["stop"]
 
@@ -161,7 +192,9 @@ def test_flash_2_is_predicted_to_move_every_tensor_once() -> None:
     tensor, rows_ = 8 * 16 * n * 64 * 2, 8 * 16 * n * 4
     total = 4 * tensor + rows_
     assert moved.dram_read == 3 * tensor
-    assert moved.dram_written == pytest.approx((tensor + rows_) * (1 - H200.cache_bytes / total))  # the rest stays in the L2
+    assert moved.dram_written == pytest.approx(
+        (tensor + rows_) * (1 - H200.cache_bytes / total)
+    )  # the rest stays in the L2
     assert moved.l2_written == tensor + rows_
     assert moved.l2_read > 10 * moved.dram_read
 
@@ -186,7 +219,8 @@ def launch(kernel: str, size: float = 1e6) -> Launch:
 
 
 def test_launches_are_lines_of_the_calls_that_they_are_of() -> None:
-    """Calls that failed are left out, with a sentence; kernels of torch are lines of their own; naive attention is one."""
+    """Calls that failed are left out, with a sentence; kernels of torch are lines of their own; naive attention is
+    one."""
     modules = {("kv_outer", None): target("causal_fa1")}
     calls = [
         Call("kv_outer", None, 512, "forward"),
@@ -194,8 +228,21 @@ def test_launches_are_lines_of_the_calls_that_they_are_of() -> None:
         Call("kv_outer", None, 1024, "forward"),
         Call("naive", None, 512, "forward"),
     ]
-    printed = ["hello", "started 0 a", "failed 1 b OutOfMemoryError: no room", "started 2 c", "failed 2 c RuntimeError: no", "started 3 d"]
-    launches = [launch("fill"), *map(launch, (MARK, "fill", "fill", "fwd", "fwd_end")), launch(MARK), launch("fwd"), launch(MARK)]
+    printed = [
+        "hello",
+        "started 0 a",
+        "failed 1 b OutOfMemoryError: no room",
+        "started 2 c",
+        "failed 2 c RuntimeError: no",
+        "started 3 d",
+    ]
+    launches = [
+        launch("fill"),
+        *map(launch, (MARK, "fill", "fill", "fwd", "fwd_end")),
+        launch(MARK),
+        launch("fwd"),
+        launch(MARK),
+    ]
     launches += [launch("gemm"), launch("softmax")]
     lines, failed = attribute(calls, modules, launches, printed, H200, SIZES)
     seen = [(line.order, line.n, line.kernel, line.tiles, line.measured.dram) for line in lines]
@@ -258,7 +305,12 @@ def test_the_command_prints_a_table_and_writes_files(
 
 def test_the_plot_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
     moved = Bytes(1e9, 1e8, 1e10, 1e8)
-    lines = [Line(o, t, n, "forward", "fwd", "", moved, moved) for o in ("q_outer", "kv_outer") for t in (32, 64) for n in (512, 1024)]
+    lines = [
+        Line(o, t, n, "forward", "fwd", "", moved, moved)
+        for o in ("q_outer", "kv_outer")
+        for t in (32, 64)
+        for n in (512, 1024)
+    ]
     found = Found("H200", "x", 8, 16, 16, tuple(lines), ())
     first, second = ({p.name: p.read_bytes() for p in write(found, tmp_path / name)} for name in ("a", "b"))
     assert first == second
@@ -267,7 +319,9 @@ def test_the_plot_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_tables_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(AttngenError, match=r"^no plot: matplotlib is not installed; `pip install attngen\[plot\]` brings it$"):
+    with pytest.raises(
+        AttngenError, match=r"^no plot: matplotlib is not installed; `pip install attngen\[plot\]` brings it$"
+    ):
         write(Found("H200", "x", 8, 16, 16, (), ()), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"profile.csv", "profile.json"}
 
@@ -294,5 +348,8 @@ def test_a_spec_whose_bytes_depend_on_data_is_refused(capsys: pytest.CaptureFixt
 
 
 def test_both_orders_are_profiled_where_the_spec_can_have_both() -> None:
-    assert [(order, tile) for order, tile, _ in variants(spec("causal_fa1"), ())] == [("q_outer", None), ("kv_outer", None)]
+    assert [(order, tile) for order, tile, _ in variants(spec("causal_fa1"), ())] == [
+        ("q_outer", None),
+        ("kv_outer", None),
+    ]
     assert [order for order, _, _ in variants(spec("causal_dropout_mqa"), ())] == ["q_outer"]

@@ -1,4 +1,5 @@
-"""The grids `flex`, `variants` and `mods`: what their cells are, beside formulas by hand, and the tables of their results."""
+"""The grids `flex`, `variants` and `mods`: what their cells are, beside formulas by hand, and the tables of their
+results."""
 
 from __future__ import annotations
 
@@ -63,9 +64,13 @@ def test_scores_of_flex_are_those_by_hand(name: str) -> None:
 
 
 def test_cells() -> None:
-    assert len(BY_NAME) == 13 and {(c.batch, c.heads, c.kv_heads, c.n_q, c.dtype) for c in BY_NAME.values()} == {(2, 16, 4, 8192, "bf16")}
+    assert len(BY_NAME) == 13 and {(c.batch, c.heads, c.kv_heads, c.n_q, c.dtype) for c in BY_NAME.values()} == {
+        (2, 16, 4, 8192, "bf16")
+    }
     assert {name for name, c in BY_NAME.items() if c.asked("document") == 1000} == {"documents", "unsorted", "data"}
-    assert [str(c) for c in flex().cells if c.n_q == MEMORY_ROWS] == ["flex_documents bf16 B1 H16/4 N131072 document=1000"]
+    assert [str(c) for c in flex().cells if c.n_q == MEMORY_ROWS] == [
+        "flex_documents bf16 B1 H16/4 N131072 document=1000"
+    ]
     assert [str(c) for c in variants().cells][:3] == [
         "causal_mha_d128 bf16 B4 H16 N4096",
         "causal_dropout_mha_d128 bf16 B4 H16 N4096",
@@ -80,7 +85,9 @@ def test_cells() -> None:
 
 def flex_line(c: Cell, peer: str, ms: float, **figures: float) -> Line:
     found = {f"{d}_{x}": n for d in ("fwd", "bwd") for x, n in (("ms", ms), ("tflops", 100 / ms), ("spread", ms / 100))}
-    return Line(c, peer, {**found, "visible": 0.5, "first_s": 2 * ms, "host_us": 10 * ms, "mask_ms": ms / 10, **figures})
+    return Line(
+        c, peer, {**found, "visible": 0.5, "first_s": 2 * ms, "host_us": 10 * ms, "mask_ms": ms / 10, **figures}
+    )
 
 
 def test_the_tables_of_flex(tmp_path: Path) -> None:
@@ -111,7 +118,9 @@ def test_the_tables_of_flex(tmp_path: Path) -> None:
     assert reports(read_results(tmp_path / "results.json")) == reports(results)
 
 
-def test_the_tables_of_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_variants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def line(c: Cell, peer: str, fwd: float, bwd: float) -> Line:
         return Line(c, peer, {"fwd_ms": fwd, "bwd_ms": bwd, "mask_ms": 0.04})
 
@@ -131,7 +140,9 @@ def test_the_tables_of_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert without[:4] == ["| no blocks", "4.53", "", "13.11"]
     assert some[:6] == ["| 1/4", "1.00", "4.00", "4.00", "3.00", "40"]
     read = [[float(x.removesuffix(" |")) for x in row[6:]] for row in (all_of_them, some)]
-    assert read[0][0] == pytest.approx(34.5, abs=0.1) and [a / b for a, b in zip(*read)] == pytest.approx([4, 4, 4], rel=0.05)
+    assert read[0][0] == pytest.approx(34.5, abs=0.1) and [a / b for a, b in zip(*read)] == pytest.approx(
+        [4, 4, 4], rel=0.05
+    )
     monkeypatch.chdir(tmp_path)
     Path("results.json").write_text(results.text())
     with pytest.raises(SystemExit):
@@ -144,13 +155,22 @@ def test_the_table_of_functions(tmp_path: Path) -> None:
     """Every function of mods/ is a cell; times, how many times faster they are, and the geometric means of these."""
     cells = mods().cells
     assert [c.spec.name.removeprefix("mod_") for c in cells] == list(MODS)
-    assert all((c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv) == MODS[c.spec.name.removeprefix("mod_")].bench.sizes for c in cells)
+    assert all(
+        (c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv) == MODS[c.spec.name.removeprefix("mod_")].bench.sizes
+        for c in cells
+    )
     assert {(c.dtype, c.spec.head_dim.qk, c.spec.head_dim.v) for c in cells} == {("bf16", 128, 128)}
-    times = {"causal": ((1.0, 2.0), (2.0, 8.0)), "natten": ((2.0, 4.0), (1.0, 1.0)), "graphormer_edge": ((3.0, 5.0), None)}
+    times = {
+        "causal": ((1.0, 2.0), (2.0, 8.0)),
+        "natten": ((2.0, 4.0), (1.0, 1.0)),
+        "graphormer_edge": ((3.0, 5.0), None),
+    }
     lines = []
     for c in cells:
         for peer, ms in zip(("ours", "flex"), times.get(c.spec.name.removeprefix("mod_"), ())):
-            figures = {} if ms is None else {"fwd_ms": ms[0], "bwd_ms": ms[1]} | ({"visible": 0.5} if peer == "ours" else {})
+            figures = (
+                {} if ms is None else {"fwd_ms": ms[0], "bwd_ms": ms[1]} | ({"visible": 0.5} if peer == "ours" else {})
+            )
             lines.append(Line(c, peer, figures, "" if ms else "first call: does not compile"))
     made = reports(Results(MACHINE, lines))["mods.md"].splitlines()
     assert made[4:8] == [

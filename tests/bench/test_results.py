@@ -44,7 +44,13 @@ def line(at: int, peer: str, fwd: float | None, bwd: float | None = None, spread
     for d, ms in (("fwd", fwd), ("bwd", bwd)):
         if ms is not None:
             figures |= {f"{d}_ms": ms, f"{d}_spread": spread} | rates(CELLS[at], MACHINE, 1000, 0, d, ms)
-    return Line(CELLS[at], peer, {**figures, "allocated_mib": 100.0 + at, "host_us": 20.0}, why, "a remark" if peer == "flash" else "")
+    return Line(
+        CELLS[at],
+        peer,
+        {**figures, "allocated_mib": 100.0 + at, "host_us": 20.0},
+        why,
+        "a remark" if peer == "flash" else "",
+    )
 
 
 def results(*lines: Line) -> Results:
@@ -72,7 +78,8 @@ def test_json_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"specs": {}, "lines": []}', RUN.text().replace('"spec": "causal_mha_d64"', '"spec": "x"')]
+    "text",
+    ["", "[]", "{}", '{"specs": {}, "lines": []}', RUN.text().replace('"spec": "causal_mha_d64"', '"spec": "x"')],
 )
 def test_what_holds_no_results(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
@@ -106,7 +113,10 @@ def test_rates_by_hand() -> None:
     assert rates(c, MACHINE, pairs, read, "fwd", 2.0) == {"fwd_tflops": 320.0, "fwd_roof": 0.4}
     assert rates(c, MACHINE, pairs, read, "bwd", 2.0) == {"bwd_tflops": 800.0, "bwd_roof": 1.0}
     assert rates(c, MACHINE, pairs, read, "both", 2.8) == {"both_tflops": 800.0, "both_roof": 1.0}
-    rows_q, rows_kv = 2 * 8 * 100, 2 * 200  # bound by memory: q, k, v, out and the LSE; then those and dO, and three gradients
+    rows_q, rows_kv = (
+        2 * 8 * 100,
+        2 * 200,
+    )  # bound by memory: q, k, v, out and the LSE; then those and dO, and three gradients
     forward = 2 * (rows_q + rows_kv) * 320 + 4 * rows_q
     assert rates(c, MACHINE, 1, read, "fwd", 1e-3)["fwd_roof"] == pytest.approx(forward / 4e12 / 1e-6, abs=1e-4)
     backward = 2 * (rows_q * (192 + 128 + 128 + 192) + rows_kv * 2 * (192 + 128)) + 4 * rows_q
@@ -139,7 +149,9 @@ def test_the_table_and_the_ratios() -> None:
 )
 @pytest.mark.parametrize("peer", ["ours", "flash"])
 def test_what_moved(before: float | None, after: float | None, spread: float, moved: str, peer: str) -> None:
-    found = moves(results(line(0, peer, after, spread=spread)), results(line(0, peer, before, spread=spread), line(1, peer, 9.0)))
+    found = moves(
+        results(line(0, peer, after, spread=spread)), results(line(0, peer, before, spread=spread), line(1, peer, 9.0))
+    )
     assert len(found) == bool(moved) and all(moved in str(move) for move in found)
     slower = peer == "ours" and bool(moved) and (after is None or before is not None and after > before)
     assert bool(failures(found)) == slower
@@ -190,7 +202,9 @@ def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, s
     return (caught.value.code or 0), *capsys.readouterr()
 
 
-def test_a_run_is_shown_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("old.json").write_text(RUN.text())
     code, output, _ = command(capsys, "--from", "old.json", "--compare", "old.json", "--out", "bench")
@@ -199,14 +213,24 @@ def test_a_run_is_shown_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyP
         and "roofs: 800 TFLOP/s bf16 matrix product, 4.00 TB/s copy" in output
         and output.endswith("0 times moved; 5 lines in both runs\n")
     )
-    assert {p.name for p in Path("bench").iterdir()} == {"results.json", "results.csv", "paper-tflops.svg", "paper-memory.svg"}
+    assert {p.name for p in Path("bench").iterdir()} == {
+        "results.json",
+        "results.csv",
+        "paper-tflops.svg",
+        "paper-memory.svg",
+    }
     assert Path("bench/results.json").read_text() == RUN.text()
-    slow = replace(RUN, lines=[line(0, "ours", 1.5, 2.5), line(0, "flash", 9.0, 2.5)], machine={**MACHINE, "torch": "2.15.0"})
+    slow = replace(
+        RUN, lines=[line(0, "ours", 1.5, 2.5), line(0, "flash", 9.0, 2.5)], machine={**MACHINE, "torch": "2.15.0"}
+    )
     Path("slow.json").write_text(slow.text())
     monkeypatch.setattr(plots, "available", lambda: False)
     code, output, errors = command(capsys, "--from", "slow.json", "--compare", "old.json", "--out", "b2")
     assert code == 1 and "another machine: torch 2.11.0 then, 2.15.0 now" in output and "2 times moved" in output
-    assert errors == f"error: slower than in old.json: {CELLS[0]} ours fwd: 1.000 ms before, 1.500 ms now: +50.0% (spread 2.0%)\n"
+    assert (
+        errors
+        == f"error: slower than in old.json: {CELLS[0]} ours fwd: 1.000 ms before, 1.500 ms now: +50.0% (spread 2.0%)\n"
+    )
     assert "no plots: matplotlib is not installed; `pip install attngen[plot]` brings it" in output
     assert {p.name for p in Path("b2").iterdir()} == {"results.json", "results.csv"}
 
@@ -214,9 +238,15 @@ def test_a_run_is_shown_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["--from", "x.json", "--grid", "fa3"], "--from shows a run as it is; leave out SPECS, --grid, --only and --list"),
+        (
+            ["--from", "x.json", "--grid", "fa3"],
+            "--from shows a run as it is; leave out SPECS, --grid, --only and --list",
+        ),
         (["--from", "x.json"], "x.json: No such file or directory"),
-        ([], "nothing to measure; expected `attngen bench specs/NAME.yaml`, `attngen bench --grid fa3` or --compare FILE"),
+        (
+            [],
+            "nothing to measure; expected `attngen bench specs/NAME.yaml`, `attngen bench --grid fa3` or --compare FILE",
+        ),
     ],
 )
 def test_a_wrong_call(
@@ -227,7 +257,9 @@ def test_a_wrong_call(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the clock of tests/bench/fakes.py; ours is Triton's interpreter."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -235,7 +267,18 @@ def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("attngen.bench.run.Setup", partial(Setup, device="cpu", clock="tests.bench.fakes"))
     (tmp_path / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\nmask: {all_of: [causal, document]}\n")
     code, output, errors = command(
-        capsys, "small.yaml", "--n", "48", "--batch", "1", "--heads", "2", "--peers", "naive,ours,flash", "--rounds", "2"
+        capsys,
+        "small.yaml",
+        "--n",
+        "48",
+        "--batch",
+        "1",
+        "--heads",
+        "2",
+        "--peers",
+        "naive,ours,flash",
+        "--rounds",
+        "2",
     )
     assert code == 0, errors
     assert re.search(

@@ -1,4 +1,5 @@
-"""Cells in processes of their own, through the real protocol, on the CPU: what a peer does wrong costs it its own figures."""
+"""Cells in processes of their own, through the real protocol, on the CPU: what a peer does wrong costs it its own
+figures."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         first, second, third = (cell("specs", SPEC, n, n, batch=2, heads=4) for n in (24, 32, 40))
-        work = {first: ("ours", "fails", "wrong", "dies", "late", "refuses", "math"), second: ("ours", "hangs"), third: ("refuses",)}
+        work = {
+            first: ("ours", "fails", "wrong", "dies", "late", "refuses", "math"),
+            second: ("ours", "hangs"),
+            third: ("refuses",),
+        }
         found, watched = measured(work, folder)
     assert watched[0] == "generating modules" and "measuring small fp32 B2 H4/1 N24" in watched
     assert sorted(p.name for p in folder.iterdir()) == ["small"]  # what processes left is gone
@@ -53,7 +58,9 @@ def test_a_spec_without_a_backward_has_figures_of_the_forward(tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     score = {"expr": "s / t[h]", "params": {"t": {"tensor": ["H"], "grad": True}}}
     spec = make_spec({"name": "forward", "head_dim": 16, "dtype": "fp32", "score": score, "backward": False})
-    found, _ = measured({cell("specs", spec, 24, 24, batch=2, heads=2): ("ours", "naive")}, tmp_path, replace(SETUP, peers_from=REAL))
+    found, _ = measured(
+        {cell("specs", spec, 24, 24, batch=2, heads=2): ("ours", "naive")}, tmp_path, replace(SETUP, peers_from=REAL)
+    )
     for x in found.lines:
         assert x.why == "" and {"fwd_ms", "allocated_mib", "first_fwd_s"} <= set(x.figures)
         assert set(x.figures).isdisjoint(("bwd_ms", "both_ms", "first_s", "dq_differs", "learned_differs"))
@@ -108,11 +115,17 @@ def test_a_hang(results: Results) -> None:
 
 def test_a_backward_that_runs_out_of_memory_leaves_the_forward(results: Results) -> None:
     late = line(results, "late")
-    assert {"fwd_ms", "host_us", "first_s"} < set(late.figures) and "bwd_ms" not in late.figures and "allocated_mib" not in late.figures
+    assert (
+        {"fwd_ms", "host_us", "first_s"} < set(late.figures)
+        and "bwd_ms" not in late.figures
+        and "allocated_mib" not in late.figures
+    )
     assert late.why == "memory: out of memory"
 
 
-def test_what_cannot_be_compiled_or_captured_loses_those_host_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_or_captured_loses_those_host_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     work = {cell("specs", SPEC, 24, 24, batch=2, heads=4): ("ours", "awkward")}
     results, _ = measured(work, tmp_path, replace(SETUP, limit_s=60.0, host=True))
@@ -127,7 +140,9 @@ def test_what_cannot_be_compiled_or_captured_loses_those_host_times(tmp_path: Pa
         "host_graph_us",
     }
     compiled, without, graph = awkward.why.split("; ")
-    assert compiled.startswith("host time compiled: Unsupported: ") and without.startswith("host time compiled, without gradients: ")
+    assert compiled.startswith("host time compiled: Unsupported: ") and without.startswith(
+        "host time compiled, without gradients: "
+    )
     assert graph == "host time in a CUDA graph: operation not permitted when stream is capturing"
 
 
@@ -137,7 +152,9 @@ def test_what_a_peer_refuses_is_not_run(results: Results) -> None:
 
 
 @pytest.mark.parametrize("grid", ["specs", "flex"])
-def test_what_masks_take_is_measured_where_it_is_asked_for(grid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_masks_take_is_measured_where_it_is_asked_for(
+    grid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By --masks, and of the grids whose tables show it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     work = {cell(grid, SPEC, 24, 24, batch=2, heads=4): ("math", "prepares")}
@@ -164,7 +181,9 @@ def test_what_a_cell_asks_of_its_calls(tmp_path: Path, monkeypatch: pytest.Monke
         cell("specs", drops, 8, 8, batch=1, heads=2, call={"dropout_p": 0.5}),
     ]
     results, _ = measured(
-        dict.fromkeys(cells, ("ours", "flash", "naive")), tmp_path, replace(SETUP, rounds=1, limit_s=60.0, peers_from=REAL)
+        dict.fromkeys(cells, ("ours", "flash", "naive")),
+        tmp_path,
+        replace(SETUP, rounds=1, limit_s=60.0, peers_from=REAL),
     )
     found = {(x.cell.spec.name, x.peer): x for x in results.lines}
     assert found["ids", "ours"].figures["visible"] == pytest.approx((2 * 55 + 10) / 24**2, rel=1e-3)

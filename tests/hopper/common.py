@@ -8,7 +8,7 @@ from attngen.ir.graph import Kernel, Module
 from attngen.ir.text import parse_module, print_module
 from attngen.lowering.pipeline import stages
 from attngen.spec import Spec, make_spec
-from attngen.targets.hopper.configs.common import obstacle
+from attngen.targets.hopper.configs.common import infeasible
 from tests.helpers import SPECS, edit, spec, target
 
 
@@ -22,7 +22,9 @@ def asking(name: str) -> Spec:
 @cache
 def wide(qk: int, v: int) -> Spec:
     """A spec with heads of these widths."""
-    return make_spec({"name": "wide", "head_dim": {"qk": qk, "v": v}, "mask": "causal", "schedule": {"backend": "hopper"}})
+    return make_spec(
+        {"name": "wide", "head_dim": {"qk": qk, "v": v}, "mask": "causal", "schedule": {"backend": "hopper"}}
+    )
 
 
 @cache
@@ -38,7 +40,7 @@ def whole(name: str) -> Module:
 
 def kernel(name: str) -> Kernel:
     """The divided forward."""
-    return whole(name).divided[0]
+    return whole(name).warp_specialized[0]
 
 
 def edited(name: str, *changes: tuple[str, str]) -> Module:
@@ -57,4 +59,4 @@ def gone_and_come(old: list[str], new: list[str]) -> tuple[list[str], list[str]]
     return [line for line in old if line not in new], [line for line in new if line not in old]
 
 
-DIVIDED = [name for name in SPECS if not obstacle(target(name), target(name).kernels[0])]
+WARP_SPECIALIZED = [name for name in SPECS if not infeasible(target(name), target(name).kernels[0])]

@@ -19,7 +19,7 @@ from attngen.runtime import launch
 from attngen.runtime import warp_specialized as runtime
 from attngen.runtime.descriptors import descriptor, laid_out
 from tests.helpers import ROOT
-from tests.hopper.common import DIVIDED, whole
+from tests.hopper.common import WARP_SPECIALIZED, whole
 from tests.versions.__main__ import PAIRS
 
 
@@ -27,7 +27,7 @@ from tests.versions.__main__ import PAIRS
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the generated modules of all specs that can be divided."""
     made = tmp_path_factory.mktemp("generated")
-    for name in DIVIDED:
+    for name in WARP_SPECIALIZED:
         (made / name).mkdir()
         for file, text in render(whole(name)).items():
             (made / name / file).write_text(text, encoding="utf-8")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_clean_for_the_linter(folder: Path) -> None:
-    files = [folder / name / "hopper.py" for name in DIVIDED]
+    files = [folder / name / "hopper.py" for name in WARP_SPECIALIZED]
     asked = ["ruff", "check", "--config", ROOT / "pyproject.toml", "--ignore", "I001", *files]
     result = subprocess.run([sys.executable, "-m", *asked], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
@@ -48,8 +48,13 @@ def test_it_is_clean_for_the_linter(folder: Path) -> None:
 def generation(text: str, version: str) -> dict[str, str]:
     """What the head of a hopper.py makes of Gluon's copies under a version of Triton: their names there."""
     branch = next(node for node in ast.parse(text).body if isinstance(node, ast.If))
-    names = {node.attr for node in ast.walk(branch) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tma"}
-    scope: dict[str, Any] = {"triton": types.SimpleNamespace(__version__=version), "tma": types.SimpleNamespace(**{n: n for n in names})}
+    names = {
+        node.attr for node in ast.walk(branch) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tma"
+    }
+    scope: dict[str, Any] = {
+        "triton": types.SimpleNamespace(__version__=version),
+        "tma": types.SimpleNamespace(**{n: n for n in names}),
+    }
     before = set(scope)
     exec(compile(ast.Module([branch], []), "head", "exec"), scope)
     return {name: value for name, value in scope.items() if name not in {*before, "__builtins__"}}
@@ -58,11 +63,15 @@ def generation(text: str, version: str) -> dict[str, str]:
 @pytest.mark.parametrize("version", [*PAIRS.values(), "3.10.0+git1234"])
 def test_its_head_has_the_names_of_each_version(version: str, folder: Path) -> None:
     text = (folder / "relative_bias_mha" / "hopper.py").read_text()
-    old = {"copy_in": "async_copy_global_to_shared", "copy_out": "async_copy_shared_to_global"}
-    new = {"copy_in": "async_load", "copy_out": "async_store"}
+    old = {"tma_load": "async_copy_global_to_shared", "tma_store": "async_copy_shared_to_global"}
+    new = {"tma_load": "async_load", "tma_store": "async_store"}
     assert generation(text, version) == (old if version.startswith(("3.6", "3.7")) else new)
     body = text.partition("LOG2E")[2]
-    assert "copy_in(" in body and "copy_out(" in body and not any(name in body for name in {*old.values(), *new.values()})
+    assert (
+        "tma_load(" in body
+        and "tma_store(" in body
+        and not any(name in body for name in {*old.values(), *new.values()})
+    )
 
 
 def test_gluon_has_the_names_of_the_version_that_is_installed(folder: Path) -> None:
@@ -121,7 +130,7 @@ def test_three_consumers_have_a_loop_for_each_class_of_tiles(folder: Path) -> No
     assert len(loops_over_later_tiles(folder, "full_mha")) == 2
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_the_other_files_are_those_of_a_portable_module(name: str, folder: Path) -> None:
     assert {path.name for path in (folder / name).iterdir()} == {
         *("__init__.py", "kernels.py", "hopper.py", "runtime.py", "schedule.ir", "report.json"),
@@ -147,7 +156,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_trusted_triton_takes_them_unless_the_environment_says_otherwise(asked: Any) -> None:
     assert asked("3.6.0") == asked("3.7.1", "hopper") == asked("3.8.0") == asked("3.9.0") == "made.hopper"
     assert asked("3.6.0", "triton") is None
-    with pytest.raises(ValueError, match="ATTNGEN_BACKEND is `cuda` in the environment; expected triton or hopper, or nothing"):
+    with pytest.raises(
+        ValueError, match="ATTNGEN_BACKEND is `cuda` in the environment; expected triton or hopper, or nothing"
+    ):
         asked("3.6.0", "cuda")
 
 
@@ -166,7 +177,8 @@ def test_another_triton_takes_portable_kernels_with_one_sentence(asked: Any) -> 
 
 
 def test_launches_that_a_graph_captures_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is 0 already, while there is some: no kernel of the graph sets it. Other launches of a stream share theirs."""
+    """Memory that is 0 already, while there is some: no kernel of the graph sets it. Other launches of a stream
+    share theirs."""
     zeros, capturing = torch.zeros, [True]
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -190,11 +202,20 @@ def test_few_rows_take_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     """A row without options says up to how many; the module's own rows are cut there."""
     kernels, hopper = types.ModuleType("made.kernels"), types.ModuleType("made.hopper")
     rows = ((256, {"BLOCK_Q": 16}), (1024, {"BLOCK_Q": 32}), (None, {"BLOCK_Q": 64}))
-    vars(kernels)["SCHEDULES"] = {"fwd": {("sm90", 2): rows, ("sm90", 2, "hopper"): ((512, None), (None, {"BLOCK_Q": 128}))}}
-    x = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), element_size=lambda: 2, is_floating_point=lambda: True)
+    vars(kernels)["SCHEDULES"] = {
+        "fwd": {("sm90", 2): rows, ("sm90", 2, "hopper"): ((512, None), (None, {"BLOCK_Q": 128}))}
+    }
+    x = types.SimpleNamespace(
+        device=types.SimpleNamespace(type="cuda"), element_size=lambda: 2, is_floating_point=lambda: True
+    )
     monkeypatch.setattr(launch, "device_class", lambda *_: "sm90")
     monkeypatch.setattr(launch, "divided", lambda *_: hopper)
     found = [(file.__name__, most, config["BLOCK_Q"]) for file, most, config in launch.homes(kernels, "fwd", x)]
-    assert found == [("made.kernels", 256, 16), ("made.kernels", 512, 32), ("made.kernels", 512, 64), ("made.hopper", None, 128)]
+    assert found == [
+        ("made.kernels", 256, 16),
+        ("made.kernels", 512, 32),
+        ("made.kernels", 512, 64),
+        ("made.hopper", None, 128),
+    ]
     monkeypatch.setattr(launch, "divided", lambda *_: None)
     assert [most for _, most, _ in launch.homes(kernels, "fwd", x)] == [256, 1024, None]

@@ -1,4 +1,5 @@
-"""Divided kernels on a Hopper GPU: results and gradients against naive attention, the same bits twice, graphs, wide and narrow calls."""
+"""Divided kernels on a Hopper GPU: results and gradients against naive attention, the same bits twice, graphs, wide
+and narrow calls."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from attngen.spec import Spec
 from attngen.targets.hopper.configs.sm90 import TANGENTS
 from tests.helpers import built, target
 from tests.helpers import spec as spec_of
-from tests.hopper.common import DIVIDED, asking, whole, wide
+from tests.hopper.common import WARP_SPECIALIZED, asking, whole, wide
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = ("bnhd", "packed", "expanded", "island")
@@ -46,7 +47,8 @@ def launched(module: ModuleType, kernel: str = "fwd") -> set[str]:
 def fault(module: ModuleType, spec: Spec, case: Case, dtype: str) -> str:
     """What is wrong with the results of a case; empty text if nothing is.
 
-    Cases of many scores run one at a time, however many processes test: naive attention in fp64 takes some 10 GiB for each.
+    Cases of many scores run one at a time, however many processes test: naive attention in fp64 takes some 10 GiB for
+    each.
     """
     with open(Path(tempfile.gettempdir()) / "attngen_large_case", "w") as file:
         if case.n_q * case.n_kv >= 2**22:
@@ -56,7 +58,7 @@ def fault(module: ModuleType, spec: Spec, case: Case, dtype: str) -> str:
     return "" if result.ok else str(result)
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_results_and_gradients_are_right_and_repeat(name: str, module: ModuleType) -> None:
     spec = asking(name)
     cases = [case for case, dtype in cli_cases(spec, True) if dtype == spec.dtype[0]]
@@ -68,7 +70,7 @@ def test_results_and_gradients_are_right_and_repeat(name: str, module: ModuleTyp
     assert launched(module) == {"hopper"}
 
 
-@pytest.mark.parametrize("name", [name for name in DIVIDED if target(name).stand_ins(TANGENTS)])
+@pytest.mark.parametrize("name", [name for name in WARP_SPECIALIZED if target(name).stand_ins(TANGENTS)])
 def test_tangents_are_right_and_repeat(name: str, module: ModuleType) -> None:
     spec = asking(name)
     for dtype in spec.dtype:
@@ -85,7 +87,8 @@ def test_tangents_are_right_and_repeat(name: str, module: ModuleType) -> None:
 
 @pytest.mark.parametrize("widths", [(96, 96), (80, 80), (192, 192), (160, 128), (48, 40), (240, 136), (64, 96)])
 def test_heads_of_other_widths(widths: tuple[int, int], tmp_path: Path) -> None:
-    """Tiles in pieces, whose last one may end with zeros; tiles of V with columns, or whole rows of a swizzle, of zeros."""
+    """Tiles in pieces, whose last one may end with zeros; tiles of V with columns, or whole rows of a swizzle, of
+    zeros."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     spec = wide(*widths)
@@ -127,7 +130,8 @@ def test_graphs_and_two_streams(name: str, module: ModuleType) -> None:
 @pytest.mark.parametrize("name", ["causal_mqa", "causal_d256"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_calls(name: str, dynamic: bool, module: ModuleType) -> None:
-    """Under torch.compile, as one graph for all lengths or one for each: the same bits, forward and backward, by divided kernels."""
+    """Under torch.compile, as one graph for all lengths or one for each: the same bits, forward and backward, by
+    divided kernels."""
     spec = asking(name)
     torch._dynamo.reset()
     compiled = torch.compile(module.attention, fullgraph=True, dynamic=dynamic)
@@ -141,7 +145,9 @@ def test_compiled_calls(name: str, dynamic: bool, module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["full_mha"])
-def test_the_environment_may_ask_for_portable_kernels(name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_ask_for_portable_kernels(
+    name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATTNGEN_BACKEND", "triton")
     case = Case(1, *heads_for(asking(name)), 300, 300)
     assert run_case(module, asking(name), case, asking(name).dtype[0], "cuda").ok
@@ -179,5 +185,10 @@ def test_decoding_of_latents(heads: int, n_q: int, lengths: tuple[int, ...], new
         arguments = {key: x for key, x in call.arguments.items() if key != "k"}
         outputs = [module.attention.with_kvcache(call.q, *call.caches, **arguments) for _ in range(20)]
         assert all(torch.equal(x, outputs[0]) for x in outputs)
-    launches = [launch for found in module.runtime.LAUNCHES.values() for launch in found if launch.name == "decode" and launch.parts]
+    launches = [
+        launch
+        for found in module.runtime.LAUNCHES.values()
+        for launch in found
+        if launch.name == "decode" and launch.parts
+    ]
     assert {launch.file.__name__.rpartition(".")[2] for launch in launches} == {"hopper"}

@@ -10,33 +10,34 @@ import pytest
 from attngen.builders import build_module
 from attngen.interp.host import execute
 from attngen.interp.tile import DOUBLE
-from attngen.interp.warp_groups import DividedLaunch, RolesStuck
+from attngen.interp.warp_groups import Deadlock, WarpSpecializedLaunch
 from attngen.ir.graph import Module
 from attngen.spec import Spec
-from tests.hopper.common import DIVIDED, asking, edited, whole
-from tests.passes.test_equality import Call, Unequal, must_be_equal, naive, with_many_queries
+from tests.hopper.common import WARP_SPECIALIZED, asking, edited, whole
+from tests.transforms.test_equality import Call, Unequal, must_be_equal, naive, with_many_queries
 
 
-def divided_alone(module: Module) -> Module:
+def warp_specialized_alone(module: Module) -> Module:
     """The module with its divided kernel in place of the portable one."""
-    return with_many_queries(replace(module, kernels=(*module.divided, *module.kernels[1:])))
+    return with_many_queries(replace(module, kernels=(*module.warp_specialized, *module.kernels[1:])))
 
 
 def hold(module: Module, name: str, seed: int, lengths: tuple[int, int] | None = None, of: Spec | None = None) -> None:
-    """Raise Unequal where the results of the divided kernel are not those of naive attention. of: the spec, if it is none of specs/."""
+    """Raise Unequal where the results of the divided kernel are not those of naive attention. of: the spec, if it is
+    none of specs/."""
     spec, chance = of or asking(name), random.Random(seed)
     call = Call.random(chance, spec, build_module(spec), lengths)
     data = module.blocks is not None and module.blocks.data
-    copies = max(block.role.copies for block in module.divided[0].roles if block.role)
+    instances = max(block.warp_group.instances for block in module.warp_specialized[0].warp_groups if block.warp_group)
     rows, keys = (chance.choice((8, 16)) * (4 if data else 1) for _ in range(2))
-    call = replace(call, tiles={"BLOCK_Q": rows // 2 * max(copies, 2), "BLOCK_KV": keys})
-    DividedLaunch.chance = chance
-    found = execute(divided_alone(module), call.of_module(spec), call.tiles, DOUBLE)
+    call = replace(call, tiles={"BLOCK_Q": rows // 2 * max(instances, 2), "BLOCK_KV": keys})
+    WarpSpecializedLaunch.chance = chance
+    found = execute(warp_specialized_alone(module), call.of_module(spec), call.tiles, DOUBLE)
     expected = naive(spec, call)
     must_be_equal(found, {key: expected[key] for key in ("out", *spec.outputs)}, name)
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_results_are_those_of_naive_attention(name: str) -> None:
     for seed in range(6):
         hold(whole(name), name, seed)
@@ -53,8 +54,8 @@ def test_tiles_may_be_given_back_too_early_on_paper_only() -> None:
     made = edited(
         "full_mha",
         (
-            "    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n    give %k\n",
-            "    give %k\n    %s = await %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n",
+            "    %s = wgmma_wait %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n    consumer_release %k\n",
+            "    consumer_release %k\n    %s = wgmma_wait %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n",
         ),
     )
     with pytest.raises(Unequal):
@@ -62,13 +63,13 @@ def test_tiles_may_be_given_back_too_early_on_paper_only() -> None:
             hold(made, "full_mha", seed, (20, 40))
 
 
-def test_a_missing_give_stops_all_roles() -> None:
-    with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, consumer 2, producer 0 wait for ever"):
-        hold(edited("full_mha", ("    give %k\n", "")), "full_mha", 3, (20, 60))
+def test_a_missing_give_stops_all_warp_groups() -> None:
+    with pytest.raises(Deadlock, match="@fwd: consumer 0, consumer 1, consumer 2, producer 0 wait for ever"):
+        hold(edited("full_mha", ("    consumer_release %k\n", "")), "full_mha", 3, (20, 60))
 
 
 def test_halves_that_are_joined_the_wrong_way_round_show() -> None:
-    made = edited("full_mha", ("join %soft_left %soft_right", "join %soft_right %soft_left"))
+    made = edited("full_mha", ("concat_halves %soft_left %soft_right", "concat_halves %soft_right %soft_left"))
     with pytest.raises(Unequal):
         hold(made, "full_mha", 3, (20, 60))
 
@@ -79,20 +80,31 @@ def test_a_half_that_is_dropped_by_the_words_of_the_other_shows() -> None:
         hold(made, "causal_dropout_mqa", 3, (20, 60))
 
 
-def test_a_missing_pass_stops_all_roles() -> None:
-    with pytest.raises(RolesStuck, match="@fwd: consumer 0, consumer 1, consumer 2, producer 0 wait for ever"):
-        hold(edited("full_mha", ("    turn pass\n    %s = await", "    %s = await")), "full_mha", 3, (20, 60))
+def test_a_missing_pass_stops_all_warp_groups() -> None:
+    with pytest.raises(Deadlock, match="@fwd: consumer 0, consumer 1, consumer 2, producer 0 wait for ever"):
+        hold(
+            edited("full_mha", ("    scheduler_barrier arrive\n    %s = wgmma_wait", "    %s = wgmma_wait")),
+            "full_mha",
+            3,
+            (20, 60),
+        )
 
 
 def test_chains_that_are_not_rescaled_show() -> None:
-    made = edited("full_mha", ("%l_next_left = map expr(alpha*l + p_sum)", "%l_next_left = map expr(0*alpha + l + p_sum)"))
+    made = edited(
+        "full_mha", ("%l_next_left = map expr(alpha*l + p_sum)", "%l_next_left = map expr(0*alpha + l + p_sum)")
+    )
     with pytest.raises(Unequal):
         hold(made, "full_mha", 3, (20, 60))
 
 
 def test_a_forgotten_rescaling_shows() -> None:
     made = edited(
-        "full_mha", ("%rescaled = map expr(acc*alpha) uses(acc=%acc_next", "%rescaled = map expr(acc + 0*alpha) uses(acc=%acc_next")
+        "full_mha",
+        (
+            "%rescaled = map expr(acc*alpha) uses(acc=%acc_next",
+            "%rescaled = map expr(acc + 0*alpha) uses(acc=%acc_next",
+        ),
     )
     with pytest.raises(Unequal):
         hold(made, "full_mha", 3, (20, 60))

@@ -21,10 +21,12 @@ def test_what_is_right_is_right_in_every_order() -> None:
     assert both(kernel("causal_d256")) == ("", "")
 
 
-@pytest.mark.parametrize("mistake", [name for name, (_, _, reason) in TEXT.items() if "between its loops" not in reason])
+@pytest.mark.parametrize(
+    "mistake", [name for name, (_, _, reason) in TEXT.items() if "between its loops" not in reason]
+)
 def test_what_is_wrong_is_wrong_in_some_order(mistake: str) -> None:
     """Which copy of a role is named, and who waits beside the first, depends on the order."""
     old, new, _ = TEXT[mistake]
-    found, shown = both(edited("causal_gqa", (old, new)).divided[0])
+    found, shown = both(edited("causal_gqa", (old, new)).warp_specialized[0])
     assert found and found.endswith("wait for ever") == shown.endswith("wait for ever")
     assert found.partition(" gives ")[2] == shown.partition(" gives ")[2]

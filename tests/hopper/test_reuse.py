@@ -20,8 +20,14 @@ def wait(groups: int) -> str:
 
 def found(*lines: str) -> list[str]:
     """What is found in these lines; those that end in a colon are labels."""
-    text = [line if line.endswith(":") else f"        /*{16 * i:04x}*/                   {line} ;" for i, line in enumerate(lines)]
-    return [sentence.partition(" ")[2] for sentence in reused(parse("\n".join([".text.fwd:", *text, "        /*ff00*/    EXIT ;"])))]
+    text = [
+        line if line.endswith(":") else f"        /*{16 * i:04x}*/                   {line} ;"
+        for i, line in enumerate(lines)
+    ]
+    return [
+        sentence.partition(" ")[2]
+        for sentence in reused(parse("\n".join([".text.fwd:", *text, "        /*ff00*/    EXIT ;"])))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from attngen.ir.graph import Kernel
-from attngen.ir.ops import Block, Role
+from attngen.ir.ops import Block, WarpGroup
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
-from attngen.targets.common.base import Reading
+from attngen.targets.common.base import CompileReport
 from attngen.targets.common.instructions import parse
 from attngen.targets.hopper.configs.sm90 import REGISTERS, SHARED_REGISTERS
 from attngen.targets.hopper.toolchain.certificate import faults, given, under_product
@@ -67,7 +67,9 @@ CODE = f"""
 def printed(text: str) -> str:
     """Instructions as nvdisasm prints them."""
     lines = [line.strip() for line in text.strip().splitlines()]
-    return "\n".join(line if line.endswith(":") else f"        /*{16 * at:04x}*/    {line} ;" for at, line in enumerate(lines))
+    return "\n".join(
+        line if line.endswith(":") else f"        /*{16 * at:04x}*/    {line} ;" for at, line in enumerate(lines)
+    )
 
 
 def read(text: str) -> list[Part]:
@@ -75,14 +77,16 @@ def read(text: str) -> list[Part]:
 
 
 def test_products_as_wide_as_sums_are_of_weights_where_these_may_lie_in_shared_memory() -> None:
-    made = parse(printed(CODE.replace(WEIGHTS, "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], gdesc[UR16].tnspB, R88, gsb0")))
+    made = parse(
+        printed(CODE.replace(WEIGHTS, "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], gdesc[UR16].tnspB, R88, gsb0"))
+    )
     _, consumer = read(CODE)
     (_, plain), (_, known) = parts(made), parts(made, 64)
     assert (plain.exponentials, plain.under) == (0, 0)
     assert (known.exponentials, known.under) == (consumer.exponentials, consumer.under) and known.under
 
 
-def test_a_kernel_is_read_by_the_parts_of_its_roles() -> None:
+def test_a_kernel_is_read_by_the_parts_of_its_warp_groups() -> None:
     producer, consumer = read(CODE)
     assert (producer.registers, producer.ops["UTMALDG"], producer.ops["HGMMA"]) == (64, 1, 0)
     assert (consumer.registers, consumer.ops["HGMMA"], consumer.ops["UTMALDG"]) == (256, 2, 0)
@@ -103,7 +107,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("text", WIDE)
-def testregisters_named_of_an_instruction(text: str) -> None:
+def test_registers_named_of_an_instruction(text: str) -> None:
     assert registers_named(parse(printed(text))[0]) == WIDE[text]
 
 
@@ -140,10 +144,10 @@ def test_what_stands_under_a_product_is_read_from_every_way_there(order: str) ->
 
 def said_of(text: str = CODE, log: str = "", **changes: int) -> list[str]:
     """What a certificate says of a kernel with such machine code."""
-    (row,), divided = ONE.rows("fwd", "hopper"), ONE.divided[0]
-    code = machine_code(printed(text), log, list(marks(divided)))
-    reading = Reading(sram_bytes(ONE, divided, row), 255, 0, 4096, "0", 1.0, machine=code)
-    return list(faults(ONE, divided, row, replace(reading, **changes)))  # type: ignore[arg-type]
+    (row,), warp_specialized = ONE.configs("fwd", "hopper"), ONE.warp_specialized[0]
+    code = machine_code(printed(text), log, list(marks(warp_specialized)))
+    reading = CompileReport(sram_bytes(ONE, warp_specialized, row), 255, 0, 4096, "0", 1.0, machine=code)
+    return list(faults(ONE, warp_specialized, row, replace(reading, **changes)))  # type: ignore[arg-type]
 
 
 def test_a_kernel_as_it_should_be_gets_its_certificate() -> None:
@@ -153,15 +157,18 @@ def test_a_kernel_as_it_should_be_gets_its_certificate() -> None:
 @pytest.mark.parametrize(
     ("name", "shares"),
     [
-        ("butterfly_gqa", (64 / 68, 1)),  # of 64 keys, which are not halved, and one for the row in each of four threads
+        (
+            "butterfly_gqa",
+            (64 / 68, 1),
+        ),  # of 64 keys, which are not halved, and one for the row in each of four threads
         ("full_mha", (64 / 132, 68 / 132)),
         ("softcap_window_gqa", (64 / 132, 1 - 64 / (132 + 2 * 128))),  # a modifier has an exponential, and a quotient
     ],
 )
 def test_the_ops_say_how_many_exponentials_stand_under_a_product(name: str, shares: tuple[float, float]) -> None:
-    (row,) = whole(name).rows("fwd", "hopper")
+    (row,) = whole(name).configs("fwd", "hopper")
     assert tuple(map(float, under_product(kernel(name), row))) == shares
-    before = after(name)["overlap-softmax"].divided[0]
+    before = after(name)["software-pipeline-softmax"].warp_specialized[0]
     least, most = under_product(before, row)
     assert (float(least), most) == (row.block_kv / (row.block_kv + 4), 1)
 
@@ -171,11 +178,23 @@ MISTAKES = {
     "no product": (WEIGHTS, "NOP", "has no exponentials in loops over products of weights"),
     "no products at all": ("HGMMA", "FFMA", "has no HGMMA in its machine code; expected products of groups of warps"),
     "products of warps": ("EXIT", "HMMA.16816.F32 R4\n  EXIT", "has 1 HMMA in its machine code"),
-    "no loads by the copy engine": ("UTMALDG.4D", "LDG.E", "has no UTMALDG in its machine code; expected loads by the copy engine"),
-    "no stores by the copy engine": ("UTMASTG.4D", "STG.E", "has no UTMASTG in its machine code; expected stores by the copy engine"),
+    "no loads by the copy engine": (
+        "UTMALDG.4D",
+        "LDG.E",
+        "has no UTMALDG in its machine code; expected loads by the copy engine",
+    ),
+    "no stores by the copy engine": (
+        "UTMASTG.4D",
+        "STG.E",
+        "has no UTMASTG in its machine code; expected stores by the copy engine",
+    ),
     "other registers": ("0x40", "0x20", "gives its copies of @producer 32 registers; expected 64"),
     "a copy that is missing": ("UTMALDG.4D", "LDG.E", "gives its copies of @producer no registers; expected 64"),
-    "too many registers": ("UTMALDG.4D [UR8]", "UTMALDG.4D [R70]", "has a copy of @producer that uses 71 registers; expected 64 at most"),
+    "too many registers": (
+        "UTMALDG.4D [UR8]",
+        "UTMALDG.4D [R70]",
+        "has a copy of @producer that uses 71 registers; expected 64 at most",
+    ),
     "exponentials outside": (
         f"{WEIGHTS}\n  {BARRIER}",
         f"{WEIGHTS}\n  {ALL}",
@@ -200,13 +219,18 @@ def test_what_the_compiler_says_is_held_against_the_certificate() -> None:
     assert said_of(spilled_bytes=16) == ["spills 16 bytes; expected none"]
     (said,) = said_of(log=LOSS)
     assert said == "has products that wait for each other, as ptxas warns (C7510); expected products in flight"
-    assert said_of(shared_bytes=90352) == ["needs 90,352 bytes of shared memory; expected the 90,452 of the closed form"]
+    assert said_of(shared_bytes=90352) == [
+        "needs 90,352 bytes of shared memory; expected the 90,452 of the closed form"
+    ]
 
 
-@pytest.mark.parametrize(("copies", "first", "programs"), [(1, 256, 1), (2, 240, 1), (3, 160, 1), (2, 112, 2)])
-def test_the_first_group_has_what_the_others_leave(copies: int, first: int, programs: int) -> None:
-    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[copies]
-    blocks = Block("producer", (), role=Role(1, 1, producer)), Block("consumer", (), role=Role(copies, 4, consumer, 64))
-    made, (row,) = Kernel("fwd", (), blocks, resident=programs), ONE.rows("fwd", "hopper")
+@pytest.mark.parametrize(("instances", "first", "programs"), [(1, 256, 1), (2, 240, 1), (3, 160, 1), (2, 112, 2)])
+def test_the_first_group_has_what_the_others_leave(instances: int, first: int, programs: int) -> None:
+    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[instances]
+    blocks = (
+        Block("producer", (), warp_group=WarpGroup(1, 1, producer)),
+        Block("consumer", (), warp_group=WarpGroup(instances, 4, consumer, 64)),
+    )
+    made, (row,) = Kernel("fwd", (), blocks, ctas_per_sm=programs), ONE.configs("fwd", "hopper")
     assert given("producer", made, row) == [producer]
-    assert given("consumer", made, row) == sorted([*[consumer] * (copies - 1), first])
+    assert given("consumer", made, row) == sorted([*[consumer] * (instances - 1), first])

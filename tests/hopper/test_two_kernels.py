@@ -20,12 +20,12 @@ from attngen.lowering.pipeline import lower
 from attngen.report.explain import fit_table
 from attngen.runtime import launch
 from attngen.spec import make_spec
-from attngen.targets.common.base import Reading
+from attngen.targets.common.base import CompileReport
 from attngen.targets.hopper.configs.common import FEW, LONG, long_row
 from attngen.verify import _broken, verify
 from attngen.verify.inputs import verify_interface
 from tests.helpers import SPECS, edit, target
-from tests.hopper.common import DIVIDED, whole
+from tests.hopper.common import WARP_SPECIALIZED, whole
 from tests.hopper.test_numerics import hold
 
 TWICE = ["causal_mqa", "temperature_mha"]
@@ -47,19 +47,28 @@ CODE = {
 
 def only(module: Module, name: str) -> Module:
     """The module with one of its divided kernels, in place of all."""
-    (one,) = (kernel for kernel in module.divided if kernel.name == name)
-    return replace(module, divided=(replace(one, name="fwd", of=""),))
+    (one,) = (kernel for kernel in module.warp_specialized if kernel.name == name)
+    return replace(module, warp_specialized=(replace(one, name="fwd", of=""),))
 
 
 def test_long_sequences_have_a_kernel_where_keys_grow_with_queries() -> None:
-    assert [name for name in DIVIDED if len(whole(name).stand_ins("fwd")) > 1] == TWICE
+    assert [name for name in WARP_SPECIALIZED if len(whole(name).stand_ins("fwd")) > 1] == TWICE
     assert [name for name in SPECS if len(target(name).stand_ins("fwd")) > 1] == TWICE
     for name in TWICE:
         (few, usual), (long, row) = target(name).stand_ins("fwd")
-        assert (few.name, usual.block_q, few.resident, usual.min_rows, usual.max_rows) == ("fwd", 128, 2, FEW, LONG)
-        assert (long.name, row.block_q, long.resident, row.min_rows, row.max_rows) == ("fwd_long", 192, 1, LONG, None)
-        assert "  turn " in print_kernel(long) and "  turn " not in print_kernel(few)
-        assert [(r.min_rows, r.max_rows) for _, r in whole(name).stand_ins("fwd")] == [(0, LONG), (LONG, None)]  # a spec that asks
+        assert (few.name, usual.block_q, few.ctas_per_sm, usual.min_rows, usual.max_rows) == ("fwd", 128, 2, FEW, LONG)
+        assert (long.name, row.block_q, long.ctas_per_sm, row.min_rows, row.max_rows) == (
+            "fwd_long",
+            192,
+            1,
+            LONG,
+            None,
+        )
+        assert "  scheduler_barrier " in print_kernel(long) and "  scheduler_barrier " not in print_kernel(few)
+        assert [(r.min_rows, r.max_rows) for _, r in whole(name).stand_ins("fwd")] == [
+            (0, LONG),
+            (LONG, None),
+        ]  # a spec that asks
 
 
 @pytest.mark.parametrize(
@@ -73,9 +82,11 @@ def test_long_sequences_have_a_kernel_where_keys_grow_with_queries() -> None:
     ],
 )
 def test_others_have_one_kernel(data: dict[str, Any]) -> None:
-    made = make_spec({"name": "one", "head_dim": 64, "mask": "causal", "backward": False, "schedule": {"backend": "hopper"}, **data})
+    made = make_spec(
+        {"name": "one", "head_dim": 64, "mask": "causal", "backward": False, "schedule": {"backend": "hopper"}, **data}
+    )
     module = lower(made)
-    assert long_row(module) is None and [kernel.name for kernel in module.divided] == ["fwd"]
+    assert long_row(module) is None and [kernel.name for kernel in module.warp_specialized] == ["fwd"]
 
 
 def test_tiles_of_a_spec_are_for_any_number_of_rows() -> None:
@@ -96,7 +107,10 @@ def test_both_give_what_naive_attention_does(name: str) -> None:
 
 def test_the_text_names_what_a_kernel_stands_in_for() -> None:
     text = print_module(whole(NAME))
-    assert "kernel @fwd_long of(@fwd) backend(hopper) own(q) grid(" in text and "kernel @fwd backend(hopper) resident(2) own(q)" in text
+    assert (
+        "kernel @fwd_long variant_of(@fwd) backend(hopper) program_axis(q) grid(" in text
+        and "kernel @fwd backend(hopper) ctas_per_sm(2) program_axis(q)" in text
+    )
     assert "\nschedule @fwd_long\n  sm90 bytes=2 rows>3072 : BLOCK_Q=192" in text
     assert print_module(verify(parse_module(text))) == text
     both = text.replace("rows<=3072", "rows>64 rows<=3072")
@@ -106,9 +120,17 @@ def test_the_text_names_what_a_kernel_stands_in_for() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("@fwd_long of(@fwd)", "@fwd_long of(@nothing)", "no kernel of the module is @nothing, for which it could stand in"),
-        ("@fwd_long of(@fwd)", "@dq of(@fwd)", "expected one or more, each once"),
-        ("@fwd_long of(@fwd)", "@fwd_long of(@dq)", "it has other arguments than @dq, for which it stands in"),
+        (
+            "@fwd_long variant_of(@fwd)",
+            "@fwd_long variant_of(@nothing)",
+            "no kernel of the module is @nothing, for which it could stand in",
+        ),
+        ("@fwd_long variant_of(@fwd)", "@dq variant_of(@fwd)", "expected one or more, each once"),
+        (
+            "@fwd_long variant_of(@fwd)",
+            "@fwd_long variant_of(@dq)",
+            "it has other arguments than @dq, for which it stands in",
+        ),
     ],
 )
 def test_what_stands_in_for_nothing_is_refused(old: str, new: str, reason: str) -> None:
@@ -133,8 +155,8 @@ def test_a_row_that_says_its_range_in_another_way_is_refused(rows: str) -> None:
 
 
 def test_a_launch_takes_the_kernel_that_the_row_names() -> None:
-    config = {"BLOCK_Q": 192, "BLOCK_KV": 128, "SLOTS": 2, "num_warps": 4}
-    file: Any = SimpleNamespace(DESCRIBED={"fwd": (), "fwd_long": ((0, 64),)}, STAYING={"fwd": 2, "fwd_long": 1})
+    config = {"BLOCK_Q": 192, "BLOCK_KV": 128, "STAGES": 2, "num_warps": 4}
+    file: Any = SimpleNamespace(DESCRIBED={"fwd": (), "fwd_long": ((0, 64),)}, PERSISTENT={"fwd": 2, "fwd_long": 1})
     handle = launch.Kernel(SimpleNamespace(), "fwd", "BLOCK_Q")  # type: ignore[arg-type]
     made = launch.Launch(handle, file, None, {**config, "KERNEL": "fwd_long"}, torch.device("cpu"))
     assert (made.name, made.config, made.most_programs) == ("fwd_long", config, 1)
@@ -145,7 +167,7 @@ def test_a_launch_takes_the_kernel_that_the_row_names() -> None:
 def test_what_is_printed_for_either_kernel_stands_apart() -> None:
     """One has its sums in chains, and the other has not: both functions are there, with two blank lines before each."""
     lines = render(target(NAME))["hopper.py"].splitlines()
-    for name in ("def row_sum(", "def chains(", "def fwd(", "def fwd_long("):
+    for name in ("def row_sum(", "def partial_sums(", "def fwd(", "def fwd_long("):
         (at,) = (i for i, line in enumerate(lines) if line.startswith(name))
         assert lines[at - 1].startswith("@gluon.jit") and lines[at - 3 : at - 1] == ["", ""], name
 
@@ -158,22 +180,31 @@ def test_the_table_of_fits_says_which_rows_each_is_for() -> None:
 
 def test_each_has_its_reading_in_the_report(tmp_path: Any) -> None:
     module = target(NAME)
-    pairs = [(kernel, row) for kernel, row in chosen(module, ["sm90"], False) if kernel.stands_for == "fwd" and kernel.backend]
+    pairs = [
+        (kernel, row)
+        for kernel, row in chosen(module, ["sm90"], False)
+        if kernel.stands_for == "fwd" and kernel.backend
+    ]
     assert [kernel.name for kernel, _ in pairs] == ["fwd", "fwd_long"]
-    readings = {(k.name, row): Reading(1000 + i, 128, 0, 1, "3.6.0", 0.0, machine=CODE) for i, (k, row) in enumerate(pairs)}
+    readings = {
+        (k.name, row): CompileReport(1000 + i, 128, 0, 1, "3.6.0", 0.0, machine=CODE)
+        for i, (k, row) in enumerate(pairs)
+    }
     bare = render(module)
     files = record(module, bare, readings)
-    found = [row for row in json.loads(files["report.json"])["kernels"]["fwd"]["schedules"] if row.get("backend") == "hopper"]
+    found = [
+        row for row in json.loads(files["report.json"])["kernels"]["fwd"]["schedules"] if row.get("backend") == "hopper"
+    ]
     assert [(row.get("kernel"), row["reading"]["shared_bytes"]) for row in found] == [(None, 1000), ("fwd_long", 1001)]
     (tmp_path / "report.json").write_text(files["report.json"])
     assert keep(module, bare, tmp_path) == files
 
 
-def test_a_divided_kernel_is_tried_again_when_the_one_it_stands_in_for_changes() -> None:
+def test_a_warp_specialized_kernel_is_tried_again_when_the_one_it_stands_in_for_changes() -> None:
     """What holds for a kernel is kept; but not beyond what its rules read."""
     module = verify(whole("causal_mqa"))
-    assert all(list(_broken(module, kernel)) == [] for kernel in module.divided)
+    assert all(list(_broken(module, kernel)) == [] for kernel in module.warp_specialized)
     other = tuple(replace(module.kernel("dq"), name="fwd") if k.name == "fwd" else k for k in module.kernels)
     wrong = ("roles", "it has other arguments than @fwd, for which it stands in")
-    for kernel in (kernel for kernel in module.divided if kernel.stands_for == "fwd"):
+    for kernel in (kernel for kernel in module.warp_specialized if kernel.stands_for == "fwd"):
         assert wrong in list(_broken(replace(module, kernels=other), kernel))

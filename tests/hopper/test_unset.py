@@ -76,7 +76,10 @@ def test_where_threads_meet_again_is_no_jump() -> None:
         ("LDS R4, [R2+UR9+0x10]", 9),
         ("UTMALDG.4D [UR9], [R2], desc[R4]", 9),
         ("UMOV UR4, 0x1\n  UMOV UR5, 0x1\n  UMOV UR6, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0", 7),
-        ("UMOV UR6, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0", 7),  # of the left operand, in registers, it reads none
+        (
+            "UMOV UR6, 0x1\n  HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR4], R24, gsb0",
+            7,
+        ),  # of the left operand, in registers, it reads none
     ],
 )
 def test_each_kind_of_instruction_says_what_it_reads(text: str, register: int) -> None:
@@ -98,9 +101,12 @@ def test_what_is_written_first_may_be_read(text: str) -> None:
     assert found(f"  {text}\n  EXIT") == []
 
 
-@pytest.mark.parametrize("move", ["MOV R8, UR9", "IMAD.U32 R8, RZ, RZ, UR9", "MOV R7, UR9\n  IMAD.MOV.U32 R8, RZ, RZ, R7"])
+@pytest.mark.parametrize(
+    "move", ["MOV R8, UR9", "IMAD.U32 R8, RZ, RZ, UR9", "MOV R7, UR9\n  IMAD.MOV.U32 R8, RZ, RZ, R7"]
+)
 def test_what_is_moved_is_read_where_something_else_reads_it(move: str) -> None:
-    """ptxas keeps pairs in a thread's own registers, of which one half may be unset: that matters to who reads that half."""
+    """ptxas keeps pairs in a thread's own registers, of which one half may be unset: that matters to who reads that
+    half."""
     kept = f"  {move}\n  R2UR UR10, R8\n"
     assert found(f"{kept}  UMOV UR10, 0x1\n  UIADD3 UR4, UR10, 0x1, URZ\n  EXIT") == []
     assert found(f"  {move}\n  LDS.64 R8, [R2]\n  R2UR UR10, R8\n  UIADD3 UR4, UR10, 0x1, URZ\n  EXIT") == []

@@ -20,10 +20,10 @@ from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
 from attngen.targets.triton.legalize import LegalizeTriton
 from attngen.transforms.classify_tiles import ClassifyTiles
-from attngen.transforms.insert_cta_barriers import PlaceBarriers
+from attngen.transforms.insert_cta_barriers import InsertCtaBarriers
 from attngen.transforms.simplify import Simplify
 from attngen.transforms.split_loops import SplitLoops
-from attngen.transforms.use_block_lists import ListTiles
+from attngen.transforms.use_block_lists import UseBlockLists
 from tests.helpers import ROOT, SMALL, WALKS, built, edit, unverified
 from tests.test_dropout import ANSWERS
 
@@ -31,7 +31,12 @@ RANDOM = np.random.default_rng(0)
 TILES = {"BLOCK_Q": 4, "BLOCK_KV": 8}
 
 
-def run(module: Module, tensors: dict[str, np.ndarray], scalars: dict[str, float] | None = None, tiles: dict[str, int] = TILES) -> None:
+def run(
+    module: Module,
+    tensors: dict[str, np.ndarray],
+    scalars: dict[str, float] | None = None,
+    tiles: dict[str, int] = TILES,
+) -> None:
     execute_kernel(module, module.kernel("fwd"), tensors, scalars or {}, tiles, DOUBLE)
 
 
@@ -94,17 +99,25 @@ HIDDEN_IS_ZERO = (
 TO_CLASSES = (ClassifyTiles(), SplitLoops())
 
 
-@pytest.mark.parametrize("passes", [(), TO_CLASSES, (*TO_CLASSES, Simplify()), (*TO_CLASSES, LegalizeTriton())], ids=len)
+@pytest.mark.parametrize(
+    "passes", [(), TO_CLASSES, (*TO_CLASSES, Simplify()), (*TO_CLASSES, LegalizeTriton())], ids=len
+)
 @pytest.mark.parametrize(("n_q", "n_kv", "width"), [(10, 19, 16), (4, 8, 16), (1, 1, 24), (3, 0, 16), (0, 5, 16)])
 def test_a_kernel_gives_the_same_in_every_phase(passes: tuple[object, ...], n_q: int, n_kv: int, width: int) -> None:
     """Sums of scores: tiles that the ends cut, padded columns, no key, no query."""
     q, k = RANDOM.standard_normal((n_q, width)), RANDOM.standard_normal((n_kv, width))
     out = np.full((n_q, width), np.nan)
-    run(lowered(edit(SMALL, HIDDEN_IS_ZERO), *passes, head_dim=width), {"Q": q, "K": k, "O": out}, {"Nq": n_q, "Nk": n_kv})
+    run(
+        lowered(edit(SMALL, HIDDEN_IS_ZERO), *passes, head_dim=width),
+        {"Q": q, "K": k, "O": out},
+        {"Nq": n_q, "Nk": n_kv},
+    )
     np.testing.assert_allclose(out, q @ k.T @ k, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("passes", [(), (*TO_CLASSES, PlaceBarriers()), (*TO_CLASSES, PlaceBarriers(), LegalizeTriton())], ids=len)
+@pytest.mark.parametrize(
+    "passes", [(), (*TO_CLASSES, InsertCtaBarriers()), (*TO_CLASSES, InsertCtaBarriers(), LegalizeTriton())], ids=len
+)
 def test_a_program_that_walks_rewrites_its_sums(passes: tuple[object, ...]) -> None:
     q, k, sums = RANDOM.standard_normal((2, 10, 16)), RANDOM.standard_normal((2, 19, 16)), np.zeros((2, 10, 16))
     run(lowered(edit(WALKS, HIDDEN_IS_ZERO), *passes), {"Q": q, "K": k, "O_ACC": sums}, {"Hq": 2, "Nq": 10, "Nk": 19})
@@ -137,8 +150,14 @@ def test_what_is_past_a_checked_end_is_other() -> None:
     ("line", "message"),
     [
         ("%x = load %X[q] : f32[BLOCK_Q] @?", "load %x goes to 8 .. 12 along dimension 0 of %X; expected 0 .. 10"),
-        ("%x = gather %X[q_idx - 1] where(q_idx < Nq) : f32[BLOCK_Q] @?", "gather %x goes to -1 .. 3 along dimension 0 of %X"),
-        ("%n = load %X[q_start + 3] : f32[] @?\n%x = map expr(n + q_idx) uses(n=%n) : f32[BLOCK_Q] @?", "load %n goes to 11 .. 12"),
+        (
+            "%x = gather %X[q_idx - 1] where(q_idx < Nq) : f32[BLOCK_Q] @?",
+            "gather %x goes to -1 .. 3 along dimension 0 of %X",
+        ),
+        (
+            "%n = load %X[q_start + 3] : f32[] @?\n%x = map expr(n + q_idx) uses(n=%n) : f32[BLOCK_Q] @?",
+            "load %n goes to 11 .. 12",
+        ),
     ],
 )
 def test_a_read_outside_a_tensor_is_an_error(line: str, message: str) -> None:
@@ -154,7 +173,9 @@ def test_a_write_outside_a_tensor_is_an_error_and_checked_rows_stay() -> None:
 
 
 def test_a_gather_reads_where_its_condition_holds() -> None:
-    out = of_rows("%x = gather %X[9 - q_idx] where(q_idx < Nq and q_idx % 2 < 1) : f32[BLOCK_Q] @?\nstore %O[q] %x check(q)")
+    out = of_rows(
+        "%x = gather %X[9 - q_idx] where(q_idx < Nq and q_idx % 2 < 1) : f32[BLOCK_Q] @?\nstore %O[q] %x check(q)"
+    )
     assert out.tolist() == [9, 0, 7, 0, 5, 0, 3, 0, 1, 0]
 
 
@@ -173,7 +194,7 @@ def of_whole(body: str, out: np.ndarray, **more: np.ndarray) -> list[int]:
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     scratch = "".join(f"    %{name} = arg scratch : i32[Nk] @?\n" for name in more)
     text = f"""
-kernel @fwd own(kv) grid(b in B)
+kernel @fwd program_axis(kv) grid(b in B)
   block @entry
     %X = arg in : i32[Nk] @?
     %O = arg out : i32[Nk] @?
@@ -215,7 +236,9 @@ def test_values_are_rounded_to_their_types() -> None:
     body = "%x = load %X[q] check(q) : f32[BLOCK_Q] @?\n%y = map expr(x/3) uses(x=%x) : f32[BLOCK_Q] @?\nstore %O[q] %y check(q)"
     for dtypes, real in ((SINGLE, np.float32), (DOUBLE, np.float64)):
         out = np.full(10, np.nan)
-        execute_kernel(kernel(body), kernel(body).kernel("fwd"), {"X": X.astype(real), "O": out}, {"Nq": 10}, TILES, dtypes)
+        execute_kernel(
+            kernel(body), kernel(body).kernel("fwd"), {"X": X.astype(real), "O": out}, {"Nq": 10}, TILES, dtypes
+        )
         assert (out == X.astype(real) * real(1 / 3)).all()
 
 
@@ -242,7 +265,9 @@ def test_a_softmax_step() -> None:
     np.testing.assert_allclose(step(X, "partial"), 8 + 0 + X)
     empty = np.where(X > 4, X, -np.inf)
     np.testing.assert_allclose(step(empty, "always")[5:], 8 + X[5:])
-    assert (step(empty, "always")[:5] == -np.inf).all(), "a guarded row that has seen nothing stays at zero, with the maximum -inf"
+    assert (step(empty, "always")[:5] == -np.inf).all(), (
+        "a guarded row that has seen nothing stays at zero, with the maximum -inf"
+    )
     assert np.isnan(step(empty, "partial")[:5]).all(), "outside a partial loop nothing guards it"
 
 
@@ -287,16 +312,22 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
 """
 
 
-@pytest.mark.parametrize("passes", [(), (ListTiles(),)], ids=["by ranks", "by lists"])
+@pytest.mark.parametrize("passes", [(), (UseBlockLists(),)], ids=["by ranks", "by lists"])
 def test_tiles_of_blocks_that_count_are_visited(passes: tuple[object, ...]) -> None:
-    """Before loops have lists, and with them: from the second tile of keys on, those of blocks 0 and 2 of 16 keys each."""
+    """Before loops have lists, and with them: from the second tile of keys on, those of blocks 0 and 2 of 16 keys
+    each."""
     text = print_module(unverified(VISITS, head_dim=16)).replace("blocks no", "blocks 16")
     module = parse_module(text)
     for one in passes:
         module = one.run(module)  # type: ignore[attr-defined]
     out = np.zeros((10, 40))
     tensors = {"KV_RANK": np.array([[[[0, 1, 1, 2]]]]), "KV_LIST": np.array([[[[0, 2, 1]]]])}
-    run(module, {"Q": np.zeros((1, 1, 10, 16)), "O": out, **tensors}, {"B": 1, "Hq": 1, "Nq": 10, "Nk": 40}, {"BLOCK_Q": 8, "BLOCK_KV": 4})
+    run(
+        module,
+        {"Q": np.zeros((1, 1, 10, 16)), "O": out, **tensors},
+        {"B": 1, "Hq": 1, "Nq": 10, "Nk": 40},
+        {"BLOCK_Q": 8, "BLOCK_KV": 4},
+    )
     expected = np.zeros((10, 40))
     expected[:, 4:16] = expected[:, 32:40] = 1
     assert (out == expected).all()
@@ -336,7 +367,9 @@ def test_scores_are_summed_by_distance(block_q: int, block_kv: int) -> None:
 def test_a_committed_module_computes_attention_from_its_text_alone() -> None:
     """In fp32: results are naive attention's in float64, to fp32's rounding."""
     module = parse_module((ROOT / "generated" / "causal_mqa" / "schedule.ir").read_text(encoding="utf-8"))
-    q, k, v, grad = (torch.randn(2, heads, n, 64, dtype=torch.float64) for heads, n in ((3, 13), (1, 21), (1, 21), (3, 13)))
+    q, k, v, grad = (
+        torch.randn(2, heads, n, 64, dtype=torch.float64) for heads, n in ((3, 13), (1, 21), (1, 21), (3, 13))
+    )
     inputs = {"q": q, "k": k, "v": v, "grad_out": grad, "grad_lse": torch.zeros(2, 3, 0)}
     arrays = {name: x.numpy() for name, x in inputs.items()}
     found = execute(module, {**arrays, "scale": 0.125, "splits": 2}, {"BLOCK_Q": 8, "BLOCK_KV": 4}, SINGLE)
@@ -373,4 +406,7 @@ def test_generated_kernels_keep_the_same_scores(device: str) -> None:
 def test_one_over_zero_is_infinite() -> None:
     """Of a number as of an array: other conditions may hide such a place."""
     with np.errstate(divide="ignore"):
-        assert value(parse("1/x**2"), {"x": 0}) == np.inf and list(value(parse("1/x"), {"x": np.array([0, 2])})) == [np.inf, 0.5]
+        assert value(parse("1/x**2"), {"x": 0}) == np.inf and list(value(parse("1/x"), {"x": np.array([0, 2])})) == [
+            np.inf,
+            0.5,
+        ]

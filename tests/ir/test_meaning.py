@@ -1,4 +1,5 @@
-"""A kernel masks and scores as its module's header says: kernels of one module in place of another's are refused, and so are edits.
+"""A kernel masks and scores as its module's header says: kernels of one module in place of another's are refused, and
+so are edits.
 
 Whole kernels are exchanged, so that bounds of loops agree with the mask: all other rules hold.
 """
@@ -45,7 +46,11 @@ SPECS: dict[str, dict[str, Any]] = {
 @cache
 def text_of(given: str, sharing: str = "gqa") -> str:
     """The target IR of one of the specs above."""
-    return print_module(lower(make_spec({"name": "one", "head_dim": 16, "heads": {"sharing": sharing}, "dtype": "fp16", **SPECS[given]})))
+    return print_module(
+        lower(
+            make_spec({"name": "one", "head_dim": 16, "heads": {"sharing": sharing}, "dtype": "fp16", **SPECS[given]})
+        )
+    )
 
 
 def kernel_of(text: str, name: str) -> str:
@@ -67,7 +72,13 @@ NOT_IN = "`Nk - Nq + q_idx >= kv_idx` does not follow from its conditions"
 @pytest.mark.parametrize(
     ("given", "other", "kernel", "rule", "reason"),
     [
-        ("causal", "window", "dq", "mask", f"{MORE}: `kv_idx >= Nk - Nq + q_idx - 100` does not follow from `Nk - Nq + q_idx >= kv_idx`"),
+        (
+            "causal",
+            "window",
+            "dq",
+            "mask",
+            f"{MORE}: `kv_idx >= Nk - Nq + q_idx - 100` does not follow from `Nk - Nq + q_idx >= kv_idx`",
+        ),
         ("causal", "window", "fwd", "mask", MORE),
         ("causal", "window", "packed", "mask", MORE),
         ("window", "wider", "dkdv", "mask", LESS),
@@ -75,8 +86,20 @@ NOT_IN = "`Nk - Nq + q_idx >= kv_idx` does not follow from its conditions"
         ("causal", "full", "dkdv", "mask", f"{LESS}: {NOT_IN}"),
         ("causal", "full", "dq", "mask", f"{LESS}: {NOT_IN}"),
         ("full", "causal", "packed", "mask", MORE),
-        ("capped", "lower", "dkdv", "scores", "weighs scores by exp2(20.0*LOG2E*(1 - 2/(exp2(0.1*LOG2E*s*scale) + 1)) - LSE2[b, g + "),
-        ("capped", "causal", "dq", "scores", "expected exp2(30.0*LOG2E*tanh(0.03333333333333333*s*scale) - select(LSE[b, h, q_idx] > "),
+        (
+            "capped",
+            "lower",
+            "dkdv",
+            "scores",
+            "weighs scores by exp2(20.0*LOG2E*(1 - 2/(exp2(0.1*LOG2E*s*scale) + 1)) - LSE2[b, g + ",
+        ),
+        (
+            "capped",
+            "causal",
+            "dq",
+            "scores",
+            "expected exp2(30.0*LOG2E*tanh(0.03333333333333333*s*scale) - select(LSE[b, h, q_idx] > ",
+        ),
         ("causal", "capped", "fwd", "scores", "expected exp2(LOG2E*s*scale), by the header's score"),
         ("near", "far", "dkdv", "scores", "TABLE[g + group*hkv, clamp(kv_idx - q_idx, -4, 4) + 4]"),
     ],
@@ -91,7 +114,8 @@ def test_a_kernel_of_another_module_is_refused(given: str, other: str, kernel: s
 WEIGHT = "expr(exp2(-lse2 + masked*qk_scale))"
 OF_SUMS = "expr(inv_l_all*exp2(-m_all + masked*qk_scale))"
 UNDIVIDED = (
-    "%p is `exp2(%masked*LOG2E*scale - M_ALL[b, h, q_idx])`; expected weights of M_ALL, or all that the loop sums of them, times INV_L_ALL"
+    "%p is `exp2(%masked*LOG2E*scale - M_ALL[b, h, q_idx])`; expected weights of "
+    "M_ALL, or all that the loop sums of them, times INV_L_ALL"
 )
 
 
@@ -100,10 +124,20 @@ UNDIVIDED = (
     [
         ("causal", "where(Nk - Nq + q_idx >= kv_idx)", "where(Nk - Nq + q_idx > kv_idx)", f"@fwd: %soft {LESS}"),
         ("causal", " where(Nk - Nq + q_idx >= kv_idx)\n", "\n", f"@fwd: %soft {MORE}"),
-        ("causal", "  dropout no\n", "  dropout no\n  score twice expr(2*s)\n", "@fwd: %soft weighs scores by exp2(LOG2E*s*scale)"),
+        (
+            "causal",
+            "  dropout no\n",
+            "  dropout no\n  score twice expr(2*s)\n",
+            "@fwd: %soft weighs scores by exp2(LOG2E*s*scale)",
+        ),
         ("capped", "expr(30.0*tanh(", "expr(31.0*tanh(", "@fwd: %soft weighs scores by exp2(30.0*LOG2E*"),
         ("capped", "%score = map expr(", "%score = map expr(1 + ", "@fwd: %soft weighs scores by exp2("),
-        ("causal", WEIGHT, "expr(exp2(-lse2 + masked*qk_scale + 1))", "@dq: %p weighs scores by exp2(LOG2E*s*scale - select("),
+        (
+            "causal",
+            WEIGHT,
+            "expr(exp2(-lse2 + masked*qk_scale + 1))",
+            "@dq: %p weighs scores by exp2(LOG2E*s*scale - select(",
+        ),
         ("causal", WEIGHT, "expr(exp2(-lse2 - masked*qk_scale))", "@dq: %p weighs scores by exp2(-LOG2E*s*scale"),
         ("causal", WEIGHT, "expr(exp2(-lse2)*exp2(masked*qk_scale))", "@dq: makes no weights of its scores"),
         ("causal", WEIGHT, "expr(2*exp2(-lse2 + masked*qk_scale))", "@dq: makes no weights of its scores"),
@@ -112,7 +146,12 @@ UNDIVIDED = (
         ("single", "expr(inv_l_all*tlse)", "expr(inv_l_all + tlse)", f"@jvp: {UNDIVIDED}"),
         ("single", "tLSE_head[q] %tlse_divided", "tLSE_head[q] %keys_partial.tlse", f"@jvp: {UNDIVIDED}"),
         ("causal", "m(%m) scale(%qk_scale)", "m(%m)", "@fwd: %soft weighs scores by exp2(s)"),
-        ("near", "clamp(-kv_idx + q_idx, -4, 4) + 4]", "clamp(-kv_idx + q_idx, -4, 4) + 3]", "@fwd: %soft weighs scores by"),
+        (
+            "near",
+            "clamp(-kv_idx + q_idx, -4, 4) + 4]",
+            "clamp(-kv_idx + q_idx, -4, 4) + 3]",
+            "@fwd: %soft weighs scores by",
+        ),
         ("sink", "sink(sink)", "sink(2*sink)", "@fwd: %m_all is `max("),
         ("sink", "expr(s) sink(sink)", "expr(s)", "@fwd: 1 logits join a row's softmax; expected none"),
     ],
@@ -123,14 +162,21 @@ def test_an_edit_of_header_or_kernel_is_refused(given: str, old: str, new: str, 
 
 def test_a_kernel_may_divide_what_it_adds_up_in_place_of_weights() -> None:
     """But not where it takes logarithms of the weights: what it adds up is then no sum of multiples of these."""
-    divided = "%dq_divided = map expr(dq*inv_l_all) uses(dq=%keys_partial.dq, inv_l_all=%inv_l_all) : f32[BLOCK_Q, D_QK] @reg"
+    divided = (
+        "%dq_divided = map expr(dq*inv_l_all) uses(dq=%keys_partial.dq, inv_l_all=%inv_l_all) : f32[BLOCK_Q, D_QK] @reg"
+    )
     changes = (
         (f"{OF_SUMS} uses(inv_l_all=%inv_l_all, ", "expr(exp2(-m_all + masked*qk_scale)) uses("),
-        ("%dq_out = map expr(dq*scale) uses(dq=%keys_partial.dq", f"{divided}\n    %dq_out = map expr(dq*scale) uses(dq=%dq_divided"),
+        (
+            "%dq_out = map expr(dq*scale) uses(dq=%keys_partial.dq",
+            f"{divided}\n    %dq_out = map expr(dq*scale) uses(dq=%dq_divided",
+        ),
     )
     verify(parse_module(edit(text_of("single"), *changes)))
     assert UNDIVIDED in refused(edit(text_of("entropies"), *changes)).reason
-    exponent = "select(p > 0, -m_all + masked*qk_scale, 0)) uses(p=%p, m_all=%m_all, masked=%masked, qk_scale=%qk_scale)"
+    exponent = (
+        "select(p > 0, -m_all + masked*qk_scale, 0)) uses(p=%p, m_all=%m_all, masked=%masked, qk_scale=%qk_scale)"
+    )
     whole = ("select(p > 0, log2(p), 0)) uses(p=%p)", exponent)
     assert UNDIVIDED in refused(edit(text_of("entropies"), *changes, whole)).reason
 
@@ -140,7 +186,9 @@ def test_masked_scores_are_read_as_weights_alone() -> None:
     line = "    %dp = dot %do %v over(D_V) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
     more = line + "    %again = map expr(x + y) uses(x=%masked, y=%dp) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
     made = text.replace(line, more, 1).replace("uses(p=%p, dp=%dp", "uses(p=%p, dp=%again", 1)
-    assert refused(made.replace("phase target", "phase scheduled")).reason.startswith("kernel @dq: %again reads the masked scores %masked")
+    assert refused(made.replace("phase target", "phase scheduled")).reason.startswith(
+        "kernel @dq: %again reads the masked scores %masked"
+    )
 
 
 @pytest.mark.parametrize("sharing", ["mha", "mqa", "gqa"])
@@ -163,8 +211,12 @@ def test_limits_of_fp32_are_those_of_the_score() -> None:
         return print_module(lower(make_spec(spec), "build"))
 
     lowest = "select(score_base > -inf, -3.4028234663852886e+38, -inf)"
-    assert refused(edit(text_with("s + bias[b, h, q_idx, kv_idx]"), (lowest, "-3.4028234663852886e+38"))).rule == "scores"
-    assert lowest in text_with("sqrt(abs(s + bias[b, h, q_idx, kv_idx]))")  # written out, the limit is the number alone, and is taken
+    assert (
+        refused(edit(text_with("s + bias[b, h, q_idx, kv_idx]"), (lowest, "-3.4028234663852886e+38"))).rule == "scores"
+    )
+    assert lowest in text_with(
+        "sqrt(abs(s + bias[b, h, q_idx, kv_idx]))"
+    )  # written out, the limit is the number alone, and is taken
 
 
 def test_an_element_at_the_larger_of_two_places_is_inside_if_both_are() -> None:
@@ -191,7 +243,12 @@ def test_the_one_form_has_the_same_value(text: str) -> None:
 
 
 def test_what_differs_is_not_the_same() -> None:
-    texts = ("0.1*x + tanh(0.3*y)", "tanh(0.30000000000000004*y) + x/10", "0.1*x + tanh(0.3001*y)", "0.1*x + tanh(0.3*x)")
+    texts = (
+        "0.1*x + tanh(0.3*y)",
+        "tanh(0.30000000000000004*y) + x/10",
+        "0.1*x + tanh(0.3001*y)",
+        "0.1*x + tanh(0.3*x)",
+    )
     first, *others = (normal(parse(text)) for text in texts)
     assert [same(first, other) for other in others] == [True, False, False]
     less, more = (parse(text) for text in ("kv_idx < Nk - Nq + q_idx + 1", "q_idx >= -Nk + Nq + kv_idx"))
@@ -201,4 +258,8 @@ def test_what_differs_is_not_the_same() -> None:
 
 
 def test_powers_of_a_number_are_printed_and_parsed() -> None:
-    assert [to_text(parse(text)) for text in ("3**(x + 1)", "2**(-x)", "x*2**(-x)")] == ["3**(x + 1)", "2**(-x)", "x/2**x"]
+    assert [to_text(parse(text)) for text in ("3**(x + 1)", "2**(-x)", "x*2**(-x)")] == [
+        "3**(x + 1)",
+        "2**(-x)",
+        "x/2**x",
+    ]

@@ -11,7 +11,9 @@ from attngen.ir.expr import parse, symbol
 from attngen.ir.prove import entails, prove_le
 
 SYMBOLS = [symbol(name) for name in ("BLOCK_KV", "BLOCK_Q", "Nq", "kv_start", "q_start")]
-POINTS = [dict(zip(SYMBOLS, values)) for values in product((1, 16, 32), (1, 16), (0, 1, 2, 40), (0, 1, 16, 48), (0, 1, 15))]
+POINTS = [
+    dict(zip(SYMBOLS, values)) for values in product((1, 16, 32), (1, 16), (0, 1, 2, 40), (0, 1, 16, 48), (0, 1, 15))
+]
 PROVEN = [
     ("0", "3*min(BLOCK_KV + kv_start, kv_start + q_start + 1) - 3"),
     ("0", "min(cdiv(3*min(BLOCK_KV + kv_start, kv_start + q_start + 1) - 3, BLOCK_Q), cdiv(Nq, BLOCK_Q))"),

@@ -21,7 +21,19 @@ SPLIT = GridAxis("split", symbol("splits"))
 RULES = rules("triton")["target"]
 PROGRAMS = (1, 2, 3, 5, 8)
 # Windows of 1024 keys, and a few first ones, leave some tiles out.
-SIZES = {"Nq": 700, "Nk": 3000, "BLOCK_Q": 64, "BLOCK_KV": 64, "B": 2, "Hq": 4, "Hkv": 2, "group": 2, "D_QK": 128, "D_V": 128, "elem": 2}
+SIZES = {
+    "Nq": 700,
+    "Nk": 3000,
+    "BLOCK_Q": 64,
+    "BLOCK_KV": 64,
+    "B": 2,
+    "Hq": 4,
+    "Hkv": 2,
+    "group": 2,
+    "D_QK": 128,
+    "D_V": 128,
+    "elem": 2,
+}
 
 
 def cut(made: Module, share=part) -> Module:
@@ -50,12 +62,20 @@ def reasons(made: Module, *names: str) -> list[str]:
 @pytest.mark.parametrize("programs", PROGRAMS)
 def test_parts_have_each_number_once(length, programs):
     bounds = part(symbol("kv_start"), symbol("kv_start") + length, SPLIT)
-    parts = [range(*(int(evaluate(e, {"kv_start": 3, "split": x, "splits": programs})) for e in bounds)) for x in range(programs)]
+    parts = [
+        range(*(int(evaluate(e, {"kv_start": 3, "split": x, "splits": programs})) for e in bounds))
+        for x in range(programs)
+    ]
     assert [i for one in parts for i in one] == [*range(3, 3 + length)]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-RANGES = ["0 .. group", "0 .. cdiv(Nk, BLOCK_KV)", "Nq // BLOCK_Q .. Nk // BLOCK_KV", "max(0, Nq - 5) .. 2*Nk + max(0, Nq - 5)"]
+RANGES = [
+    "0 .. group",
+    "0 .. cdiv(Nk, BLOCK_KV)",
+    "Nq // BLOCK_Q .. Nk // BLOCK_KV",
+    "max(0, Nq - 5) .. 2*Nk + max(0, Nq - 5)",
+]
 
 
 @pytest.mark.parametrize("text", RANGES)
@@ -87,16 +107,23 @@ def test_loops_that_programs_share_are_proved_and_counted(name, programs):
     """Together the programs visit the tiles that one would, once each, and each of them loads its queries."""
     one, made = target(name), parse_module(print_module(cut(target(name))))
     assert reasons(made, "loops", "shares", "covers", "full-is-proven") == []
-    over = "that the other programs along split write, too"  # each has a part of the sums; a kernel that cuts loops stores them apart
-    assert [reason.partition("rows of ")[2] for reason in reasons(made, "indexing")] == [f"%{x} {over}" for x in ("O", "LSE")]
+    # each has a part of the sums; a kernel that cuts loops stores them apart
+    over = "that the other programs along split write, too"
+    assert [reason.partition("rows of ")[2] for reason in reasons(made, "indexing")] == [
+        f"%{x} {over}" for x in ("O", "LSE")
+    ]
     before, after = (m.kernel("fwd") for m in (one, made))
     sizes = {**unbounded(after), **SIZES, "splits": programs, "tiles": 0}
     total = 0
     for start in range(0, SIZES["Nq"], SIZES["BLOCK_Q"]):
         for loop, alone in zip(tile_loops(after), tile_loops(before)):
             of_one = visited_by(before, alone, {**sizes, "q_start": start})
-            found = [j for x in range(programs) for j in visited_by(after, loop, {**sizes, "q_start": start, "split": x})]
-            assert sorted(found) == of_one and len(of_one) == evaluate(visited(after, loop.cls), {**sizes, "q_start": start})
+            found = [
+                j for x in range(programs) for j in visited_by(after, loop, {**sizes, "q_start": start, "split": x})
+            ]
+            assert sorted(found) == of_one and len(of_one) == evaluate(
+                visited(after, loop.cls), {**sizes, "q_start": start}
+            )
             total += len(found)
     assert evaluate(runs(after, "step").doit(), sizes) == total * SIZES["B"] * SIZES["Hq"]
     assert evaluate(runs(after, "entry"), sizes) == programs * evaluate(runs(before, "entry"), sizes)
@@ -131,7 +158,9 @@ def test_loops_that_programs_do_not_share_are_refused(how):
 
 def test_a_range_that_is_not_shared_as_the_others_are_is_refused():
     made = cut(target("window_gqa"), lambda lo, hi, axis: part(lo, hi, axis) if str(hi) == "kv_full_end" else (lo, hi))
-    assert reasons(made, "shares") == ["programs along split in splits share loops over @step; expected parts of all ranges over one body"]
+    assert reasons(made, "shares") == [
+        "programs along split in splits share loops over @step; expected parts of all ranges over one body"
+    ]
 
 
 def test_full_loops_may_not_share_what_is_partial():
@@ -144,4 +173,6 @@ def test_split_loops_keeps_what_programs_share():
     assert reasons(made, "loops", "shares", "covers", "full-is-proven") == []
     full, partial = tile_loops(made.kernel("fwd"))
     assert full.ranges == (part(*symbols("kv_full_first", "kv_full_end"), SPLIT),)
-    assert partial.ranges == tuple(part(*symbols(*names), SPLIT) for names in (("kv_first", "kv_full_first"), ("kv_full_end", "kv_end")))
+    assert partial.ranges == tuple(
+        part(*symbols(*names), SPLIT) for names in (("kv_first", "kv_full_first"), ("kv_full_end", "kv_end"))
+    )

@@ -30,38 +30,82 @@ def test_comments_and_blank_lines_do_not_count():
 
 
 BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, what the error says)
-    "unknown key": ("  mask none", "  colour red", "`colour` is not a key of the header; known: version, spec, phase"),
+    "unknown key": (
+        "  mask none",
+        "  colour red",
+        "`colour` is not a key of the header; known: ir, version, spec, phase",
+    ),
     "op outside a kernel": ("  mask none", "  %x = init 0 : f32[] @reg", "`%x` is not a key of the header"),
     "no name": ("%m_init = init", "init", "`` does not name init; expected `%name = ...`"),
-    "name that is no word": ("%m_init = init", "%m init = init", "`%m init` does not name init; expected `%name = ...`"),
-    "name without a result": ("    yield ", "    %y = yield ", "`%y` does not name yield; expected no name, as it has no result"),
-    "type without a result": ("acc=%acc_next)\n", "acc=%acc_next) : f32[] @reg\n", "yield has no type; expected nothing from `:` on"),
+    "name that is no word": (
+        "%m_init = init",
+        "%m init = init",
+        "`%m init` does not name init; expected `%name = ...`",
+    ),
+    "name without a result": (
+        "    yield ",
+        "    %y = yield ",
+        "`%y` does not name yield; expected no name, as it has no result",
+    ),
+    "type without a result": (
+        "acc=%acc_next)\n",
+        "acc=%acc_next) : f32[] @reg\n",
+        "yield has no type; expected nothing from `:` on",
+    ),
     "unknown op": ("= init -inf", "= filled -inf", "`filled` is not an op; known: arg, base, load"),
     "missing positional": ("= dot %q %k over(D_QK)", "= dot %q", "`dot` needs a and b after its name"),
     "missing field": ("over(D_QK) ", "", "dot lacks over"),
     "missing type": (" : f32[BLOCK_Q, BLOCK_KV] @reg", "", "dot lacks type"),
-    "unknown field": ("over(D_QK)", "over(D_QK) colour(red)", "`colour(red)` is not a field of dot; known: acc, over, precision"),
+    "unknown field": (
+        "over(D_QK)",
+        "over(D_QK) colour(red)",
+        "`colour(red)` is not a field of dot; known: acc, over, precision",
+    ),
     "bad type": ("f32[BLOCK_Q] @reg", "f32(BLOCK_Q) @reg", "is not a type; expected `f32[BLOCK_Q, D_V] @reg`"),
     "bad space": ("f32[BLOCK_Q] @reg", "f32[BLOCK_Q] @disk", "is not a type"),
     "bad range": ("ranges(0 .. ", "ranges(0 to ", "is not a range; expected `0 .. cdiv(Nk, BLOCK_KV)`"),
-    "bad access": ("load %Q_head[q, d_qk]", "load Q_head[q]", "`Q_head[q]` is not an access; expected `%K[b, h, kv, d_qk]`"),
+    "bad access": (
+        "load %Q_head[q, d_qk]",
+        "load Q_head[q]",
+        "`Q_head[q]` is not an access; expected `%K[b, h, kv, d_qk]`",
+    ),
     "bad reference": ("= dot %q %k", "= dot q %k", "`q` is not a value; expected `%name` or `%name.field`"),
     "bad word": ("over(D_QK)", "over(D QK)", "`D QK` is not a word"),
     "bad expression": ("expr(LOG2E*scale)", "expr(LOG2E scale)", "`LOG2E scale` is not an expression"),
     "call": ("expr(LOG2E*scale)", "expr(print(scale))", "calls `print`; known: abs, bitand"),
-    "bad grid": ("q in cdiv(Nq, BLOCK_Q)", "q to cdiv(Nq, BLOCK_Q)", "is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`"),
-    "bad kernel": ("kernel @fwd own(q) grid(", "kernel fwd grid(", "not a kernel header; expected `kernel @fwd own(q) grid(...)`"),
+    "bad grid": (
+        "q in cdiv(Nq, BLOCK_Q)",
+        "q to cdiv(Nq, BLOCK_Q)",
+        "is not a grid axis; expected `q in cdiv(Nq, BLOCK_Q)`",
+    ),
+    "bad kernel": (
+        "kernel @fwd program_axis(q) grid(",
+        "kernel fwd grid(",
+        "not a kernel header; expected `kernel @fwd program_axis(q) grid(...)`",
+    ),
     "op outside a block": ("  block @entry\n", "", "an op outside a block; expected `block @entry` first"),
-    "bad schedule row": ("rows<=inf : BLOCK_Q=", "rows=inf : BLOCK_Q=", "not a schedule row; expected `sm90 bytes=2 rows<=inf"),
-    "bad line of none": ("sm80 bytes=2 rows<=inf : ", "sm80 bytes=2 none: ", "not a schedule row; expected `sm90 bytes=2 rows<=inf"),
+    "bad schedule row": (
+        "rows<=inf : BLOCK_Q=",
+        "rows=inf : BLOCK_Q=",
+        "not a schedule row; expected `sm90 bytes=2 rows<=inf",
+    ),
+    "bad line of none": (
+        "sm80 bytes=2 rows<=inf : ",
+        "sm80 bytes=2 none: ",
+        "not a schedule row; expected `sm90 bytes=2 rows<=inf",
+    ),
     "bad module name": ("module @full_mha", "module @full mha", "`@full mha` is not a word"),
-    "bad input": ("where(true)\n", "where(true)\n  input key : b1\n", "not an input; expected `input kv_lengths : i32[B] what it is`"),
+    "bad input": (
+        "where(true)\n",
+        "where(true)\n  input key : b1\n",
+        "not an input; expected `input kv_lengths : i32[B] what it is`",
+    ),
 }
 
 
 def test_a_row_names_its_backend_where_it_is_not_the_modules():
     text = print_module(portable("causal_mha"))
-    assert "backend=" not in text and {row.backend for row in parse_module(text).rows("fwd")} == {"triton"}
+    assert "backend=" not in text and {row.backend for row in parse_module(text).configs("fwd")} == {"triton"}
     other = text.replace("num_stages=3 TMA=1\n", "num_stages=3 TMA=1 backend=other\n", 1)
     assert other != text and print_module(parse_module(other)) == other
     with pytest.raises(VerifyError, match="`backend other`; expected one of triton"):
@@ -79,8 +123,10 @@ def test_a_device_without_a_tile_prints_and_parses_back():
             edited = edited.replace(row + "\n", "", 1)
     module = verify(parse_module(edited))
     assert print_module(module) == edited
-    assert [(u.device, u.elem_bytes, u.reason) for u in module.unfit("fwd")] == [("gfx942", 2, none.split(" : ")[1])]
-    assert not any(r.device == "gfx942" for r in module.rows("fwd"))
+    assert [(u.device, u.elem_bytes, u.reason) for u in module.not_fitting("fwd")] == [
+        ("gfx942", 2, none.split(" : ")[1])
+    ]
+    assert not any(r.device == "gfx942" for r in module.configs("fwd"))
 
 
 @pytest.mark.parametrize("old, new, reason", BAD_LINES.values(), ids=BAD_LINES)
@@ -94,7 +140,9 @@ def test_an_error_names_source_line_and_what_was_expected(old, new, reason):
     assert reason in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask"])
+@pytest.mark.parametrize(
+    "key", ["version", "spec", "phase", "backend", "heads", "head_dim", "dtype", "precision", "mask"]
+)
 def test_every_key_of_the_header_is_needed(key):
     text = print_module(target("full_mha"))
     line = next(line for line in text.splitlines() if line.startswith(f"  {key} "))
@@ -116,15 +164,24 @@ CONDITIONS = st.sampled_from(
 
 
 def _larger(inner):
-    operators = st.sampled_from(["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / l", "({}) / ({})", "({}) // ({})"])
-    calls = st.sampled_from(["min({}, {})", "max({}, {})", "cdiv({}, {})", "floordiv({}, {})", "exp2({})", "log2({})", "-({})"])
+    operators = st.sampled_from(
+        ["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / l", "({}) / ({})", "({}) // ({})"]
+    )
+    calls = st.sampled_from(
+        ["min({}, {})", "max({}, {})", "cdiv({}, {})", "floordiv({}, {})", "exp2({})", "log2({})", "-({})"]
+    )
     selects = CONDITIONS.map(lambda c: f"select({c}, {{}}, {{}})")
     return st.builds(str.format, operators | calls | selects, inner, inner)
 
 
 TEXTS = st.recursive(NUMBERS, _larger, max_leaves=6)
 CONDITION_TEXTS = st.builds(
-    "{} {} {} {} {}".format, TEXTS, st.sampled_from(["<", "<=", ">", ">="]), TEXTS, st.sampled_from(["and", "or"]), CONDITIONS
+    "{} {} {} {} {}".format,
+    TEXTS,
+    st.sampled_from(["<", "<=", ">", ">="]),
+    TEXTS,
+    st.sampled_from(["and", "or"]),
+    CONDITIONS,
 )
 
 
@@ -166,7 +223,9 @@ s in s | None | True | ... | 1j | exp2(x=s) | exp2(*s) | exp2(s)(s) | (exp2)(s, 
 """
 
 
-@pytest.mark.parametrize("text", ["", " ", *(t.strip() for line in OUTSIDE.split("\n") for t in line.split(" | ") if t.strip())])
+@pytest.mark.parametrize(
+    "text", ["", " ", *(t.strip() for line in OUTSIDE.split("\n") for t in line.split(" | ") if t.strip())]
+)
 def test_outside_the_grammar_is_refused(text):
     with pytest.raises(IRError, match="^mask: "):
         parse(text, "mask")
@@ -199,7 +258,22 @@ def test_nothing_is_evaluated(monkeypatch):
 # ---------------------------------------------------------------------------------------------- text of strangers
 
 TEXTS = (  # what a line of the IR says in words, or by name
-    *(f"  {key} " for key in ("version", "spec", "phase", "backend", "heads", "dtype", "precision", "mask", "score", "blocks", "dropout")),
+    *(
+        f"  {key} "
+        for key in (
+            "version",
+            "spec",
+            "phase",
+            "backend",
+            "heads",
+            "dtype",
+            "precision",
+            "mask",
+            "score",
+            "blocks",
+            "dropout",
+        )
+    ),
     *(
         "module @",
         "  input temperature : f32[Hq] grad | ",
@@ -230,14 +304,17 @@ def in_generated_code(files: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("start", TEXTS)
 def test_text_in_ir_is_never_code_of_the_module(start: str) -> None:
-    """Wherever a text stands, one that could end a string or a comment is refused; any other is the same code, or is refused."""
+    """Wherever a text stands, one that could end a string or a comment is refused; any other is the same code, or is
+    refused."""
     text = (ROOT / "generated" / "temperature_mha" / "schedule.ir").read_text()
     line = next(line for line in text.splitlines() if line.startswith(start))
     before = text.partition(line)[0]
     for escape in ESCAPES:
         with pytest.raises(IRError):
             parse_module(f"{before}{start}{escape}{line.removeprefix(start)}")
-    committed = in_generated_code({p.name: p.read_text() for p in (ROOT / "generated" / "temperature_mha").glob("*.py")})
+    committed = in_generated_code(
+        {p.name: p.read_text() for p in (ROOT / "generated" / "temperature_mha").glob("*.py")}
+    )
     try:
         made = render(verify(parse_module(text.replace(line, f"{line} {PLAIN}", 1))))
     except AttngenError:
@@ -246,9 +323,19 @@ def test_text_in_ir_is_never_code_of_the_module(start: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/tmp/x", "..", ".", "a/b", "import", "class", "X", "_x", "__init__", "1x", "x" * 65, "x y", "", "\u00e9"]
+    "name",
+    ["../x", "/tmp/x", "..", ".", "a/b", "import", "class", "X", "_x", "__init__", "1x", "x" * 65, "x y", "", "\u00e9"],
 )
 def test_a_module_is_named_as_a_folder_of_its_own(name: str) -> None:
     text = (ROOT / "generated" / "temperature_mha" / "schedule.ir").read_text()
     with pytest.raises(IRError, match="line 2: "):
         parse_module(text.replace("module @temperature_mha", f"module @{name}"))
+
+
+@pytest.mark.parametrize(("line", "version"), [("", 1), ("  ir 1\n", 1), ("  ir 3\n", 3)])
+def test_a_text_of_another_version_of_the_ir_is_one_sentence(line: str, version: int) -> None:
+    text = print_module(target("causal_mqa"))
+    with pytest.raises(IRError) as caught:
+        parse_module(edit(text, ("  ir 2\n", line)), "old.ir")
+    expected = f"old.ir: the text is of version {version} of the IR; expected version 2; "
+    assert str(caught.value) == expected + "`attngen build SPEC` writes the module again from its spec"

@@ -43,7 +43,9 @@ def test_lengths_are_read_32_or_128_at_a_time(sequences: int) -> None:
 def test_parts_are_joined_in_several_turns(sequences: int, tmp_path: Path) -> None:
     """1,200 keys in parts of 64 are 19, of which a turn joins sixteen; eight where a call has many rows."""
     fixed = {"schedule": {"split": {"keys": 64}}, "backward": False}
-    made = make_spec({"name": "turns", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": "causal", "cache": "contiguous", **fixed})
+    made = make_spec(
+        {"name": "turns", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": "causal", "cache": "contiguous", **fixed}
+    )
     lengths = (1200, *[3] * (sequences - 1))
     result = run_cache_case(module_of(made, tmp_path), made, CacheCase(2, 1, 1, lengths, 0, 1200), "fp16", DEVICE)
     assert result.ok, str(result)
@@ -53,9 +55,14 @@ def test_parts_are_joined_by_the_schedule_for_all_rows_of_a_call(monkeypatch: py
     module, found = built("decode_gqa"), []
     launch = module.COMBINE
     monkeypatch.setattr(
-        module, "COMBINE", lambda x, rows, programs, *rest: found.append((rows, programs)) or launch(x, rows, programs, *rest)
+        module,
+        "COMBINE",
+        lambda x, rows, programs, *rest: found.append((rows, programs)) or launch(x, rows, programs, *rest),
     )
-    q, kv = torch.randn(3, 8, 2, 128, dtype=torch.float16, device=DEVICE), torch.randn(3, 70, 4, 128, dtype=torch.float16, device=DEVICE)
+    q, kv = (
+        torch.randn(3, 8, 2, 128, dtype=torch.float16, device=DEVICE),
+        torch.randn(3, 70, 4, 128, dtype=torch.float16, device=DEVICE),
+    )
     module.attention.with_kvcache(q, kv, kv, cache_seqlens=torch.full((3,), 70, dtype=torch.int32, device=DEVICE))
     assert found == [(3 * 8 * 2, 1)]
 
@@ -64,7 +71,9 @@ def test_parts_are_joined_by_the_schedule_for_all_rows_of_a_call(monkeypatch: py
 MASKS: dict[str, dict[str, Any]] = {
     "none": {"mask": "none"},
     "top_left": {"mask": {"expr": "kv_idx <= q_pos and (kv_idx % 3 != 1 or q_pos - kv_idx < 5)"}},
-    "streaming": {"mask": {"all_of": ["causal", {"any_of": [{"sink_tokens": {"count": 4}}, {"sliding_window": {"left": 63}}]}]}},
+    "streaming": {
+        "mask": {"all_of": ["causal", {"any_of": [{"sink_tokens": {"count": 4}}, {"sliding_window": {"left": 63}}]}]}
+    },
     "chunked": {"mask": {"all_of": ["causal", {"chunked": {"size": 50}}]}},
     "prefix": {"mask": "prefix_lm"},
     "padding": {"mask": {"all_of": ["causal", "key_padding"]}},
@@ -80,7 +89,16 @@ MASKS: dict[str, dict[str, Any]] = {
 def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
     cache = "contiguous" if what in ("none", "alibi", "padding", "bias") else {"paged": {"page_size": 16}}
     sharing = {"alibi": "mha", "softcap": "mqa"}.get(what, "gqa")
-    made = make_spec({"name": "served", "heads": {"sharing": sharing}, "head_dim": 32, "cache": cache, "backward": False, **MASKS[what]})
+    made = make_spec(
+        {
+            "name": "served",
+            "heads": {"sharing": sharing},
+            "head_dim": 32,
+            "cache": cache,
+            "backward": False,
+            **MASKS[what],
+        }
+    )
     module = module_of(made, tmp_path / "served")
     for case in cache_cases(made, False):
         result = run_cache_case(module, made, case, "fp16", DEVICE)
@@ -105,10 +123,14 @@ def test_head_dims_that_are_padded(tmp_path: Path) -> None:
 
 
 def _grown(module: ModuleType, made: Spec, steps: int, page: int) -> None:
-    """Decode token after token, and hold each step, bit for bit, against a call over a cache that has all keys from the start."""
+    """Decode token after token, and hold each step, bit for bit, against a call over a cache that has all keys from
+    the start."""
     case = CacheCase(2, 1, 1, (0, 3, 129), steps, 129 + steps if not page else -(-(129 + steps) // page) * page, page)
     call = make_call(made, case, torch.float16, DEVICE)
-    lengths, new = call.arguments["cache_seqlens"], {name: call.arguments.pop(name) for name in ("k", "v") if name in call.arguments}
+    lengths, new = (
+        call.arguments["cache_seqlens"],
+        {name: call.arguments.pop(name) for name in ("k", "v") if name in call.arguments},
+    )
     after = [x.clone() for x in call.caches]
     attend = module.attention.with_kvcache
     attend(call.q, *after, **new, **call.arguments)
@@ -142,17 +164,24 @@ def test_queries_may_have_any_layout(name: str) -> None:
         call = make_call(spec(name), CacheCase(*heads, n_q, (5, 170), 0, 192, page), torch.float16, DEVICE)
         attend = built(name).attention.with_kvcache
         whole = attend(call.q, *call.caches, **call.arguments)
-        apart = torch.zeros(2, heads[0], n_q, call.q.shape[3] + 16, dtype=call.q.dtype, device=DEVICE)[..., : call.q.shape[3]]
+        apart = torch.zeros(2, heads[0], n_q, call.q.shape[3] + 16, dtype=call.q.dtype, device=DEVICE)[
+            ..., : call.q.shape[3]
+        ]
         for q in (call.q.transpose(1, 2).contiguous().transpose(1, 2), apart.copy_(call.q)):
             assert torch.equal(attend(q, *call.caches, **call.arguments), whole), f"{n_q} queries, strides {q.stride()}"
 
 
 FAR = 2**32  # bytes, which are 2**31 numbers of 16 bits: an integer of 32 bits holds neither
-WAYS = [(name, way) for name in CACHED for way in (("pages",) if getattr(spec(name).cache, "page", "") else ("sequences", "rows"))]
+WAYS = [
+    (name, way)
+    for name in CACHED
+    for way in (("pages",) if getattr(spec(name).cache, "page", "") else ("sequences", "rows"))
+]
 
 
 def _far(x: torch.Tensor, way: str) -> torch.Tensor:
-    """A copy of a cache that has pages more than FAR bytes before its own; or its third sequence, or row 256, as far behind the first."""
+    """A copy of a cache that has pages more than FAR bytes before its own; or its third sequence, or row 256, as far
+    behind the first."""
     shape, step, numbers = tuple(x.shape), x[0].numel(), x.shape[2:].numel()
     rows = numbers
     if way == "pages":
@@ -162,7 +191,9 @@ def _far(x: torch.Tensor, way: str) -> torch.Tensor:
     else:
         step, rows = numbers, FAR // 256 // x.element_size()
     size = (shape[0] - 1) * step + (shape[1] - 1) * rows + numbers
-    far = torch.empty(size, dtype=x.dtype, device=x.device).as_strided(shape, (step, rows, *x.stride()[2:]))  # most of it nobody touches
+    far = torch.empty(size, dtype=x.dtype, device=x.device).as_strided(
+        shape, (step, rows, *x.stride()[2:])
+    )  # most of it nobody touches
     far[-len(x) :] = x
     return far
 
@@ -174,7 +205,10 @@ def test_caches_of_more_bytes_than_32_bits_count(name: str, way: str) -> None:
     page = 64 if way == "pages" else 0
     page = 16 if made.cache and made.cache.page == "16" else page
     heads = (4, 1) if made.rope else (4, 2)
-    for n_q in (1, 129 if made.rope else 40):  # of few queries keys are dealt among programs, more take the other kernel
+    for n_q in (
+        1,
+        129 if made.rope else 40,
+    ):  # of few queries keys are dealt among programs, more take the other kernel
         call = make_call(made, CacheCase(*heads, n_q, (5, 0, 262 - n_q), n_q, 320, page), torch.float16, DEVICE)
         caches = [_far(x, way) for x in call.caches]
         assert all(x.untyped_storage().nbytes() > FAR for x in caches)
@@ -191,7 +225,9 @@ def test_bits_do_not_depend_on_other_sequences() -> None:
     call = make_call(made, CacheCase(4, 2, 1, (5, 700, 2000, 0, 129), 1, 2016, 16), torch.float16, DEVICE)
     together = module.attention.with_kvcache(call.q, *call.caches, **call.arguments)
     for b in range(5):
-        alone = {name: x[b : b + 1] if name != "sink" else x for name, x in call.arguments.items() if name not in ("k", "v")}
+        alone = {
+            name: x[b : b + 1] if name != "sink" else x for name, x in call.arguments.items() if name not in ("k", "v")
+        }
         alone["cache_seqlens"] = alone["cache_seqlens"] + 1  # the key has been appended
         assert torch.equal(module.attention.with_kvcache(call.q[b : b + 1], *call.caches, **alone), together[b : b + 1])
 
@@ -292,20 +328,36 @@ def test_a_graph_serves_other_lengths(name: str) -> None:
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.zeros(2, 2, 1, 64)}, ValueError, "q has shape [2, 2, 1, 64]; expected [B, Hq, Nq, 128]"),
     ({"q": 3}, TypeError, "q is a int; expected a dense tensor [B, Hq, Nq, 128]"),
-    ({"q": torch.zeros(2, 2, 1, 128, dtype=torch.float64)}, TypeError, "q is torch.float64; expected torch.bfloat16 or torch.float16"),
+    (
+        {"q": torch.zeros(2, 2, 1, 128, dtype=torch.float64)},
+        TypeError,
+        "q is torch.float64; expected torch.bfloat16 or torch.float16",
+    ),
     ({"k_cache": torch.zeros(2, 8, 1, 64)}, ValueError, "k_cache has shape [2, 8, 1, 64]; expected [B, S, Hkv, 128]"),
     ({"k_cache": torch.zeros(2, 8, 1, 128)}, TypeError, "k_cache is torch.float32 on"),
-    ({"v_cache": torch.zeros(2, 9, 1, 128).half()}, ValueError, "k_cache and v_cache have shapes [2, 8, 1, 128] and [2, 9, 1, 128]"),
+    (
+        {"v_cache": torch.zeros(2, 9, 1, 128).half()},
+        ValueError,
+        "k_cache and v_cache have shapes [2, 8, 1, 128] and [2, 9, 1, 128]",
+    ),
     ({"k_cache": torch.zeros(2, 128, 1, 8).half().mT.mT.transpose(1, 3)}, ValueError, "k_cache has strides"),
     (
         {"k_cache": torch.zeros(2 * 8 * 132 + 8, device=DEVICE).half()[4:-4].view(2, 8, 1, 132)[..., :128]},
         ValueError,
         "expected rows at multiples of 16 bytes",
     ),
-    ({"cache_seqlens": torch.zeros(2)}, TypeError, "cache_seqlens is torch.float32; expected torch.int32 [B], on the device"),
+    (
+        {"cache_seqlens": torch.zeros(2)},
+        TypeError,
+        "cache_seqlens is torch.float32; expected torch.int32 [B], on the device",
+    ),
     ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is a list; expected torch.int32 [B]"),
     ({"cache_seqlens": torch.zeros(3).int()}, ValueError, "cache_seqlens has shape [3]; expected [B], and q has B = 2"),
-    ({"k": torch.zeros(2, 1, 1, 128).half()}, TypeError, "v is a NoneType; expected both k and v, [2, 1, new, 128], or neither"),
+    (
+        {"k": torch.zeros(2, 1, 1, 128).half()},
+        TypeError,
+        "v is a NoneType; expected both k and v, [2, 1, new, 128], or neither",
+    ),
     ({"v": torch.zeros(2, 1, 1, 128).half()}, TypeError, "k is a NoneType; expected both k and v"),
     (
         {"k": torch.zeros(2, 1, 2, 128).half(), "v": torch.zeros(2, 1, 1, 128).half()},
@@ -373,10 +425,14 @@ def _stores(k_cache: torch.Tensor, v_cache: torch.Tensor, stores: bool = True, r
 
 @pytest.mark.parametrize("how", SHARED)
 def test_keys_are_not_stored_in_caches_that_share_memory(how: str) -> None:
-    """Nor if the call before had caches with the same strides, which were apart. Where nothing is stored, calls take them."""
+    """Nor if the call before had caches with the same strides, which were apart. Where nothing is stored, calls take
+    them."""
     x, y = (torch.randn(3, 9, 3, 256, dtype=torch.float16, device=DEVICE) for _ in range(2))
     _stores(SHARED[how](x)[0], SHARED[how](y)[1])
-    with pytest.raises(ValueError, match="k_cache and v_cache share memory; expected two caches that share none, as new keys are stored"):
+    with pytest.raises(
+        ValueError,
+        match="k_cache and v_cache share memory; expected two caches that share none, as new keys are stored",
+    ):
         _stores(*SHARED[how](x))
     assert _stores(*SHARED[how](x), stores=False).isfinite().all()
 
@@ -395,7 +451,10 @@ def test_keys_are_stored_in_caches_of_one_buffer(how: str) -> None:
 def test_keys_are_not_stored_in_a_cache_that_repeats_elements(how: str, which: str) -> None:
     x, y = (torch.randn(3, 9, 3, 256, dtype=torch.float16, device=DEVICE) for _ in range(2))
     caches = [REPEATED[how](x), y] if which == "k_cache" else [y, REPEATED[how](x)]
-    with pytest.raises(ValueError, match=rf"{which} has strides \[.*\], by which elements share memory; expected a place for each element"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{which} has strides \[.*\], by which elements share memory; expected a place for each element",
+    ):
         _stores(*caches)
     assert _stores(*caches, stores=False).isfinite().all()
 
@@ -405,7 +464,8 @@ def test_keys_are_not_stored_in_pages_that_all_sequences_have() -> None:
     table = call.arguments["page_table"][:1].expand(2, -1)
     attend = built("decode_paged_gqa").attention.with_kvcache
     with pytest.raises(
-        ValueError, match=r"page_table has strides \[0, 1\], by which all sequences have the same pages; expected pages of its own"
+        ValueError,
+        match=r"page_table has strides \[0, 1\], by which all sequences have the same pages; expected pages of its own",
     ):
         attend(call.q, *call.caches, **{**call.arguments, "page_table": table})
     reads = {name: x for name, x in call.arguments.items() if name not in ("k", "v")}
@@ -414,7 +474,9 @@ def test_keys_are_not_stored_in_pages_that_all_sequences_have() -> None:
 
 def test_a_gradient_is_refused() -> None:
     call = make_call(spec("decode_gqa"), CacheCase(2, 1, 1, (4, 5), 0, 8), torch.float16, DEVICE)
-    with pytest.raises(NotImplementedError, match=r"attention.with_kvcache has no backward; expected a call under torch.no_grad\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"attention.with_kvcache has no backward; expected a call under torch.no_grad\(\)"
+    ):
         built("decode_gqa").attention.with_kvcache(call.q.requires_grad_(), *call.caches, **call.arguments)
 
 

@@ -35,13 +35,16 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("new", [0, 1])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_compiled_call_is_the_call(name: str, new: int) -> None:
-    """The same bits, in the output, in the LSE and in the caches; without a break in the graph, for other lengths, too."""
+    """The same bits, in the output, in the LSE and in the caches; without a break in the graph, for other lengths,
+    too."""
     torch._dynamo.reset()
     module, call = built(name), _call(name, new)
     if "document_ids" in call.arguments:  # of the keys that the longer lengths name, too
         call.arguments["document_ids"] = call.arguments["document_ids"].cummax(1).values
 
-    def step(q: torch.Tensor, caches: list[torch.Tensor], arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(
+        q: torch.Tensor, caches: list[torch.Tensor], arguments: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = module.attention.with_kvcache(q * 2, *caches, **arguments, return_lse=True)
         return out + 1, lse
 
@@ -56,14 +59,19 @@ def test_a_compiled_call_is_the_call(name: str, new: int) -> None:
 
 @pytest.mark.parametrize("name", ["decode_paged_fp8_gqa", "decode_sinks_paged_gqa", "decode_mla", "decode_fp8_mla"])
 def test_operators_keep_their_word(name: str) -> None:
-    """torch.library's own checks: results do not share memory, what is changed is declared, and shapes are those that tracers are told."""
+    """torch.library's own checks: results do not share memory, what is changed is declared, and shapes are those
+    that tracers are told."""
     module, call = built(name), _call(name, 1)
-    rest = [call.arguments[n] for n in ("cache_seqlens", "page_table", "k_scale", "v_scale", "sink") if n in call.arguments]
+    rest = [
+        call.arguments[n] for n in ("cache_seqlens", "page_table", "k_scale", "v_scale", "sink") if n in call.arguments
+    ]
     new = [call.arguments[n] for n in ("k", "v") if n in call.arguments]
     tests = (
         ("test_faketensor",) if "fp8" in name else ("test_schema", "test_faketensor")
     )  # the first multiplies, which torch cannot in 8 bits
-    caches = [torch.zeros_like(cache, dtype=torch.float16).to(cache.dtype) for cache in call.caches]  # NaN equals nothing
+    caches = [
+        torch.zeros_like(cache, dtype=torch.float16).to(cache.dtype) for cache in call.caches
+    ]  # NaN equals nothing
     torch.library.opcheck(module.SERVED.served, (call.q, *caches, *rest, 0.1), test_utils=tests)
     torch.library.opcheck(module.SERVED.stored, (call.q, *caches, *new, *rest, 0.1), test_utils=tests)
 

@@ -1,4 +1,5 @@
-"""Documents over a cache: what programs find of them, calls by the kernels, pages that nothing reads, and the rules that hold this."""
+"""Documents over a cache: what programs find of them, calls by the kernels, pages that nothing reads, and the rules
+that hold this."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from attngen.builders.programs import alone
 from attngen.conformance.over_cache import POISON, CacheCase, Call, make_call, run_cache_case
 from attngen.errors import BuildError, VerifyError
 from attngen.interp.host import execute_host
-from attngen.interp.tile import _dealt
+from attngen.interp.tile import _split
 from attngen.ir.graph import Module
 from attngen.ir.text import parse_module, print_module
 from attngen.lowering.pipeline import lower
@@ -28,7 +29,11 @@ from tests.helpers import CUDA, built, changes, edit, lowered, module_of, spec, 
 from tests.serving.test_cache import _grown
 
 DEVICE = "cuda" if CUDA else "cpu"
-KINDS = {f"{order}, {'pages' if page else 'contiguous'}": (order, page) for order in ("sorted", "any order") for page in (0, 16)}
+KINDS = {
+    f"{order}, {'pages' if page else 'contiguous'}": (order, page)
+    for order in ("sorted", "any order")
+    for page in (0, 16)
+}
 
 
 def _spec(order: str, page: int, **more: Any) -> Spec:
@@ -60,10 +65,14 @@ def _ids(kind: str, n: int, seed: int) -> torch.Tensor:
     rising = some.sort(1).values
     far = torch.tensor([-(2**31) + 1, -(2**30), 0, 2**30, 2**31 - 1])
     runs = torch.tensor([9, 3, -7, 4, 0])[rising]
-    return {"sorted": rising, "far and sorted": far[rising], "in runs": runs, "any order": some, "far": far[some]}[kind].int()
+    return {"sorted": rising, "far and sorted": far[rising], "in runs": runs, "any order": some, "far": far[some]}[
+        kind
+    ].int()
 
 
-def _found(program: str, ids: torch.Tensor, lengths: list[int], n_q: int, new: int, tile: int) -> dict[str, torch.Tensor]:
+def _found(
+    program: str, ids: torch.Tensor, lengths: list[int], n_q: int, new: int, tile: int
+) -> dict[str, torch.Tensor]:
     """The results of a program, by name, on NumPy."""
     module = alone(program)
     given = {"DOCUMENT_IDS": ids.numpy(), "CACHE_SEQLENS": torch.tensor(lengths).int().numpy(), "Nq": n_q, "Nn": new}
@@ -77,7 +86,8 @@ SIZES = [(1, 1, 0), (1, 40, 1), (5, 40, 5), (48, 40, 0), (17, 64, 3), (3, 0, 1)]
 @pytest.mark.parametrize("kind", ["sorted", "far and sorted", "in runs", "any order", "far"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_programs_find_the_documents_of_queries(size: tuple[int, int, int], kind: str) -> None:
-    """Ids past the end of a sequence are not read; bounds never fall, and are as close as bounds that never fall can be."""
+    """Ids past the end of a sequence are not read; bounds never fall, and are as close as bounds that never fall can
+    be."""
     n_q, room, new = size
     for seed, tile in enumerate((4, 16, 64)):
         lengths = [0, room // 2, max(0, room - new), room]
@@ -89,7 +99,9 @@ def test_programs_find_the_documents_of_queries(size: tuple[int, int, int], kind
             found = _found(program, ids, lengths, n_q, new, tile)
             for b, n in enumerate(lengths):
                 keys = min(room, n + new)
-                _check({name: x[b] for name, x in found.items()}, ids[b, :keys], n_q, exact=program.startswith("sorted"))
+                _check(
+                    {name: x[b] for name, x in found.items()}, ids[b, :keys], n_q, exact=program.startswith("sorted")
+                )
 
 
 def _check(found: dict[str, torch.Tensor], ids: torch.Tensor, n_q: int, exact: bool) -> None:
@@ -140,8 +152,15 @@ def test_calls_agree_with_naive_attention(at: int, kind: str, modules: Any) -> N
 
 OTHERS: list[dict[str, Any]] = [
     {"mask": {"document": {"sorted": True}}},
-    {"mask": {"all_of": [{"sliding_window": {"left": 20, "right": 0}}, "document"]}, "score": "sink", "schedule": {"split": {"keys": 64}}},
-    {"mask": {"any_of": [{"all_of": ["causal", "document"]}, {"sink_tokens": {"count": 4}}]}, "heads": {"sharing": "mha"}},
+    {
+        "mask": {"all_of": [{"sliding_window": {"left": 20, "right": 0}}, "document"]},
+        "score": "sink",
+        "schedule": {"split": {"keys": 64}},
+    },
+    {
+        "mask": {"any_of": [{"all_of": ["causal", "document"]}, {"sink_tokens": {"count": 4}}]},
+        "heads": {"sharing": "mha"},
+    },
     {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 48, "v": 32}, "kv": {"latent": {"rope": 16}}},
 ]
 
@@ -149,20 +168,27 @@ OTHERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("more", OTHERS, ids=str)
 def test_documents_go_with_the_rest_of_a_spec(more: dict[str, Any], tmp_path: Path) -> None:
     made = _spec("sorted", 16, **more)
-    module, heads = module_of(made, tmp_path / "served"), {"mha": (2, 2), "mqa": (4, 1), "gqa": (4, 2)}[made.heads.sharing]
+    module, heads = (
+        module_of(made, tmp_path / "served"),
+        {"mha": (2, 2), "mqa": (4, 1), "gqa": (4, 2)}[made.heads.sharing],
+    )
     for case in (CacheCase(*heads, 1, (0, 1, 63, 129), 1, 144, 16), CacheCase(*heads, 40, (3, 90), 40, 144, 16)):
         result = run_cache_case(module, made, case, "fp16", DEVICE)
         assert result.ok, f"{more}: {result}"
 
 
 def _of_last(made: Spec, page: int, n_q: int, order: str) -> tuple[Call, Call]:
-    """A call whose queries are in the last document, which starts at key 384; and the same where keys before hold NaN, and are in pages
-    that there are not."""
+    """A call whose queries are in the last document, which starts at key 384; and the same where keys before hold
+    NaN, and are in pages that there are not."""
     calls = []
     for hidden in (False, True):
         call = make_call(made, CacheCase(4, 2, n_q, (450, 384 + n_q), 0, 464, page), torch.float16, DEVICE)
         ids = call.arguments["document_ids"]
-        ids[:] = torch.tensor([0, 1] if order == "sorted" else [1, 0]).int().repeat_interleave(192)[torch.arange(464).clamp(max=383)]
+        ids[:] = (
+            torch.tensor([0, 1] if order == "sorted" else [1, 0])
+            .int()
+            .repeat_interleave(192)[torch.arange(464).clamp(max=383)]
+        )
         ids[:, 384:] = 7 if order == "sorted" else -5
         for b in range(2 * hidden):
             if page:
@@ -183,7 +209,10 @@ def test_pages_of_other_documents_are_not_read(kind: str, n_q: int, modules: Any
     """Nor their numbers in the table: the bits are those of a call with these keys."""
     made, module, page = modules(kind)
     shown, hidden = _of_last(made, page, n_q, KINDS[kind][0])
-    results = [module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True) for call in (shown, hidden)]
+    results = [
+        module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True)
+        for call in (shown, hidden)
+    ]
     for x, y in zip(*results):
         assert x.isfinite().all() and torch.equal(x, y)
 
@@ -209,10 +238,18 @@ def test_a_cache_that_grows_gives_the_bits_of_one_that_is_whole(kind: str, modul
 def test_parts_are_of_the_keys_of_documents() -> None:
     """One long sequence whose last document is short has as many parts as a short one."""
     kernel = target("decode_document_gqa").kernel("decode")
-    start = {"CACHE_SEQLENS": np.array([40_000, 100, 40_000]), "Nc": 65_536, "Nn": 0, "items": 600, "B": 3, "Hkv": 1, "queries": 2}
+    start = {
+        "CACHE_SEQLENS": np.array([40_000, 100, 40_000]),
+        "Nc": 65_536,
+        "Nn": 0,
+        "items": 600,
+        "B": 3,
+        "Hkv": 1,
+        "queries": 2,
+    }
     start |= {"DOCUMENT_FIRST": np.array([[39_900, 39_950], [0, 0], [100, 100]]), "Nq": 4, "BLOCK_Q": 16}
     start |= {"DOCUMENT_END": np.array([[39_950, 40_000], [100, 100], [40_000, 40_000]])}
-    parts = {place["b"]: place["parts"] for place in _dealt(kernel, start)}
+    parts = {place["b"]: place["parts"] for place in _split(kernel, start)}
     assert (parts[0], parts[1]) == (1, 1) and parts[2] > 30
 
 
@@ -266,14 +303,38 @@ def _of(text: str, kernel: str, *edits: tuple[str, str]) -> Module:
     return parse_module(text[:at] + edit(text[at:end], *edits) + text[end:])
 
 
-FIRST, LAST = "%document_first_least = gather %DOCUMENT_FIRST[b, 0]", "%document_end_greatest = gather %DOCUMENT_END[b, queries - 1]"
+FIRST, LAST = (
+    "%document_first_least = gather %DOCUMENT_FIRST[b, 0]",
+    "%document_end_greatest = gather %DOCUMENT_END[b, queries - 1]",
+)
 READ = "of(document_end_greatest=%DOCUMENT_END[b, queries - 1]"
 # (order of ids, rule, kernel or host program, old text, new text, the reason)
 BROKEN = [
-    ("sorted", "extremes", "kernel @decode", FIRST, f"{FIRST[:-2]}queries - 1] uses(queries=%queries)", "to be the min of %document_first"),
-    ("sorted", "extremes", "kernel @decode", FIRST, FIRST.replace("FIRST", "END"), "%document_first_least is not proven to be the min"),
+    (
+        "sorted",
+        "extremes",
+        "kernel @decode",
+        FIRST,
+        f"{FIRST[:-2]}queries - 1] uses(queries=%queries)",
+        "to be the min of %document_first",
+    ),
+    (
+        "sorted",
+        "extremes",
+        "kernel @decode",
+        FIRST,
+        FIRST.replace("FIRST", "END"),
+        "%document_first_least is not proven to be the min",
+    ),
     ("sorted", "extremes", "kernel @decode", LAST, LAST.replace("queries - 1", "0"), "to be the max of %document_end"),
-    ("sorted", "extremes", "kernel @decode", f"{FIRST} ", f"{FIRST} where(Nk > 5) uses(Nk=%Nk) ", "to be the min of %document_first"),
+    (
+        "sorted",
+        "extremes",
+        "kernel @decode",
+        f"{FIRST} ",
+        f"{FIRST} where(Nk > 5) uses(Nk=%Nk) ",
+        "to be the min of %document_first",
+    ),
     (
         "sorted",
         "extremes",
@@ -290,7 +351,14 @@ BROKEN = [
         READ.replace("queries - 1", "queries"),
         "expected an i32 of sequence b, inside of that argument",
     ),
-    ("sorted", "deals", "kernel @decode", READ, READ.replace("[b, ", "[0, "), "expected an i32 of sequence b, inside of that argument"),
+    (
+        "sorted",
+        "deals",
+        "kernel @decode",
+        READ,
+        READ.replace("[b, ", "[0, "),
+        "expected an i32 of sequence b, inside of that argument",
+    ),
     (
         "sorted",
         "deals",
@@ -299,8 +367,22 @@ BROKEN = [
         READ.replace("%DOCUMENT_END", "%PAGE_TABLE"),
         "reads `document_end_greatest` of %PAGE_TABLE",
     ),
-    ("sorted", "deals", "kernel @decode", READ, READ.replace("document_end_greatest=", "other="), "which names `document_end_greatest`"),
-    ("sorted", "deals", "kernel @combine", READ, READ.replace("queries - 1", "0"), "keys are dealt in another way than in @"),
+    (
+        "sorted",
+        "deals",
+        "kernel @decode",
+        READ,
+        READ.replace("document_end_greatest=", "other="),
+        "which names `document_end_greatest`",
+    ),
+    (
+        "sorted",
+        "deals",
+        "kernel @combine",
+        READ,
+        READ.replace("queries - 1", "0"),
+        "keys are dealt in another way than in @",
+    ),
     (
         "sorted",
         "host-arguments",
@@ -317,7 +399,14 @@ BROKEN = [
         "LSE=%LSE_rows, DOCUMENT_END=%DOCUMENT_FIRST) sizes(Nq=Gq, queries=Nq)\n    copy",
         "it gives @decode and @combine other sizes or tensors",
     ),
-    ("sorted", "loops", "kernel @sorted_documents_in_cache", "ranges(0 .. 29)", "ranges(0 .. 28)", "does not run over 0 .. 29"),
+    (
+        "sorted",
+        "loops",
+        "kernel @sorted_documents_in_cache",
+        "ranges(0 .. 29)",
+        "ranges(0 .. 28)",
+        "does not run over 0 .. 29",
+    ),
     (
         "any order",
         "host-launches",
@@ -346,7 +435,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("order", "rule", "kernel", "old", "new", "reason"), BROKEN)
-def test_a_rule_is_broken_by_its_edit(order: str, rule: str, kernel: str, old: str, new: str, reason: str, texts: dict[str, str]) -> None:
+def test_a_rule_is_broken_by_its_edit(
+    order: str, rule: str, kernel: str, old: str, new: str, reason: str, texts: dict[str, str]
+) -> None:
     with pytest.raises(VerifyError) as error:
         verify(_of(texts[order], kernel, (old, new)))
     assert (error.value.rule, reason in error.value.reason) == (rule, True), error.value

@@ -25,7 +25,8 @@ def test_every_device_has_a_line(name: str) -> None:
 
 
 def test_a_long_sequence_fills_the_device() -> None:
-    """64k keys of 8 heads in 16 bits are 268 MB: 33 parts have a program each of the 264 that an H200 holds, and 32 are even."""
+    """64k keys of 8 heads in 16 bits are 268 MB: 33 parts have a program each of the 264 that an H200 holds, and 32
+    are even."""
     found = decoding(target("decode_gqa"), DEVICES["H200"], Problem(1, 32, 8, 1, 65536))
     assert found is not None
     assert (found.programs, found.filling, found.parts, found.read) == (264, 33, 32, 2 * 65536 * 8 * 128 * 2)
@@ -48,7 +49,8 @@ def test_a_window_reads_its_keys() -> None:
 
 def test_documents_are_one_where_nothing_says_more() -> None:
     found, causal = (
-        decoding(target(name), DEVICES["H200"], Problem(4, 32, 8, 1, 8192)) for name in ("decode_document_gqa", "decode_paged_gqa")
+        decoding(target(name), DEVICES["H200"], Problem(4, 32, 8, 1, 8192))
+        for name in ("decode_document_gqa", "decode_paged_gqa")
     )
     assert found is not None and causal is not None and found.read == causal.read
     of_keys = compiled(read_bytes(target("decode_document_gqa")))
@@ -66,7 +68,9 @@ def test_a_latent_is_read_once() -> None:
 
 def test_keys_of_8_bits_are_half_of_those_of_16() -> None:
     problem = Problem(8, 32, 8, 1, 65536)
-    eight, sixteen = (decoding(target(name), DEVICES["H200"], problem) for name in ("decode_paged_fp8_gqa", "decode_paged_gqa"))
+    eight, sixteen = (
+        decoding(target(name), DEVICES["H200"], problem) for name in ("decode_paged_fp8_gqa", "decode_paged_gqa")
+    )
     assert eight is not None and sixteen is not None
     assert 2 * eight.read == sixteen.read and eight.flops == sixteen.flops
     assert (eight.programs, sixteen.programs) == (3 * 132, 2 * 132)  # of 16 rows three to a multiprocessor

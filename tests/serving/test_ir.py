@@ -1,4 +1,5 @@
-"""The IR of calls over a cache: how keys are dealt, what passes make of it, and what its kernels and host programs compute on NumPy."""
+"""The IR of calls over a cache: how keys are dealt, what passes make of it, and what its kernels and host programs
+compute on NumPy."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from attngen.interp.tile import DOUBLE
 from attngen.ir.expr import parse, portion, to_text
 from attngen.ir.graph import Module
 from attngen.ir.names import OF_CACHE
-from attngen.ir.split_kv import deal, unit_of_parts
+from attngen.ir.split_kv import kv_split, unit_of_parts
 from attngen.ir.text import parse_module, print_kernel, print_module
 from attngen.lang.names import name_problem
 from attngen.lowering.pipeline import lower
@@ -32,18 +33,20 @@ from attngen.spec import Spec, make_spec
 from attngen.targets.printing.printer import to_triton
 from attngen.tiles.launches import launch_options
 from attngen.transforms.simplify import simplify_condition
-from attngen.transforms.split_kv import DealKeys
+from attngen.transforms.split_kv import SplitKV
 from tests.helpers import SPECS, changes, edit, lowered, spec, target
 
 CACHED = [name for name in SPECS if spec(name).cache]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # lists take long to draw on a machine that does other work
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)  # lists take long to draw on a machine that does other work
 @given(st.lists(st.integers(0, 3000), max_size=300), st.integers(1, 70), st.sampled_from([0, 0, 1, 16]))
 def test_parts_fit_and_have_no_more_than_a_unit(work: list[int], busy: int, each: int) -> None:
     """All sequences together have no more parts than there is room for."""
     items = max(WAVES * busy, 2 * len(work)) if not each else sum(-(-units // each) for units in work)
-    parts, unit = deal(work, items, each), unit_of_parts(work, items, each)
+    parts, unit = kv_split(work, items, each), unit_of_parts(work, items, each)
     assert all(units <= count * unit and (count - 1) * unit < max(1, units) for units, count in zip(work, parts))
     assert sum(parts) <= items
 
@@ -51,14 +54,14 @@ def test_parts_fit_and_have_no_more_than_a_unit(work: list[int], busy: int, each
 def test_parts_are_as_few_as_keep_a_device_busy() -> None:
     """132 multiprocessors, two programs on each, 8 K/V heads: 33 parts run at one time."""
     items = WAVES * 33
-    assert deal([1024], items, 0) == [32]  # 64k keys: each program has one part
-    assert deal([2048], items, 0) == [33]
-    assert deal([128] * 32, items, 0) == [2] * 32  # 64 parts: programs have one or two
-    assert max(deal([1024, *[8] * 7], items, 0)) == 27
-    assert deal([1024] * 8, items, 0) == [16] * 8  # in as many turns as with LEAST_UNITS
-    assert deal([8], items, 0) == [8]
-    assert max(deal([1024, *[8] * 63], items, 0)) == 45  # the long one does not wait for a single program
-    assert deal([40, 5, 0], items, 16) == [3, 1, 0]
+    assert kv_split([1024], items, 0) == [32]  # 64k keys: each program has one part
+    assert kv_split([2048], items, 0) == [33]
+    assert kv_split([128] * 32, items, 0) == [2] * 32  # 64 parts: programs have one or two
+    assert max(kv_split([1024, *[8] * 7], items, 0)) == 27
+    assert kv_split([1024] * 8, items, 0) == [16] * 8  # in as many turns as with LEAST_UNITS
+    assert kv_split([8], items, 0) == [8]
+    assert max(kv_split([1024, *[8] * 63], items, 0)) == 45  # the long one does not wait for a single program
+    assert kv_split([40, 5, 0], items, 16) == [3, 1, 0]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 500))
@@ -76,50 +79,59 @@ def test_portions_of_all_parts_are_known() -> None:
 # ---------------------------------------------------------------------------------------------- passes
 
 
-def test_deal_keys_counts_the_tiles_of_a_window() -> None:
-    made = changes(DealKeys(), lowered("decode_window_paged_gqa")["split-loops"])
+def test_split_kv_counts_the_tiles_of_a_window() -> None:
+    made = changes(SplitKV(), lowered("decode_window_paged_gqa")["split-loops"])
     work = "cdiv(Nk, 64) - min(cdiv(Nk, 64), (max(0, Nk - queries - 1023) // 64))"
     headers = [line for line in made if "kernel @" in line]
     assert [line[0] for line in headers] == ["-", "+", "-", "+"]
-    assert all(f"deals({work})" in line for line in headers[1::2]), headers
-    assert "+ %kv_full_from = map expr(kv_full_first + portion(kv_full_end - kv_full_first, part, parts))" in " ".join(made)
+    assert all(f"split_kv({work})" in line for line in headers[1::2]), headers
+    assert "+ %kv_full_from = map expr(kv_full_first + portion(kv_full_end - kv_full_first, part, parts))" in " ".join(
+        made
+    )
     assert any(line.startswith("+ %keys_full = loop kv ranges(kv_full_from .. kv_full_to)") for line in made)
 
 
-def _dealt(mask: Any) -> set[str]:
+def _split(mask: Any) -> set[str]:
     """How keys are dealt under a mask, as text."""
     made = make_spec(
-        {"name": "served", "heads": {"sharing": "gqa"}, "head_dim": 16, "mask": mask, "cache": "contiguous", "backward": False}
+        {
+            "name": "served",
+            "heads": {"sharing": "gqa"},
+            "head_dim": 16,
+            "mask": mask,
+            "cache": "contiguous",
+            "backward": False,
+        }
     )
-    kernels = [kernel for kernel in lower(made, "deal-keys").kernels if kernel.deal]
-    return {print_kernel(kernel).splitlines()[0].partition(" deals")[2] for kernel in kernels}
+    kernels = [kernel for kernel in lower(made, "split-kv").kernels if kernel.kv_split]
+    return {print_kernel(kernel).splitlines()[0].partition(" split_kv")[2] for kernel in kernels}
 
 
-def test_deal_keys_counts_from_the_first_key_of_a_sequence_to_its_last() -> None:
+def test_split_kv_counts_from_the_first_key_of_a_sequence_to_its_last() -> None:
     end = "cdiv(max(0, min(Nk, key_padding_end)), 64)"
     of = "of(key_padding_first=%KEY_PADDING_FIRST[b], key_padding_end=%KEY_PADDING_END[b])"
-    assert _dealt("key_padding") == {f"({end} - min({end}, (max(0, key_padding_first) // 64))) {of}"}
+    assert _split("key_padding") == {f"({end} - min({end}, (max(0, key_padding_first) // 64))) {of}"}
 
 
-def test_deal_keys_counts_from_the_document_of_the_first_query_to_that_of_the_last() -> None:
+def test_split_kv_counts_from_the_document_of_the_first_query_to_that_of_the_last() -> None:
     end = "cdiv(max(0, min(Nk, document_end_greatest)), 64)"
     of = "of(document_end_greatest=%DOCUMENT_END[b, queries - 1], document_first_least=%DOCUMENT_FIRST[b, 0])"
     for ids in ({"document": {"sorted": True}}, "document"):
-        assert _dealt(ids) == {f"({end} - min({end}, (max(0, document_first_least) // 64))) {of}"}
+        assert _split(ids) == {f"({end} - min({end}, (max(0, document_first_least) // 64))) {of}"}
 
 
-def test_deal_keys_counts_all_keys_where_heads_visit_different_tiles() -> None:
-    assert _dealt({"expr": "kv_idx >= 100 * hkv"}) == {"(cdiv(Nk, 64))"}
+def test_split_kv_counts_all_keys_where_heads_visit_different_tiles() -> None:
+    assert _split({"expr": "kv_idx >= 100 * hkv"}) == {"(cdiv(Nk, 64))"}
 
 
-def test_deal_keys_leaves_modules_without_a_cache() -> None:
+def test_split_kv_leaves_modules_without_a_cache() -> None:
     before = lowered("causal_gqa")["split-loops"]
-    assert DealKeys().run(before) is before
+    assert SplitKV().run(before) is before
 
 
 @pytest.mark.parametrize("name", CACHED)
 def test_text_prints_and_parses_the_same(name: str) -> None:
-    for step in ("build", "deal-keys", "dce"):
+    for step in ("build", "split-kv", "dce"):
         text = print_module(lowered(name)[step])
         assert print_module(parse_module(text)) == text
 
@@ -128,8 +140,12 @@ def test_text_prints_and_parses_the_same(name: str) -> None:
     ("old", "new", "reason"),
     [
         ("  cache paged 64", "  cache paged", "`cache paged`; expected contiguous, `paged any` or `paged 64`"),
-        ("deals(cdiv(Nk, 64)) ", "deals(cdiv(Nk, 64), many) ", "expected units of work, as in `deals(cdiv(Nk, 64))`"),
-        ("resident(1) waves(4)", "resident(1)", "is not an expression"),
+        (
+            "split_kv(cdiv(Nk, 64)) ",
+            "split_kv(cdiv(Nk, 64), many) ",
+            "expected units of work, as in `split_kv(cdiv(Nk, 64))`",
+        ),
+        ("ctas_per_sm(1) waves(4)", "ctas_per_sm(1)", "is not an expression"),
         ("  latent rope=64", "  latent 64", "`latent 64`; expected `latent rope=64`"),
     ],
 )
@@ -156,11 +172,14 @@ def test_bounds_of_parts_have_32_bits() -> None:
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_names_of_functions_that_deal_keys_are_reserved(name: str) -> None:
-    """Inputs that a mask's bounds name are arguments of these functions, and of `combine`, whose own variables they would replace."""
+def test_names_of_functions_that_split_kv_are_reserved(name: str) -> None:
+    """Inputs that a mask's bounds name are arguments of these functions, and of `combine`, whose own variables they
+    would replace."""
     kernels = render(target(name))["kernels.py"]
     names = {kernel.name for kernel in target(name).kernels} - {"combine"} | {"floor_div", "floor_mod"}
-    values = {name for kernel in target(name).kernels if kernel.deal for name, _ in kernel.deal.reads}  # of kernels, which no input is
+    values = {
+        name for kernel in target(name).kernels if kernel.kv_split for name, _ in kernel.kv_split.reads
+    }  # of kernels, which no input is
     values |= {i.name for i in target(name).inputs}
     for function in ast.walk(ast.parse(kernels)):
         if isinstance(function, ast.FunctionDef) and function.name not in names:
@@ -172,25 +191,28 @@ def test_names_of_functions_that_deal_keys_are_reserved(name: str) -> None:
 def test_registers_are_no_more_than_a_multiprocessor_has() -> None:
     """Of 16 warps a thread has 128: 65,536 for 512 threads."""
     module = target("decode_gqa")
-    (row,) = (r for r in module.rows("decode") if r.device == "sm90" and r.max_rows is None)
-    given = {warps: launch_options(module.kernel("decode"), replace(row, num_warps=warps))["maxnreg"] for warps in (4, 8, 16, 32)}
+    (row,) = (r for r in module.configs("decode") if r.device == "sm90" and r.max_rows is None)
+    given = {
+        warps: launch_options(module.kernel("decode"), replace(row, num_warps=warps))["maxnreg"]
+        for warps in (4, 8, 16, 32)
+    }
     assert given == {4: 255, 8: 255, 16: 128, 32: 64}
 
 
-def test_registers_of_kernels_that_deal_keys() -> None:
-    """As many as they want on NVIDIA's GPUs; roles of a divided kernel trade theirs, and have no such limit."""
+def test_registers_of_kernels_that_split_kv() -> None:
+    """As many as they want on NVIDIA's GPUs; warp groups of a warp-specialized kernel trade theirs, without a limit."""
     module = target("decode_mla")
-    of = {r.device: launch_options(module.kernel("combine"), r).get("maxnreg") for r in module.rows("combine")}
+    of = {r.device: launch_options(module.kernel("combine"), r).get("maxnreg") for r in module.configs("combine")}
     assert of == {"sm80": 255, "sm90": 255, "sm100": 255, "any": 255, "gfx942": None}
-    ((divided, row),) = module.stand_ins("decode")
-    assert launch_options(divided, row) == {"num_warps": 4}
+    ((warp_specialized, row),) = module.stand_ins("decode")
+    assert launch_options(warp_specialized, row) == {"num_warps": 4}
 
 
-def test_a_divided_kernel_releases_when_nothing_is_left_to_copy() -> None:
+def test_a_warp_specialized_kernel_launches_dependents_when_nothing_is_left_to_copy() -> None:
     (producer,) = re.findall(r"def decode_producer\((?s:.*?)\n\n\n", render(target("decode_mla"))["hopper.py"])
-    before, after = producer.split("    release()")
-    assert "copy_in(" in before and "copy_in(" not in after and after.splitlines()[1] == "    reset(COUNTER)"
-    assert "release()" not in render(target("causal_gqa"))["hopper.py"]
+    before, after = producer.split("    launch_dependents()")
+    assert "tma_load(" in before and "tma_load(" not in after and after.splitlines()[1] == "    reset(COUNTER)"
+    assert "launch_dependents()" not in render(target("causal_gqa"))["hopper.py"]
 
 
 # ---------------------------------------------------------------------------------------------- on NumPy
@@ -223,7 +245,7 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize("name", CACHED)
-@pytest.mark.parametrize("step", ["build", "deal-keys", "target"])
+@pytest.mark.parametrize("step", ["build", "split-kv", "target"])
 def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None:
     module = target(name) if step == "target" else lowered(name)[step]
     cache = spec(name).cache
@@ -240,13 +262,26 @@ def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None
 
 def test_entries_of_the_table_past_the_last_key_are_not_read() -> None:
     """They name no page here: to read one raises."""
-    _run(target("decode_paged_gqa"), spec("decode_paged_gqa"), CacheCase(4, 2, 1, (64, 65, 0), 0, 512, 64), {"BLOCK_Q": 16, "BLOCK_KV": 64})
+    _run(
+        target("decode_paged_gqa"),
+        spec("decode_paged_gqa"),
+        CacheCase(4, 2, 1, (64, 65, 0), 0, 512, 64),
+        {"BLOCK_Q": 16, "BLOCK_KV": 64},
+    )
 
 
 def test_parts_are_joined_in_several_turns() -> None:
-    """700 keys are eleven parts of 64, of which a turn joins eight, or four; 65 are two, and of one part the others are empty."""
+    """700 keys are eleven parts of 64, of which a turn joins eight, or four; 65 are two, and of one part the others
+    are empty."""
     made = make_spec(
-        {"name": "parts", "head_dim": 16, "mask": "causal", "cache": "contiguous", "backward": False, "schedule": {"split": {"keys": 64}}}
+        {
+            "name": "parts",
+            "head_dim": 16,
+            "mask": "causal",
+            "cache": "contiguous",
+            "backward": False,
+            "schedule": {"split": {"keys": 64}},
+        }
     )
     for parts in (8, 4):
         _run(lower(made), made, CacheCase(2, 2, 2, (700, 65, 64, 0), 0, 700), {"BLOCK_Q": 16, "BLOCK_KV": parts})
@@ -259,7 +294,9 @@ def test_there_is_room_for_all_parts_of_a_fixed_length() -> None:
             "name": "served",
             "heads": {"sharing": "gqa"},
             "head_dim": 16,
-            "mask": {"any_of": [{"sliding_window": {"left": 99, "right": 0}}, {"all_of": ["causal", {"expr": "kv_idx < 4"}]}]},
+            "mask": {
+                "any_of": [{"sliding_window": {"left": 99, "right": 0}}, {"all_of": ["causal", {"expr": "kv_idx < 4"}]}]
+            },
             "cache": "contiguous",
             "schedule": {"split": {"keys": 64}},
             "backward": False,

@@ -33,7 +33,10 @@ MLA: dict[str, Any] = {
         ({"cache": None}, "`kv` is for keys in a cache, and there is none; expected `cache` beside it"),
         ({"backward": None}, "`kv` is for serving, and the spec has a backward; expected `backward: false` beside it"),
         ({"heads": {"sharing": "gqa"}}, "`heads` has `gqa`, and a latent is one for all heads; expected `mqa`"),
-        ({"head_dim": 32}, "`head_dim` has 32 columns of q and k; expected 48: 32 of the latent and 16 that are rotated"),
+        (
+            {"head_dim": 32},
+            "`head_dim` has 32 columns of q and k; expected 48: 32 of the latent and 16 that are rotated",
+        ),
         ({"kv": {"latent": {"rope": 8}}}, "expected a whole number from 16 to 128 that is a multiple of 16"),
         (
             {"kv": None, "head_dim": {"qk": 576, "v": 512}},
@@ -55,9 +58,17 @@ def _read(*edits: tuple[str, str]) -> Module:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("latent rope=64", "latent rope=32", "`latent rope=32`; expected a cache, 16 to 128 columns by 16, and 544 of q and k"),
+        (
+            "latent rope=64",
+            "latent rope=32",
+            "`latent rope=32`; expected a cache, 16 to 128 columns by 16, and 544 of q and k",
+        ),
         ("dot %q %k over(D_V) acc(%s_rope)", "dot %q %k over(D_V)", "kernel @fwd: %s_rope is read by nothing"),
-        ("dot %q_rope %k_rope over(D_ROPE)", "dot %k_rope %q_rope over(D_ROPE)", "the product is f32[BLOCK_KV, BLOCK_Q]"),
+        (
+            "dot %q_rope %k_rope over(D_ROPE)",
+            "dot %k_rope %q_rope over(D_ROPE)",
+            "the product is f32[BLOCK_KV, BLOCK_Q]",
+        ),
         ("base %K_ROPE[b, 0]", "base %K[b, 0]", "%k_rope indexes D_V of %K by `d_rope`"),
     ],
 )
@@ -80,7 +91,9 @@ def test_all_columns_are_multiplied() -> None:
     """A kernel that knows nothing of the columns that are rotated computes other scores."""
 
     def change(kernel: str) -> str:
-        kept = [line for line in kernel.splitlines() if not re.match(r"\s*%(Q_ROPE|K_ROPE|q_rope|k_rope|s_rope)\w* =", line)]
+        kept = [
+            line for line in kernel.splitlines() if not re.match(r"\s*%(Q_ROPE|K_ROPE|q_rope|k_rope|s_rope)\w* =", line)
+        ]
         return "\n".join(kept).replace(" acc(%s_rope)", "")
 
     with pytest.raises(VerifyError, match="rule `latents`: kernel @prefill: it reads no columns that are rotated"):
@@ -94,7 +107,9 @@ def test_values_are_those_that_are_given() -> None:
         kept = [line for line in kernel.splitlines() if not re.match(r"\s*%(V|v|V_head) =", line)]
         return "\n".join(kept).replace("dot %p_cast %v ", "dot %p_cast %k ")
 
-    with pytest.raises(VerifyError, match="rule `latents`: kernel @fwd: %acc_next multiplies weights by %k; expected a tile of %V"):
+    with pytest.raises(
+        VerifyError, match="rule `latents`: kernel @fwd: %acc_next multiplies weights by %k; expected a tile of %V"
+    ):
         verify(_of_kernel("fwd", change))
 
 

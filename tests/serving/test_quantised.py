@@ -23,7 +23,13 @@ from tests.helpers import CUDA, built, edit, module_of, spec, target
 DEVICE = "cuda" if CUDA else "cpu"
 E4M3 = torch.float8_e4m3fn
 NAME = "decode_paged_fp8_gqa"
-SPEC: dict[str, Any] = {"name": "served", "heads": {"sharing": "gqa"}, "head_dim": 32, "mask": "causal", "backward": False}
+SPEC: dict[str, Any] = {
+    "name": "served",
+    "heads": {"sharing": "gqa"},
+    "head_dim": 32,
+    "mask": "causal",
+    "backward": False,
+}
 
 
 def _spec(cache: dict[str, Any], **change: Any) -> Spec:
@@ -75,13 +81,24 @@ def test_kernels_store_the_next_numbers(tmp_path: Path) -> None:
         ({"scale": "head"}, {"heads": {"sharing": "mha"}, "mask": {"sliding_window": {"left": 100, "right": 0}}}),
         ({"paged": {"page_size": 64}, "scale": "page"}, {}),
         ({"paged": {"page_size": 64}, "scale": "page"}, {"schedule": {"block_kv": 128}}),
-        ({"paged": {"page_size": 16}, "scale": "page"}, {"heads": {"sharing": "mqa"}, "score": [{"softcap": {"cap": 20.0}}, "sink"]}),
+        (
+            {"paged": {"page_size": 16}, "scale": "page"},
+            {"heads": {"sharing": "mqa"}, "score": [{"softcap": {"cap": 20.0}}, "sink"]},
+        ),
         ({"paged": {"page_size": "any"}, "scale": "page"}, {"head_dim": {"qk": 48, "v": 80}}),
     ],
-    ids=["contiguous, window", "factor of a page", "tiles longer than pages", "short pages, sinks", "any pages, padded columns"],
+    ids=[
+        "contiguous, window",
+        "factor of a page",
+        "tiles longer than pages",
+        "short pages, sinks",
+        "any pages, padded columns",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_factors_of_heads_and_of_pages(cache: dict[str, Any], change: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+def test_factors_of_heads_and_of_pages(
+    cache: dict[str, Any], change: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
     made = _spec(cache, **change)
     module = module_of(made, tmp_path / "served")
     for case in cache_cases(made, False)[:: 1 if DEVICE == "cuda" else 3]:
@@ -90,7 +107,8 @@ def test_factors_of_heads_and_of_pages(cache: dict[str, Any], change: dict[str, 
 
 
 def test_a_tile_reads_the_number_of_its_page_once(tmp_path: Path) -> None:
-    """With descriptors, factors are of the page whose number the loop has read ahead for these: 2 kernels of 2 loops each."""
+    """With descriptors, factors are of the page whose number the loop has read ahead for these: 2 kernels of 2 loops
+    each."""
     module_of(_spec({"paged": {"page_size": 64}, "scale": "page"}, head_dim=128), tmp_path / "served")
     lines = [line.strip() for line in (tmp_path / "served" / "kernels.py").read_text().splitlines()]
     found = [lines[i - 3 : i] for i, line in enumerate(lines) if line == "first_page = tl.load("]
@@ -157,10 +175,15 @@ def test_caches_whose_pairs_cannot_be_read_are_refused() -> None:
     """Two numbers are read as one of 16 bits: none may lie across two of these."""
     call = make_call(spec(NAME), CacheCase(2, 1, 1, (60,), 0, 64, 64), torch.float16, DEVICE)
     odd = call.caches[0].as_strided(call.caches[0].shape, (8192, 128, 7, 1))  # of the only head
-    with pytest.raises(ValueError, match=r"k_cache starts at element 0 of its storage and has strides \[8192, 128, 7, 1\]; expected even"):
+    with pytest.raises(
+        ValueError,
+        match=r"k_cache starts at element 0 of its storage and has strides \[8192, 128, 7, 1\]; expected even",
+    ):
         built(NAME).attention.with_kvcache(call.q, odd, call.caches[1], **call.arguments)
     negated = torch.view_as_complex(torch.tensor([[1.0, -1.0]], device=DEVICE)).conj().imag
-    with pytest.raises(ValueError, match="k_scale is a negated view; expected numbers as they lie in memory: call .resolve_neg()"):
+    with pytest.raises(
+        ValueError, match="k_scale is a negated view; expected numbers as they lie in memory: call .resolve_neg()"
+    ):
         built(NAME).attention.with_kvcache(call.q, *call.caches, **{**call.arguments, "k_scale": negated})
 
 
@@ -176,13 +199,17 @@ def test_factors_of_pages_are_checked(tmp_path: Path) -> None:
     module = module_of(made, tmp_path / "served")
     call = make_call(made, CacheCase(2, 1, 1, (70,), 1, 128, 64), torch.float16, DEVICE)
     given = {**call.arguments, "k_scale": torch.ones(1, device=DEVICE)}
-    with pytest.raises(ValueError, match=r"k_scale has shape \[1\]; expected \[pages, Hkv\], and the cache has \[5, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"k_scale has shape \[1\]; expected \[pages, Hkv\], and the cache has \[5, 1\]"
+    ):
         module.attention.with_kvcache(call.q, *call.caches, **given)
 
 
 def test_narrow_heads_are_refused() -> None:
     """Products of half the columns have 16 at least."""
-    with pytest.raises(SpecError, match="`head_dim` has 16 columns, beside a cache of 8 bits; expected a multiple of 16, 32 at least"):
+    with pytest.raises(
+        SpecError, match="`head_dim` has 16 columns, beside a cache of 8 bits; expected a multiple of 16, 32 at least"
+    ):
         _spec({}, head_dim=16)
 
 
@@ -212,7 +239,12 @@ def _changed(text: str, kernel: str, old: str, new: str) -> Module:
         ("decode", "expr(acc*v_scale)", "expr(acc*v_scale**2)", "expected the factor V_SCALE[hkv] in it, once"),
         ("decode", "dot %p_cast %v.odd", "dot %p_cast %v.even", "is no sum of odd columns"),
         ("append", "expr(k/k_scale)", "expr(k*k_scale)", "expected an element of K_NEW / K_SCALE[hkv]"),
-        ("append", "zip %v_columns.even %v_columns.odd", "zip %v_columns.odd %v_columns.even", "the even and the odd columns of one tile"),
+        (
+            "append",
+            "interleave %v_columns.even %v_columns.odd",
+            "interleave %v_columns.odd %v_columns.even",
+            "the even and the odd columns of one tile",
+        ),
         ("append", "append %V[hkv, kv, pair_v] %v_pairs", "append %V[hkv, kv, pair_v] %k_pairs", "rule `types`"),
         ("prefill", "load %V_SCALE[h // group]", "load %V_SCALE[h]", "rule `indexing`"),
         ("prefill", "dot %p_cast %v.even over(BLOCK_KV)", "dot %v.even %p_cast over(BLOCK_KV)", "rule `types`"),
@@ -253,12 +285,17 @@ def test_tiles_with_one_factor_divide_pages() -> None:
     with pytest.raises(VerifyError, match="tiles of 128 keys, which have one factor each, do not divide pages of 64"):
         verify(
             parse_module(
-                text[:at] + text[at:].replace("BLOCK_KV=64 num_warps=4 num_stages=3\n", "BLOCK_KV=128 num_warps=4 num_stages=3\n", 1)
+                text[:at]
+                + text[at:].replace(
+                    "BLOCK_KV=64 num_warps=4 num_stages=3\n", "BLOCK_KV=128 num_warps=4 num_stages=3\n", 1
+                )
             )
         )
 
 
 def test_products_of_few_columns_are_refused() -> None:
     text = print_module(lower(_spec({})))
-    with pytest.raises(VerifyError, match="rule `powers-of-two`: kernel @decode: %s_even sums 8 columns; Triton needs 16 at least"):
+    with pytest.raises(
+        VerifyError, match="rule `powers-of-two`: kernel @decode: %s_even sums 8 columns; Triton needs 16 at least"
+    ):
         verify(parse_module(edit(text, ("head_dim qk=32", "head_dim qk=16"))))

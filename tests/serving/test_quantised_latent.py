@@ -1,4 +1,5 @@
-"""Caches of 8-bit latents: what a row holds, how new keys are stored, the rules of kernels that read them, and wrong calls."""
+"""Caches of 8-bit latents: what a row holds, how new keys are stored, the rules of kernels that read them, and wrong
+calls."""
 
 from __future__ import annotations
 
@@ -108,7 +109,9 @@ def test_latents_of_zeros_and_of_no_numbers() -> None:
     assert numbers[1, 130].isnan() and (numbers[2] == 448).all()
     call.arguments["k"] = None
     call.arguments["cache_seqlens"] += 3
-    found = built(NAME).attention.with_kvcache(call.q, *call.caches, **{k: v for k, v in call.arguments.items() if v is not None})
+    found = built(NAME).attention.with_kvcache(
+        call.q, *call.caches, **{k: v for k, v in call.arguments.items() if v is not None}
+    )
     assert found[..., 130].isnan().all()
 
 
@@ -123,7 +126,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "k_cache is torch.float8_e4m3fn on .*; expected torch.uint8",
     ),
-    ({"k": torch.zeros(1, 1, 1, 656, dtype=torch.uint8)}, ValueError, r"k has shape \[1, 1, 1, 656\]; expected \[1, 1, new, 576\]"),
+    (
+        {"k": torch.zeros(1, 1, 1, 656, dtype=torch.uint8)},
+        ValueError,
+        r"k has shape \[1, 1, 1, 656\]; expected \[1, 1, new, 576\]",
+    ),
     ({"k_scale": torch.ones(1)}, TypeError, "k_scale"),
 ]
 
@@ -131,7 +138,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("change", "error", "reason"), WRONG, ids=[reason[:30] for _, _, reason in WRONG])
 def test_wrong_calls(change: dict[str, Any], error: type[Exception], reason: str) -> None:
     call = make_call(spec(NAME), CacheCase(2, 1, 1, (5,), 1, 64, 64), torch.float16, DEVICE)
-    given = {"q": call.q, "k_cache": call.caches[0], **call.arguments, **{name: x.to(DEVICE) for name, x in change.items()}}
+    given = {
+        "q": call.q,
+        "k_cache": call.caches[0],
+        **call.arguments,
+        **{name: x.to(DEVICE) for name, x in change.items()},
+    }
     with pytest.raises(error, match=reason):
         built(NAME).attention.with_kvcache(**given)
 
@@ -154,11 +166,16 @@ LATENTS = "multiplies weights by %k; expected a tile of %K, numbers times their 
     [
         ("decode", "expr(k_scale*k_unit)", "expr(k_unit) ", LATENTS),
         ("decode", "expr(k_scale*k_unit)", "expr(2*k_scale*k_unit)", LATENTS),
-        ("decode", "zip %k_columns.even %k_columns.odd", "zip %k_columns.odd %k_columns.even", LATENTS),
+        ("decode", "interleave %k_columns.even %k_columns.odd", "interleave %k_columns.odd %k_columns.even", LATENTS),
         ("decode", "load %K_SCALE[0, kv, group_v]", "load %K_SCALE[0, q, group_v]", LATENTS),
         ("prefill", "load %K_SCALE[0, kv, group_v]", "load %K_SCALE[0, kv, pair_v]", LATENTS),
         ("append", "expr(k/k_scale)", "expr(k*k_scale)", "expected an element of K_NEW /"),
-        ("append", "reduce max %k_abs over(D_V)", "reduce sum %k_abs over(D_V)", "expected the largest size of a group of K_NEW / 448"),
+        (
+            "append",
+            "reduce max %k_abs over(D_V)",
+            "reduce sum %k_abs over(D_V)",
+            "expected the largest size of a group of K_NEW / 448",
+        ),
         ("append", "expr(max(-k, k))", "expr(max(k, 2*k))", "expected the largest size of a group of K_NEW / 448"),
         ("append", "k_size/448", "k_size/224", "expected the largest size of a group of K_NEW / 448"),
     ],
@@ -177,5 +194,7 @@ def test_groups_broadcast_to_columns_alone() -> None:
     text = print_module(target(NAME))
     at = text.index("kernel @decode ")
     line = "%alone = map expr(2*k_scale) uses(k_scale=%k_scale) : f32[BLOCK_KV] @reg\n    %s_rope ="
-    with pytest.raises(VerifyError, match=r"%alone: the expression is of \[BLOCK_KV, GROUPS_V\], the value of \[BLOCK_KV\]"):
+    with pytest.raises(
+        VerifyError, match=r"%alone: the expression is of \[BLOCK_KV, GROUPS_V\], the value of \[BLOCK_KV\]"
+    ):
         verify(parse_module(text[:at] + edit(text[at:], ("%s_rope =", line))))

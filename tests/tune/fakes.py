@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from attngen.ir.graph import Row
+from attngen.ir.graph import Config
 from attngen.schedule.table import schedule_of, shown
-from attngen.targets.registry import DIVIDERS
+from attngen.targets.registry import SPECIALIZERS
 from attngen.tune.workers import Lost
 
 BY = {"gpu": "a GPU", "torch": "2", "triton": "3"}
 
 
-def tile(row: Row) -> str:
+def tile(config: Config) -> str:
     """A row as results name it."""
-    return shown(schedule_of(row)) + f" {row.backend}" * (row.backend in DIVIDERS)
+    return shown(schedule_of(config)) + f" {config.backend}" * (config.backend in SPECIALIZERS)
 
 
 class Gpu:
-    """Answers as one would: milliseconds by tile, of all rounds or of each, or what else happens. `drift` is what each round adds."""
+    """Answers as one would: milliseconds by tile, of all rounds or of each, or what else happens. `drift` is what
+    each round adds."""
 
     def __init__(
         self,
         times: dict[str, float | tuple[float, ...] | str | Lost],
         default: float | str = 1.0,
         drift: float = 0.0,
-        faults: dict[tuple[str, Row], str] | None = None,
+        faults: dict[tuple[str, Config], str] | None = None,
     ) -> None:
         self.times, self.default, self.drift, self.without = times, default, drift, faults or {}
         self.asked: list[tuple[str, ...]] = []

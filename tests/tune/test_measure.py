@@ -1,4 +1,5 @@
-"""Schedules measured: launched as the module launches them, checked, in Triton's interpreter or on a GPU; and compiled ahead."""
+"""Schedules measured: launched as the module launches them, checked, in Triton's interpreter or on a GPU; and
+compiled ahead."""
 
 from __future__ import annotations
 
@@ -79,14 +80,16 @@ def served(request, tmp_path_factory):
 
 
 def test_kernels_over_a_cache_are_measured_by_calls_over_one(served, device, monkeypatch):
-    for name, number in (("TOKENS", 64), ("HIDDEN", 256), ("DEALT_KEYS", 96), ("DEALT_TOKENS", 192)):
+    for name, number in (("TOKENS", 64), ("HIDDEN", 256), ("SPLIT_KEYS_OF", 96), ("SPLIT_TOKENS", 192)):
         monkeypatch.setattr(measure, name, number)
     folder, specs, made = served
     bench, seen = Bench(folder, specs, device, Clock()), []
     monkeypatch.setattr(measure.Launch, "__getitem__", spying(measure.Launch.__getitem__, seen))
     for kernel, rows, n_q, n_kv in (("decode", 4, 1, 96), ("decode", 64, 16, 96), ("prefill", 80, 80, 80)):
         chosen = made.searches[kernel, "fp16", rows < 64].kept[0]
-        here = chosen.device if device == "cuda" else "any"  # whose programs of two launches do not run beside each other
+        here = (
+            chosen.device if device == "cuda" else "any"
+        )  # whose programs of two launches do not run beside each other
         schedules = [replace(chosen, device=here, block_kv=16, num_warps=w, tma=False) for w in (4, 8)]
         assert bench.measure(Cell("served", kernel, rows, "fp16"), schedules, 2) == [(0.0, 0.0), (1.0, 1.0)]
         assert bench.problem[1].served.sizes == (192 // 96 if kernel == "decode" else 1, 8, 2, n_q, n_kv)
@@ -97,7 +100,9 @@ def test_kernels_over_a_cache_are_measured_by_calls_over_one(served, device, mon
 
 def test_schedules_are_measured_on_what_a_benchmark_reads(tmp_path):
     """Documents in order, not the ids in any order that a test draws: their loops are short."""
-    problem = Bench(tmp_path, {"document_gqa": ROOT / "specs/document_gqa.yaml"}, "cpu")._make(Cell("document_gqa", "fwd", 2048, "bf16"), 1)
+    problem = Bench(tmp_path, {"document_gqa": ROOT / "specs/document_gqa.yaml"}, "cpu")._make(
+        Cell("document_gqa", "fwd", 2048, "bf16"), 1
+    )
     (ids,) = problem.given["document_ids"]
     assert torch.equal(ids, ids.sort().values) and set(ids.tolist()) == {0, 1, 2}
 
@@ -124,7 +129,11 @@ def spying(getitem, seen):
 
 def test_what_differs_from_the_models_choice_or_spills_is_out(small, device, monkeypatch):
     folder, specs, made = small
-    bench, cell, row = Bench(folder, specs, device, Clock()), Cell("small", "fwd", 32, "bf16"), made.searches["fwd", "bf16", False].kept[0]
+    bench, cell, row = (
+        Bench(folder, specs, device, Clock()),
+        Cell("small", "fwd", 32, "bf16"),
+        made.searches["fwd", "bf16", False].kept[0],
+    )
     bench.measure(cell, [row], 1)
     problem = bench.problem[1]
     problem.right["fwd"] = (problem.right["fwd"][0] * 1.5,)
@@ -171,11 +180,11 @@ class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 driver.set_active(Driver())
-from attngen.ir.graph import Row
+from attngen.ir.graph import Config
 from attngen.tune.measure import Bench
 from attngen.tune.tuner import Cell
 folder, path = map(Path, sys.argv[1:3])
-row = Row(**json.loads(sys.argv[3]))
+row = Config(**json.loads(sys.argv[3]))
 for rows, batch in ((128, 1), (256, 2)):
     bench = Bench(folder, {"small": path}, "cpu")
     module = bench._module("small")
@@ -187,7 +196,8 @@ for rows, batch in ((128, 1), (256, 2)):
 
 
 def test_what_is_compiled_ahead_is_what_any_number_of_rows_launches(small, tmp_path):
-    """Compiled for real, in a process that does not interpret: the wanted kernel alone, and the same for other sizes."""
+    """Compiled for real, in a process that does not interpret: the wanted kernel alone, and the same for other
+    sizes."""
     folder, specs, made = small
     row = json.dumps(asdict(made.searches["dq", "bf16", False].kept[1]))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -12,7 +12,7 @@ from attngen.cost.report import report
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.heuristics import MODELLED, RANGES, SHORT_ROWS
-from attngen.ir.graph import Module, Row
+from attngen.ir.graph import Config, Module
 from attngen.ir.text import parse_module, print_module
 from attngen.lowering.pipeline import lower
 from attngen.schedule.pipeline_loads import PipelineLoads
@@ -26,7 +26,15 @@ from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, lowered, target
 
 SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2, "tma": False}
-MIXED = ("block_sparse_mha", "causal_fp32", "causal_gqa", "decode_gqa", "document_gqa", "mla_dims", "relative_bias_mha")  # of all kinds
+MIXED = (
+    "block_sparse_mha",
+    "causal_fp32",
+    "causal_gqa",
+    "decode_gqa",
+    "document_gqa",
+    "mla_dims",
+    "relative_bias_mha",
+)  # of all kinds
 FWD = Key("fwd", "128/128", "16-bit", "mha", "causal", 2048)
 
 
@@ -38,7 +46,7 @@ def table(*keys: Key, schedule: Schedule = SMALL_TILE) -> dict[str, Table]:
 
 def scheduled(name: str, tables: dict[str, Table], **overrides: int) -> Module:
     """The module of a spec with its schedules."""
-    return verify(PipelineLoads().run(SelectTiles(**overrides, tables=tables).run(lowered(name)["describe-loads"])))
+    return verify(PipelineLoads().run(SelectTiles(**overrides, tables=tables).run(lowered(name)["use-tma"])))
 
 
 @cache
@@ -48,7 +56,7 @@ def modelled(name: str) -> Module:
 
 
 def rows(module, kernel="fwd", device="sm90"):
-    return [(r.max_rows, shown(schedule_of(r)), r.measured) for r in module.rows(kernel) if r.device == device]
+    return [(r.max_rows, shown(schedule_of(r)), r.measured) for r in module.configs(kernel) if r.device == device]
 
 
 # ---------------------------------------------------------------------------------------------- classes of masks
@@ -90,7 +98,8 @@ PACKED_OF = {
 }  # of the heads of few queries, packed; of the other specs: full, as no diagonal cuts their tiles
 
 
-# Of kernels over a cache; where this has pages, their numbers are read for each row, and places too where tiles do not lie in pages.
+# Of kernels over a cache; where this has pages, their numbers are read for each row, and places too where tiles do not
+# lie in pages.
 OTHERS = {  # kernels of these specs whose loops are not those of the others
     ("causal_fa1", "jvp"): "causal causal causal causal",  # owns queries, in either order of the other loops
     ("decode_gqa", "decode"): "full full full full",
@@ -124,7 +133,9 @@ def test_classes_of_masks_by_range(name):
 
 def test_data_that_lists_blocks_hides_the_shape():
     made = lower(
-        parse_spec('name: pairs\nhead_dim: 64\nmask: {expr: "ids[b, q_idx, kv_idx]", params: {ids: {tensor: [B, Nq, Nk], dtype: bool}}}\n')
+        parse_spec(
+            'name: pairs\nhead_dim: 64\nmask: {expr: "ids[b, q_idx, kv_idx]", params: {ids: {tensor: [B, Nq, Nk], dtype: bool}}}\n'
+        )
     )
     assert {mask_class(made, made.kernel(name), 4096) for name in ("fwd", "dkdv", "dq")} == {"listed+blocks+pairs"}
     assert mask_class(made, made.kernel("delta"), 4096) == "none"
@@ -133,7 +144,7 @@ def test_data_that_lists_blocks_hides_the_shape():
 @pytest.mark.parametrize("name", MIXED)
 def test_select_tiles_and_tuning_see_the_same_keys(name):
     """One asks before, the other measures after what legalize-triton adds."""
-    early, late = lowered(name)["describe-loads"], target(name)
+    early, late = lowered(name)["use-tma"], target(name)
     stay = {kernel.name for kernel in late.kernels if not kernel.adds}  # what is not divided, nor drops out with that
     for kernel in (kernel for kernel in early.kernels if kernel.name in stay):
         for limit, _ in ranges(kernel):
@@ -143,15 +154,16 @@ def test_select_tiles_and_tuning_see_the_same_keys(name):
 
 
 def test_what_shares_a_key():
-    """bf16 and fp16; one K/V head, or one for a group; heads that are as wide on chip. Not: mha and gqa, other widths, ranges, kernels."""
+    """bf16 and fp16; one K/V head, or one for a group; heads that are as wide on chip. Not: mha and gqa, other
+    widths, ranges, kernels."""
     text = "name: x\nhead_dim: 128\nheads: {sharing: gqa}\nmask: causal\n"
     base, variants = (
-        lower(parse_spec(text), "describe-loads"),
+        lower(parse_spec(text), "use-tma"),
         ["gqa|mqa", "128|96", "gqa}|gqa}\ndtype: fp16", "gqa|mha", "128|64", "causal|none"],
     )
     same = []
     for variant in variants:
-        made = lower(parse_spec(text.replace(*variant.split("|"))), "describe-loads")
+        made = lower(parse_spec(text.replace(*variant.split("|"))), "use-tma")
         same.append(key(made, made.kernel("fwd"), 2, None) == key(base, base.kernel("fwd"), 2, None))
     assert same == [True, True, True, False, False, False]
 
@@ -195,20 +207,25 @@ def test_an_entry_for_any_number_of_rows_leaves_out_superfluous_ones():
     before = modelled("causal_mha")
     few, some, any_ = rows(before)
     assert rows(made) == [few, some, (None, "64x32x4x2", True)]
-    (same,) = (schedule_of(r) for r in before.rows("fwd") if (r.device, r.max_rows) == ("sm90", some[0]))
+    (same,) = (schedule_of(r) for r in before.configs("fwd") if (r.device, r.max_rows) == ("sm90", some[0]))
     made = scheduled("causal_mha", table(FWD, schedule=same))  # what the model takes for fewer rows
     assert rows(made) == [few, (2048, some[1], True), any_]
 
 
 def test_the_specs_own_schedule_comes_before_measured_ones():
     made = scheduled("causal_mha", table(FWD._replace(max_rows=None)), block_q=128)
-    assert not any(r.measured for r in made.rows("fwd")) and {r.block_q for r in made.rows("fwd")} == {128}
+    assert not any(r.measured for r in made.configs("fwd")) and {r.block_q for r in made.configs("fwd")} == {128}
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
-        {"block_q": 128, "block_kv": 128, "num_warps": 8, "num_stages": 4},  # of D = 128: more shared memory than there is
+        {
+            "block_q": 128,
+            "block_kv": 128,
+            "num_warps": 8,
+            "num_stages": 4,
+        },  # of D = 128: more shared memory than there is
         {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 2},  # more registers than there are
     ],
 )
@@ -227,10 +244,10 @@ def test_an_entry_with_descriptors_is_left_out_where_no_load_has_one():
 def test_an_entry_that_is_listed_to_spill_is_left_out(monkeypatch):
     """As `attngen verify` asks for, where the Triton that compiles it is not the one that it was measured with."""
     module = target("causal_mha")
-    row = Row("sm90", 2, 2048, **SMALL_TILE)
-    assert usable(module, module.kernel("fwd"), row)
-    monkeypatch.setattr(model, "_listed", lambda: frozenset([schedule_key(module, module.kernel("fwd"), row)]))
-    assert not usable(module, module.kernel("fwd"), row)
+    config = Config("sm90", 2, 2048, **SMALL_TILE)
+    assert usable(module, module.kernel("fwd"), config)
+    monkeypatch.setattr(model, "_listed", lambda: frozenset([schedule_key(module, module.kernel("fwd"), config)]))
+    assert not usable(module, module.kernel("fwd"), config)
     assert not any(measured for _, _, measured in rows(scheduled("causal_mha", table(FWD))))
 
 
@@ -238,16 +255,22 @@ def test_tiles_that_do_not_divide_blocks_are_left_out():
     keys = [Key("fwd", "64/64", "16-bit", "grouped", "causal+blocks", limit) for limit, _ in RANGES]
     for block, taken in ((64, True), (128, False)):
         made = scheduled("butterfly_gqa", table(*keys, schedule=SMALL_TILE | {"block_kv": block}))
-        assert any(r.measured for r in made.rows("fwd")) == taken
+        assert any(r.measured for r in made.configs("fwd")) == taken
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_modules_of_all_kinds_take_entries(name):
     """With entries of its own, which the verifier finds to fit."""
     before = target(name)
-    keys = [key(before, k, elem, limit) for k in before.kernels if k.name != "blocks" for limit, _ in RANGES for elem in (2, 4)]
+    keys = [
+        key(before, k, elem, limit)
+        for k in before.kernels
+        if k.name != "blocks"
+        for limit, _ in RANGES
+        for elem in (2, 4)
+    ]
     made = scheduled(name, table(*keys, schedule=SMALL_TILE | {"num_stages": 1}))
-    assert any(r.measured for k in made.kernels for r in made.rows(k.name))
+    assert any(r.measured for k in made.kernels for r in made.configs(k.name))
 
 
 # ---------------------------------------------------------------------------------------------- text, reports, files
@@ -260,13 +283,17 @@ def test_measured_rows_print_parse_and_are_told(tma, printed):
     (line,) = re.findall(".*measured", text)
     assert line == f"  sm90 bytes=2 rows<=2048 : BLOCK_Q=64 BLOCK_KV=32 num_warps=4 num_stages=2{printed} measured"
     assert print_module(parse_module(text)) == text
-    told = [(row["max_rows"], row.get("measured")) for row in report(made)["kernels"]["fwd"]["schedules"] if row["device"] == "sm90"]
+    told = [
+        (row["max_rows"], row.get("measured"))
+        for row in report(made)["kernels"]["fwd"]["schedules"]
+        if row["device"] == "sm90"
+    ]
     assert told == [(64, None), (512, None), (2048, True), (None, None)]
 
 
 def test_measured_rows_are_certified_whatever_their_range():
     made = scheduled("causal_mha", table(FWD))
-    assert [row.max_rows for kernel, row in chosen(made, ["sm90"], False) if kernel.name == "fwd"] == [2048, None]
+    assert [config.max_rows for kernel, config in chosen(made, ["sm90"], False) if kernel.name == "fwd"] == [2048, None]
 
 
 def test_a_table_comes_back_from_its_file_one_line_an_entry(tmp_path):

@@ -15,9 +15,9 @@ from attngen.heuristics import RANGES, SHORT_ROWS
 from attngen.schedule.table import Table, read_table, schedule_of
 from attngen.targets.triton import cost as model
 from attngen.targets.triton.cost import cost, schedule_key, spills
-from attngen.targets.triton.sram import misfit
+from attngen.targets.triton.sram import why_not_fit
 from attngen.tune import run, summary, tuner
-from attngen.tune.candidates import DEEP, MISFIT, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, choices, search
+from attngen.tune.candidates import DEEP, MOST, REGISTERS, SLOWER, SPILLS, STREAMS, WHY_NOT_FIT, choices, search
 from attngen.tune.tuner import FINALISTS, Cell, Outcome, Plan, Tried, compare, compete, outcome, plan, spearman
 from attngen.tune.workers import Lost
 from tests.helpers import spec
@@ -47,10 +47,14 @@ def test_every_schedule_of_the_grid_is_kept_or_rejected_for_one_reason(name):
     p = planned(name)
     for (kernel, dtype, few), found in p.searches.items():
         assert len(set(found.grid)) == len(found.grid) == len(found.kept) + sum(found.rejected.values())
-        mine = [r for r in p.module.rows(kernel) if (r.device, r.elem_bytes) == ("sm90", 4 if dtype == "fp32" else 2)]
+        mine = [
+            r for r in p.module.configs(kernel) if (r.device, r.elem_bytes) == ("sm90", 4 if dtype == "fp32" else 2)
+        ]
         chosen = next(r for r in mine if r.max_rows is None or (few and r.max_rows >= SHORT_ROWS))
         assert found.kept[0] == replace(chosen, max_rows=SHORT_ROWS if few else None) and len(found.kept) <= MOST
-        assert not (few and any(row.tma for row in found.grid))  # descriptors cost the host more than they save so few rows
+        assert not (
+            few and any(row.tma for row in found.grid)
+        )  # descriptors cost the host more than they save so few rows
         most = p.module.blocks.size if p.module.blocks else 128
         assert all(max(r.block_q, r.block_kv) <= most for r in found.grid)
 
@@ -65,8 +69,8 @@ def test_what_is_kept_runs_and_is_modelled_to_be_near_the_best():
 def test_reasons_are_those_of_the_model(monkeypatch):
     p = planned()
     found, kernel = p.searches["dq", "bf16", False], p.placed.kernel("dq")
-    assert set(found.rejected) >= {MISFIT, REGISTERS, STREAMS, DEEP}
-    assert found.rejected[MISFIT] == sum(misfit(p.placed, kernel, row) is not None for row in found.grid)
+    assert set(found.rejected) >= {WHY_NOT_FIT, REGISTERS, STREAMS, DEEP}
+    assert found.rejected[WHY_NOT_FIT] == sum(why_not_fit(p.placed, kernel, row) is not None for row in found.grid)
     assert len(found.grid) == 256 == prod(map(len, choices(found.grid[0]).values()))
     chosen, second, *_ = found.kept
     monkeypatch.setattr(model, "_listed", lambda: frozenset([schedule_key(p.placed, kernel, second)]))
@@ -77,13 +81,25 @@ def test_reasons_are_those_of_the_model(monkeypatch):
 def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
     cells = [cell for cell, _ in planned().cells()]
     assert cells[4] == CELL and [c.rows for c in cells] == [n for _, n in RANGES for _ in range(4)]
-    assert [c.kernel for c in cells[:4]] == ["fwd", "dq", "dkdv", "jvp"]  # `delta` runs where no gradient of q is asked for
-    assert all((found is planned().searches[c.kernel, "bf16", True]) == (c.rows == SHORT_ROWS) for c, found in planned().cells())
-    assert [c.kernel for c, _ in planned("causal_gqa").cells()] == [c.kernel for c in cells]  # `packed` takes what `fwd` has
+    assert [c.kernel for c in cells[:4]] == [
+        "fwd",
+        "dq",
+        "dkdv",
+        "jvp",
+    ]  # `delta` runs where no gradient of q is asked for
+    assert all(
+        (found is planned().searches[c.kernel, "bf16", True]) == (c.rows == SHORT_ROWS)
+        for c, found in planned().cells()
+    )
+    assert [c.kernel for c, _ in planned("causal_gqa").cells()] == [
+        c.kernel for c in cells
+    ]  # `packed` takes what `fwd` has
     assert {c.dtype for c, _ in planned("causal_fp32").cells()} == {"fp32"}
 
 
-@pytest.mark.parametrize(("name", "page"), [("decode_gqa", 0), ("decode_paged_gqa", 64), ("decode_window_paged_gqa", 16)])
+@pytest.mark.parametrize(
+    ("name", "page"), [("decode_gqa", 0), ("decode_paged_gqa", 64), ("decode_window_paged_gqa", 16)]
+)
 def test_kernels_over_a_cache_are_measured_too(name, page):
     """Where keys are dealt, for few rows of queries and for more; a tile has all of them."""
     p = planned(name)
@@ -91,7 +107,11 @@ def test_kernels_over_a_cache_are_measured_too(name, page):
     assert [(c.kernel, c.rows) for c in cells if c.kernel not in ("fwd", "prefill")] == [("decode", 4), ("decode", 64)]
     assert [c.rows for c in cells if c.kernel == "prefill"] == [n for _, n in RANGES]
     keys = [p.key(c) for c in cells if c.kernel == "decode"]
-    assert [k.max_rows for k in keys] == [16, None] and {k.kernel for k in keys} == {"decode"} and keys[0].mask == keys[1].mask
+    assert (
+        [k.max_rows for k in keys] == [16, None]
+        and {k.kernel for k in keys} == {"decode"}
+        and keys[0].mask == keys[1].mask
+    )
     assert [p.ahead(c).rows for c in cells[:3]] == [4, 64, SHORT_ROWS]
     for few in (True, False):
         kept = rows("decode", few, name)
@@ -117,16 +137,20 @@ def test_kernels_over_a_cache_are_measured_too(name, page):
 def test_the_fastest_wins_if_it_is_faster_in_all_rounds_but_one(fastest, drift, wins):
     gpu = Gpu({kept()[4]: fastest}, drift=drift)
     found = compete(CELL, planned(), rows(), gpu)
-    assert tile(found.winner(planned()).row) == kept()[4 if wins else 0]
+    assert tile(found.winner(planned()).config) == kept()[4 if wins else 0]
     assert gpu.asked[: len(kept())] == [(name,) for name in kept()]
     assert len(gpu.asked[-1]) == FINALISTS + 1 and {kept()[0], kept()[4]} <= set(gpu.asked[-1])
 
 
 def test_what_crashes_hangs_spills_or_is_wrong_is_out_and_the_rest_goes_on():
-    lost = {kept()[1]: Lost("gave no answer within 30 s"), kept()[2]: "spills 8 bytes", kept()[3]: "its results are 1.0 away"}
+    lost = {
+        kept()[1]: Lost("gave no answer within 30 s"),
+        kept()[2]: "spills 8 bytes",
+        kept()[3]: "its results are 1.0 away",
+    }
     found = compete(CELL, planned(), rows(), Gpu({**lost, kept()[5]: 0.5}))
     assert [t.failed for t in found.tried[:5]] == ["", *(str(x) for x in lost.values()), ""]
-    assert tile(found.winner(planned()).row) == kept()[5]
+    assert tile(found.winner(planned()).config) == kept()[5]
     text = "\n".join(summary.measured(planned(), found))
     assert f"{kept()[1]} gave no answer within 30 s" in text and "1 spill" in text and "100.0%" in text
 
@@ -157,21 +181,21 @@ def test_what_runs_alone_and_not_beside_others_keeps_its_time():
             return super().__call__(request, limit_s)
 
     found = compete(CELL, planned(), rows(), Fragile({kept()[3]: 0.5}))
-    assert tile(found.winner(planned()).row) == kept()[3] and not any(t.rounds for t in found.tried)
+    assert tile(found.winner(planned()).config) == kept()[3] and not any(t.rounds for t in found.tried)
 
 
 def test_what_is_found_to_spill_later_does_not_win(monkeypatch):
     """By another Triton than measured it: results give the table anew without it."""
     found = compete(CELL, planned(), rows(), Gpu({kept()[3]: 0.5, kept()[4]: 0.6}))
     monkeypatch.setattr(tuner, "usable", lambda module, kernel, row: tile(row) != kept()[3])
-    assert tile(found.winner(planned()).row) == kept()[4]
+    assert tile(found.winner(planned()).config) == kept()[4]
 
 
 def test_a_budget_leaves_out_what_the_model_thinks_least_of(monkeypatch):
     clock = count()
     monkeypatch.setattr(tuner.time, "perf_counter", lambda: float(next(clock)))
     found = compete(CELL, planned(), rows(), Gpu({}), budget_s=3.5)
-    assert [tile(t.row) for t in found.tried] == kept()[:4] and found.left_out == len(kept()) - 4
+    assert [tile(t.config) for t in found.tried] == kept()[:4] and found.left_out == len(kept()) - 4
     assert f"{found.left_out} left out" in "\n".join(summary.measured(planned(), found))
     assert len(compete(CELL, planned(), rows(), Gpu({}), budget_s=0).tried) == 1  # the model's choice at least
 
@@ -196,13 +220,15 @@ def test_pruned_search_beside_the_whole_grid(monkeypatch):
     gpu = Gpu({best: 0.4, kept()[2]: 0.5})
     p, pruned = planned(), planned().searches["fwd", "bf16", False]
     kernel = p.placed.kernel("fwd")
-    can = sum(not misfit(p.placed, kernel, row) and not spills(p.placed, kernel, row) for row in pruned.grid)
+    can = sum(not why_not_fit(p.placed, kernel, row) and not spills(p.placed, kernel, row) for row in pruned.grid)
     clock = count()  # looked at before each schedule and at the end: each takes a second
     monkeypatch.setattr(tuner.time, "perf_counter", lambda: float(next(clock)))
     found = compare(CELL, p, pruned, gpu, lambda cell, some: len(some) / 10)
     assert (found.pruned, found.whole) == (MOST, can) and found.loss == pytest.approx(0.25)
-    assert (tile(found.pruned_best.row), tile(found.whole_best.row)) == (kept()[2], best)
-    assert found.pruned_s == pytest.approx(MOST / 10 + MOST) and found.whole_s == pytest.approx(can / 10 + can)  # compiled, then measured
+    assert (tile(found.pruned_best.config), tile(found.whole_best.config)) == (kept()[2], best)
+    assert found.pruned_s == pytest.approx(MOST / 10 + MOST) and found.whole_s == pytest.approx(
+        can / 10 + can
+    )  # compiled, then measured
     assert "25.0%" in summary.compared(CELL, found)
     assert compare(CELL, p, pruned, Gpu({}, "no"), lambda cell, some: 0.0) is None
 
@@ -228,7 +254,10 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     table = run.tabled(Table("H200"), plans, run.read_results(path, "H200", plans))
     assert len(table.entries) == 16 and table.gpu == "a GPU"
     assert table.entries[planned().key(CELL._replace(rows=SHORT_ROWS))].schedule == schedule_of(rows(few=True)[1])
-    assert [key.kernel for key, e in table.entries.items() if e.schedule != e.model] == ["fwd", "dq"]  # both kept that schedule
+    assert [key.kernel for key, e in table.entries.items() if e.schedule != e.model] == [
+        "fwd",
+        "dq",
+    ]  # both kept that schedule
 
 
 def test_results_of_another_device_or_of_other_kernels_do_not_count(tmp_path):

@@ -61,7 +61,9 @@ def test_tasks_are_shared_and_what_hangs_is_left(tmp_path, monkeypatch):
     assert share(write, ["a", "b", "c", "d"], [str(tmp_path)], 3, 30) < 30
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "d"]
     assert share(write, [], [str(tmp_path)], 2, 3) < 1
-    clock = iter([0.0, 0.0, 29.9, 30.0])  # as of one that waited for what hangs: when it starts, for each process, when it ends
+    clock = iter(
+        [0.0, 0.0, 29.9, 30.0]
+    )  # as of one that waited for what hangs: when it starts, for each process, when it ends
     monkeypatch.setattr(workers.time, "perf_counter", lambda: next(clock))
     started = time.monotonic()
     assert share(write, ["e", "hang", "f"], [str(tmp_path)], 2, 30) == 30

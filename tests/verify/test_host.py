@@ -41,7 +41,13 @@ BROKEN = [
         "launch @combine args(O=%O_rows, LSE=%LSE_rows) sizes(Nq=Gq, queries=Nq, Nn=B)",
         "it gives @decode and @combine other sizes or tensors; expected the same",
     ),
-    ("causal_mha", "host-structure", "if then(@launches) of(%O)", "if then(@launch) of(%O)", "@launches is not the branch of one `if`"),
+    (
+        "causal_mha",
+        "host-structure",
+        "if then(@launches) of(%O)",
+        "if then(@launch) of(%O)",
+        "@launches is not the branch of one `if`",
+    ),
     ("causal_mha", "host-structure", "    yield values(O=%O, LSE=%LSE)\n", "", "it gives nothing; expected O, LSE"),
     (
         "temperature_mha",
@@ -93,7 +99,13 @@ BROKEN = [
         "over(B) : f32[Hq]",
         "_sum is [Hq]; expected [Hq, Nq]",
     ),
-    ("causal_mha", "host-launches", "launch @dkdv", "launch @dvdk", "it launches @dvdk; the kernels are fwd, dq, delta, dkdv, bwd, dq_end"),
+    (
+        "causal_mha",
+        "host-launches",
+        "launch @dkdv",
+        "launch @dvdk",
+        "it launches @dvdk; the kernels are fwd, dq, delta, dkdv, bwd, dq_end",
+    ),
     ("butterfly_gqa", "host-launches", "    launch @delta\n", "", "no host program launches @delta"),
     (
         "causal_mha",
@@ -116,7 +128,13 @@ BROKEN = [
         "args(dK=%dK_parts)",
         "%dV is T[B, Hkv, Nk, D_V]; expected T[B, Hkv, splits, Nk, D_V]",
     ),
-    ("causal_gqa", "host-launches", "sizes(Nq=Gq, queries=Nq)", "sizes(Nq=Gq)", "%queries is neither given nor allocated"),
+    (
+        "causal_gqa",
+        "host-launches",
+        "sizes(Nq=Gq, queries=Nq)",
+        "sizes(Nq=Gq)",
+        "%queries is neither given nor allocated",
+    ),
     (
         "causal_gqa",
         "host-launches",
@@ -124,7 +142,13 @@ BROKEN = [
         "sizes(queries=Nq)",
         "%Q_rows is T[B, Hkv, Gq, D_QK]; expected T[B, Hkv, Nq, D_QK]",
     ),
-    ("causal_gqa", "host-launches", "launch @fwd", "launch @fwd args(more=%Q)", "launch @fwd: it has no argument %more"),
+    (
+        "causal_gqa",
+        "host-launches",
+        "launch @fwd",
+        "launch @fwd args(more=%Q)",
+        "launch @fwd: it has no argument %more",
+    ),
     (
         "causal_gqa",
         "host-launches",
@@ -132,7 +156,13 @@ BROKEN = [
         "grid(q in cdiv(Nq, BLOCK_KV) ",
         "its grid has q in cdiv(Nq, BLOCK_KV); expected some of",
     ),
-    ("causal_gqa", "host-launches", "hkv in Hkv, b in B)", "hkv in Hq, b in B)", "its grid has hkv in Hq; expected some of"),
+    (
+        "causal_gqa",
+        "host-launches",
+        "hkv in Hkv, b in B)",
+        "hkv in Hq, b in B)",
+        "its grid has hkv in Hq; expected some of",
+    ),
     ("causal_mha", "host-written", "of(%dQ) orelse(@statistics)", "of(%dQ)", "@statistics is not the branch"),
     (
         "causal_mha",
@@ -230,7 +260,15 @@ def test_a_refusal_names_the_program() -> None:
 
 def test_a_call_takes_the_first_way_that_is_for_it() -> None:
     """Each way is a branch of the one before."""
-    few = Way("By_keys", symbol("Nk") < 4, "few", "more", lambda _: True, lambda _: (), lambda b, block, _: b.launch("fwd", block))
+    few = Way(
+        "By_keys",
+        symbol("Nk") < 4,
+        "few",
+        "more",
+        lambda _: True,
+        lambda _: (),
+        lambda b, block, _: b.launch("fwd", block),
+    )
     text = print_module(verify(build_hosts(lowered("causal_gqa")["build"], (few, *WAYS), True)))
     assert (
         """
@@ -250,7 +288,11 @@ def test_sums_that_programs_add_to_anywhere_start_from_zero() -> None:
     """Of a learned input as large as rows are, too, if it is not read at its own place."""
     t = {"tensor": ["B", "H", "Nq"], "grad": True}
     score = [{"expr": "s + t[b, h, q_len - 1 - q_idx]", "params": {"t": t}}]
-    text = print_module(build_module(make_spec({"name": "turned", "head_dim": 64, "backward": {"deterministic": False}, "score": score})))
+    text = print_module(
+        build_module(
+            make_spec({"name": "turned", "head_dim": 64, "backward": {"deterministic": False}, "score": score})
+        )
+    )
     assert "%dT = alloc fill(0) where(need_inputs) : f32[B, Hq, Nq] @hbm" in text
     with pytest.raises(VerifyError, match="host @backward: .*%dT, which is not written on every path to it"):
         verify(parse_module(edit(text, ("%dT = alloc fill(0)", "%dT = alloc"))))

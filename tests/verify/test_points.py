@@ -1,4 +1,5 @@
-"""Where normal forms differ, values decide: equal expressions agree, near misses are refuted, and what is defined nowhere is not equal."""
+"""Where normal forms differ, values decide: equal expressions agree, near misses are refuted, and what is defined
+nowhere is not equal."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ EQUAL = [
     ("0.1*(s + 3*x)", "0.1*s + 0.30000000000000004*x"),
     ("select(kv_idx <= q_idx, s, x)", "select(q_idx < kv_idx, x, s)"),
     ("(q_idx + 5) // 5", "1 + q_idx // 5"),
-    ("20*tanh(exp2(abs(s)/x)/20)", "20 - 40/(1 + exp2(0.1*LOG2E*exp2(abs(s)/x)))"),  # some values have more digits than can be computed
+    (
+        "20*tanh(exp2(abs(s)/x)/20)",
+        "20 - 40/(1 + exp2(0.1*LOG2E*exp2(abs(s)/x)))",
+    ),  # some values have more digits than can be computed
 ]
 NEAR = [
     ("20*tanh(s/20)", "20.02*tanh(s/20)"),
@@ -70,7 +74,8 @@ def alike_texts(a: str, b: str) -> bool:
 def test_conditions_of_real_numbers_are_alike_by_value() -> None:
     assert alike_texts("abs(sigmoid(x)) <= s", "1/abs(1 + exp2(-LOG2E*x)) <= s")
     assert alike_texts(
-        "kv_idx <= q_idx and (abs(sigmoid(x)) < s or x == s)", "kv_idx <= q_idx and (s == x or 1/abs(1 + exp2(-LOG2E*x)) < s)"
+        "kv_idx <= q_idx and (abs(sigmoid(x)) < s or x == s)",
+        "kv_idx <= q_idx and (s == x or 1/abs(1 + exp2(-LOG2E*x)) < s)",
     )
 
 
@@ -79,7 +84,7 @@ def test_a_condition_that_never_holds_is_alike_in_another_form() -> None:
     a, b = parse("0.75 + 0.75*exp2(-LOG2E*x) < 0.5"), parse("0.75/sigmoid(x) < 0.5")
     assert normal(a) == sympy.false and normal(b) != sympy.false and alike(a, b)
     never = {"expr": "0.75 / sigmoid(weight[b, kv_idx]) < 0.5", "params": {"weight": {"tensor": ["B", "Nk"]}}}
-    lower(make_spec({"name": "never", "head_dim": 16, "mask": never}), "place-memory")
+    lower(make_spec({"name": "never", "head_dim": 16, "mask": never}), "assign-memory-space")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,10 @@ def test_a_condition_that_never_holds_is_alike_in_another_form() -> None:
         ("abs(sigmoid(x)) <= s and kv_idx <= q_idx", "abs(sigmoid(x)) <= s and kv_idx < q_idx"),
         ("abs(sigmoid(x)) <= s and kv_idx <= q_idx", "abs(sigmoid(x)) <= s or kv_idx <= q_idx"),
         ("abs(sigmoid(x)) == s", "abs(sigmoid(x)) != s"),
-        ("(q_idx + 5) // 5 <= kv_idx", "1 + q_idx // 5 <= kv_idx"),  # equal, but conditions of integers have to have one form
+        (
+            "(q_idx + 5) // 5 <= kv_idx",
+            "1 + q_idx // 5 <= kv_idx",
+        ),  # equal, but conditions of integers have to have one form
     ],
 )
 def test_other_conditions_are_not(a: str, b: str) -> None:
@@ -105,4 +113,8 @@ SLOPE = {"slope": {"tensor": ["H"], "grad": True}}
 @pytest.mark.parametrize("mask", ["none", "document", {"expr": "(q_idx - kv_idx) % 3 == 0"}], ids=str)
 def test_a_soft_cap_of_a_modified_score_builds(mask: Any) -> None:
     text = "20 * tanh((s - slope[h] * abs(q_idx - kv_idx)) / 20)"
-    lower(make_spec({"name": "x", "head_dim": 16, "dtype": "fp32", "mask": mask, "score": [{"expr": text, "params": SLOPE}]}))
+    lower(
+        make_spec(
+            {"name": "x", "head_dim": 16, "dtype": "fp32", "mask": mask, "score": [{"expr": text, "params": SLOPE}]}
+        )
+    )

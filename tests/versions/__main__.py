@@ -1,6 +1,8 @@
-"""A suite of a few minutes under each supported pair of torch and Triton, and docs/versions.md, which says what was found: `make versions`.
+"""A suite of a few minutes under each supported pair of torch and Triton, and docs/versions.md, which says what was
+found: `make versions`.
 
-Each pair gets an environment of its own in a folder, which a later run takes as it is. Only Python's own library is needed here.
+Each pair gets an environment of its own in a folder, which a later run takes as it is. Only Python's own library is
+needed here.
 """
 
 from __future__ import annotations
@@ -28,16 +30,28 @@ NAMES = "(causal_mqa or window_gqa or causal_dropout_mqa or padding_mha)"
 # (what the page calls it, the test, which of its cases: the rest of pytest's -k)
 CHECKS = (
     ("import of every module", "test_importing_starts_nothing", ""),
-    ("interpreter: results and gradients against naive attention", "test_against_naive", f"129x129 and bhnd and {NAMES} and fp16"),
+    (
+        "interpreter: results and gradients against naive attention",
+        "test_against_naive",
+        f"129x129 and bhnd and {NAMES} and fp16",
+    ),
     ("wrong calls get their sentence", "test_a_wrong_call_is_one_sentence", ""),
     ("`torch.library.opcheck`", "test_opcheck", "bhnd and (causal_dropout_mqa or padding_mha)"),
     ("`torch.compile`, one graph", "test_compile", "causal_dropout_mqa and None"),
     ("`torch.export`, loaded in another process", "test_a_saved_graph_runs_in_another_process", ""),
     ("checkpoints", "test_checkpoint_gives_the_same_bits", "causal_dropout_mqa"),
     ("autocast", "test_autocast", "causal_dropout_mqa"),
-    ("vmap and second derivatives are refused", "test_vmap_is_refused or test_second_derivatives_are_refused", "causal_dropout_mqa"),
+    (
+        "vmap and second derivatives are refused",
+        "test_vmap_is_refused or test_second_derivatives_are_refused",
+        "causal_dropout_mqa",
+    ),
     ("without each private interface: the same results", "test_without_one", ""),
-    ("launches, on fakes of compiled kernels", "test_triton_looks_at_the_first_launch_alone or test_a_profiler_sees_every_launch", ""),
+    (
+        "launches, on fakes of compiled kernels",
+        "test_triton_looks_at_the_first_launch_alone or test_a_profiler_sees_every_launch",
+        "",
+    ),
 )
 
 
@@ -45,7 +59,10 @@ def environment(folder: Path, torch: str) -> Path:
     """The Python of an environment with a version of torch and its Triton; made where it is not there."""
     python, wanted = folder / f"torch-{torch}" / "bin" / "python", f"{torch} {PAIRS[torch]}"
     asked = "import torch, triton, pytest, hypothesis; print(torch.__version__.split('+')[0], triton.__version__)"
-    if python.exists() and subprocess.run([python, "-c", asked], capture_output=True, text=True).stdout.strip() == wanted:
+    if (
+        python.exists()
+        and subprocess.run([python, "-c", asked], capture_output=True, text=True).stdout.strip() == wanted
+    ):
         return python
     venv.create(python.parents[1], with_pip=True, clear=True)
     packages = (f"torch=={torch}", f"triton=={PAIRS[torch]}", *PACKAGES)
@@ -65,14 +82,25 @@ def tested(python: Path, report: Path) -> dict[str, str]:
     """What came of each check: `12 passed`, or how many failed and which."""
     selection = " or ".join(f"(({tests}) and ({cases}))" if cases else f"({tests})" for _, tests, cases in CHECKS)
     files = [f"tests/{name}.py" for name in FILES]
-    options = ["-q", "-p", "no:cacheprovider", "--show-capture=no", "--tb=line", f"--junitxml={report}", "-k", selection]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--show-capture=no",
+        "--tb=line",
+        f"--junitxml={report}",
+        "-k",
+        selection,
+    ]
     subprocess.run([python, "-m", "pytest", *files, *options], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"})
     cases = ElementTree.parse(report).getroot().iter("testcase")
     found: dict[str, list[tuple[str, str]]] = {}
     for case in cases:
         came = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         found.setdefault(case.attrib["name"].split("[")[0], []).append((came, case.attrib["name"]))
-    return {title: _cell([x for name in found for x in found[name] if _is_of(name, tests)]) for title, tests, _ in CHECKS}
+    return {
+        title: _cell([x for name in found for x in found[name] if _is_of(name, tests)]) for title, tests, _ in CHECKS
+    }
 
 
 def _is_of(name: str, tests: str) -> bool:
@@ -94,7 +122,12 @@ def compiled_cell(found: dict[str, Any]) -> str:
     if found["spill"]:
         least, most = min(found["spill"].values()), max(found["spill"].values())
         said.append(f"{len(found['spill'])} spill {least}{f' to {most:,}' if most > least else ''} bytes")
-    for key, what in (("more", "need more than predicted"), ("less", "need less"), ("unfit", "do not fit"), ("failed", "do not compile")):
+    for key, what in (
+        ("more", "need more than predicted"),
+        ("less", "need less"),
+        ("unfit", "do not fit"),
+        ("failed", "do not compile"),
+    ):
         said += [f"{len(found[key])} {what}"] if found[key] else []
     of_code = {
         "serialised": "serialised",
@@ -111,7 +144,10 @@ def table(heading: str, columns: dict[str, dict[str, str]]) -> list[str]:
     """Lines of a table with a column for each version, and a row for each key that one of them has."""
     rows = list(dict.fromkeys(row for column in columns.values() for row in column))
     lines = [f"| {heading} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return [*lines, *(f"| {row} | {' | '.join(column.get(row, 'not run') for column in columns.values())} |" for row in rows)]
+    return [
+        *lines,
+        *(f"| {row} | {' | '.join(column.get(row, 'not run') for column in columns.values())} |" for row in rows),
+    ]
 
 
 def page(runs: dict[str, dict[str, Any]], kept: dict[str, Any]) -> str:
@@ -151,13 +187,21 @@ def page(runs: dict[str, dict[str, Any]], kept: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the suite under the pairs asked for, and write the page of what is known of all; it fails where a check does."""
+    """Run the suite under the pairs asked for, and write the page of what is known of all; it fails where a check
+    does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--torch", nargs="*", choices=PAIRS, default=list(PAIRS), help="versions of torch [default: all]; none: the page alone"
+        "--torch",
+        nargs="*",
+        choices=PAIRS,
+        default=list(PAIRS),
+        help="versions of torch [default: all]; none: the page alone",
     )
     parser.add_argument(
-        "--envs", type=Path, default=ROOT / ".versions", help="folder of the environments, some GB each [default: .versions]"
+        "--envs",
+        type=Path,
+        default=ROOT / ".versions",
+        help="folder of the environments, some GB each [default: .versions]",
     )
     asked = parser.parse_args()
     asked.envs.mkdir(parents=True, exist_ok=True)
@@ -178,7 +222,12 @@ def main() -> None:
         runs |= json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else missing
     findings = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     PAGE.write_text(page(runs, findings), encoding="utf-8")
-    wrong = [f"{title}: {name}: {cell}" for title, run in runs.items() for name, cell in run["tests"].items() if not _is_right(cell)]
+    wrong = [
+        f"{title}: {name}: {cell}"
+        for title, run in runs.items()
+        for name, cell in run["tests"].items()
+        if not _is_right(cell)
+    ]
     sys.exit("\n".join(wrong) or None)
 
 

@@ -13,28 +13,35 @@ from typing import Any
 
 from attngen.certify.certificate import TOLERANCE, chosen, reason
 from attngen.devices import CLASSES
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.text import parse_module
-from attngen.targets.common.base import Reading
+from attngen.targets.common.base import CompileReport
 from attngen.targets.triton.compiler import compile_all, job, triton_version
 from attngen.targets.triton.cost import schedule_key
 from attngen.targets.triton.sram import sram_bytes
-from tests.versions import divided
+from tests.versions import warp_specialized
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "versions.json"  # by version of Triton, and by target
 SAMPLE = ("causal_mqa",)
-TARGETS = ("sm80", "sm90", "sm100", "gfx942", divided.NAME)  # the last: forwards for sm90 whose warps have roles
+TARGETS = (
+    "sm80",
+    "sm90",
+    "sm100",
+    "gfx942",
+    warp_specialized.NAME,
+)  # the last: forwards for sm90 whose warps have roles
 
 
-def of_target(work: list[tuple[Module, Kernel, Row]], readings: list[Reading | str]) -> dict[str, Any]:
-    """How many kernels were compiled, and those that spill (bytes), need more shared memory than predicted, or less, or do not compile.
+def of_target(work: list[tuple[Module, Kernel, Config]], readings: list[CompileReport | str]) -> dict[str, Any]:
+    """How many kernels were compiled, and those that spill (bytes), need more shared memory than predicted, or less, or
+    do not compile.
 
     `more` and `less`: bytes predicted and reported; `less` by more than TOLERANCE, with no reason in the report.
     """
     found: dict[str, Any] = {"kernels": len(work), "spill": {}, "more": {}, "less": {}, "unfit": {}, "failed": {}}
-    for (module, kernel, row), reading in zip(work, readings):
-        name, predicted = f"{module.name} {schedule_key(module, kernel, row)}", sram_bytes(module, kernel, row)
+    for (module, kernel, config), reading in zip(work, readings):
+        name, predicted = f"{module.name} {schedule_key(module, kernel, config)}", sram_bytes(module, kernel, config)
         if isinstance(reading, str):
             found["failed"][name] = reading
             continue
@@ -43,9 +50,9 @@ def of_target(work: list[tuple[Module, Kernel, Row]], readings: list[Reading | s
             found["spill"][name] = reading.spilled_bytes
         if reading.shared_bytes > predicted:
             found["more"][name] = pair
-        if reading.shared_bytes > CLASSES[row.device].smem_per_block:
+        if reading.shared_bytes > CLASSES[config.device].smem_per_block:
             found["unfit"][name] = pair
-        if predicted > TOLERANCE * reading.shared_bytes and not reason(module, kernel, row, reading):
+        if predicted > TOLERANCE * reading.shared_bytes and not reason(module, kernel, config, reading):
             found["less"][name] = pair
     return found
 
@@ -61,18 +68,20 @@ def findings(names: list[str], targets: list[str], workers: int) -> dict[str, di
         modules.append((parse_module(ir.read_text(encoding="utf-8"), str(ir)), ir.with_name("kernels.py")))
     found = {}
     for target in targets:
-        if target == divided.NAME:
-            found[target] = divided.findings(None if names else list(divided.SAMPLE), workers)
+        if target == warp_specialized.NAME:
+            found[target] = warp_specialized.findings(None if names else list(warp_specialized.SAMPLE), workers)
             continue
-        asked = [(module, kernel, row, file) for module, file in modules for kernel, row in portable(module, target)]
+        asked = [
+            (module, kernel, config, file) for module, file in modules for kernel, config in portable(module, target)
+        ]
         readings = compile_all([job(*what) for what in asked], workers)
         found[target] = of_target([what[:3] for what in asked], list(readings))
     return found
 
 
-def portable(module: Module, target: str) -> list[tuple[Kernel, Row]]:
+def portable(module: Module, target: str) -> list[tuple[Kernel, Config]]:
     """The rows that `attngen verify` takes of the module's own backend."""
-    return [(kernel, row) for kernel, row in chosen(module, [target], False) if row.backend == module.backend]
+    return [(kernel, config) for kernel, config in chosen(module, [target], False) if config.backend == module.backend]
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Prints, as JSON, which private interfaces of torch and Triton the runtime takes in this environment: `python -m tests.versions.probe`."""
+"""Prints, as JSON, which private interfaces of torch and Triton the runtime takes in this environment: `python -m
+tests.versions.probe`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def main() -> None:
     taken = {name: is_taken(home, name) for home, name in PRIVATE}
     source = inspect.getsource(CompiledKernel)
     taken["knobs.runtime.launch_enter_hook.calls"] = hasattr(triton.knobs.runtime.launch_enter_hook, "calls")
-    taken["CompiledKernel: " + ", ".join(PARTS)] = all(f"self.{part}" in source or f"def {part}" in source for part in PARTS)
+    taken["CompiledKernel: " + ", ".join(PARTS)] = all(
+        f"self.{part}" in source or f"def {part}" in source for part in PARTS
+    )
     print(json.dumps(taken))
 
 

@@ -20,27 +20,35 @@ from attngen.conformance.over_cache import latent_rows, latents_of
 from attngen.ir.dtypes import latent_bytes
 
 AT_ONCE = 1024  # pages, or sequences, whose latents are rounded together
-FACTOR = 2.0**-6  # of numbers of 8 bits: normal values in these are below 448, and exact in 16 bits when they are multiplied by it
+FACTOR = (
+    2.0**-6
+)  # of numbers of 8 bits: normal values in these are below 448, and exact in 16 bits when they are multiplied by it
 
 
 def problem_of(cell: Cell, device: str, folder: Path) -> Problem:
     """A cell on a device: over a cache if its spec has one, of a function for FlexAttention, or of a module's call."""
-    return (CacheProblem if cell.cached else FunctionProblem if cell.asked("function") else Problem)(cell, device, folder)
+    return (CacheProblem if cell.cached else FunctionProblem if cell.asked("function") else Problem)(
+        cell, device, folder
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class CacheProblem(Problem):
-    """A cell over a cache. `given` has what `attention.with_kvcache` takes beside q and the cache, the same for all sets.
+    """A cell over a cache. `given` has what `attention.with_kvcache` takes beside q and the cache, the same for all
+    sets.
 
-    k and v of a set are the cache, with heads before rows: [B, Hkv, n_kv, D], or [pages, Hkv, page, D]. In memory rows lie before heads, as
-    `with_kvcache` takes them. Of a latent, v is the first columns of k; of rows of bytes, k itself.
+    k and v of a set are the cache, with heads before rows: [B, Hkv, n_kv, D], or [pages, Hkv, page, D]. In memory rows
+    lie before heads, as `with_kvcache` takes them. Of a latent, v is the first columns of k; of rows of bytes, k
+    itself.
     """
 
     @cached_property
     def lengths(self) -> list[int]:
         """The keys of each sequence."""
         c, generator = self.cell, torch.Generator().manual_seed(0)
-        found: list[int] = torch.randint(int(c.asked("ragged")) or c.n_kv, c.n_kv + 1, (c.batch,), generator=generator).tolist()
+        found: list[int] = torch.randint(
+            int(c.asked("ragged")) or c.n_kv, c.n_kv + 1, (c.batch,), generator=generator
+        ).tolist()
         return found
 
     @cached_property
@@ -70,7 +78,9 @@ class CacheProblem(Problem):
         found |= {"page_table": self.page_table} if c.page else {}
         of_keys = [i.name for i in c.spec.inputs() if i.shape[-1:] == ("Nk",)]
         found |= {name: pad(found[name], (0, room - c.n_kv)) for name in of_keys if room > c.n_kv}
-        return found | (dict.fromkeys(("k_scale", "v_scale"), self.factors) if c.quantised and not self.of_latents else {})
+        return found | (
+            dict.fromkeys(("k_scale", "v_scale"), self.factors) if c.quantised and not self.of_latents else {}
+        )
 
     @property
     def of_latents(self) -> bool:
@@ -86,7 +96,8 @@ class CacheProblem(Problem):
 
     @cached_property
     def mods(self) -> Mods:
-        """The mask and the scores as functions of positions: of constant sizes where all sequences have `n_kv` keys in whole pages."""
+        """The mask and the scores as functions of positions: of constant sizes where all sequences have `n_kv` keys
+        in whole pages."""
         whole = {self.cell.n_kv} == set(self.lengths) and self.cell.n_kv % (self.cell.page or 1) == 0
         given = {name: x for name, x in self.given.items() if not (whole and name == "cache_seqlens")}
         return mods(self.cell.spec, self.sizes, given, self.device)
@@ -129,11 +140,14 @@ class CacheProblem(Problem):
         return Inputs(q, k, v, (), q)  # no gradient of the output is read
 
     def visible(self) -> torch.Tensor | None:
-        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where all see all."""
+        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where all
+        see all."""
         if self.mods.mask is None:
             return None
         c = self.cell
-        mask: torch.Tensor = self.mods.mask(*self._positions(c.batch if self.mods.by_batch else 1, c.heads if self.mods.by_head else 1))
+        mask: torch.Tensor = self.mods.mask(
+            *self._positions(c.batch if self.mods.by_batch else 1, c.heads if self.mods.by_head else 1)
+        )
         return None if bool(mask.all()) else mask
 
     def scores(self) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
@@ -144,7 +158,10 @@ class CacheProblem(Problem):
     def _positions(self, batch: int, heads: int) -> list[torch.Tensor]:
         """Numbers of sequences, heads, queries and keys, each along its dimension of the scores."""
         sizes = (batch, heads, self.cell.n_q, self.cell.n_kv)
-        return [torch.arange(n, device=self.device).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
+        return [
+            torch.arange(n, device=self.device).view([-1 if i == axis else 1 for i in range(4)])
+            for axis, n in enumerate(sizes)
+        ]
 
     def rows(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of a set, [B, Hkv, n_kv, D]; of pages, copies; of numbers of 8 bits, in the cell's dtype."""

@@ -20,7 +20,8 @@ def _spec(mask: str, sharing: str, dim: int, **more: Any) -> Spec:
 
 
 def paper() -> Grid:
-    """The seed study's: 4 sequences, 16 heads, D = 64, fp16, causal and not, MHA and MQA, forward and backward, naive too."""
+    """The seed study's: 4 sequences, 16 heads, D = 64, fp16, causal and not, MHA and MQA, forward and backward,
+    naive too."""
     specs = [_spec(mask, sharing, 64) for mask in ("causal", "none") for sharing in ("mha", "mqa")]
     cells = tuple(cell("paper", s, n, n, batch=4, dtype="fp16") for s in specs for n in ROWS)
     return Grid("paper", cells, ("ours", "flash", "naive"))
@@ -50,7 +51,13 @@ class Variant:
     deterministic: bool = True
 
     def spec(self, name: str) -> Spec:
-        data = {"name": f"flex_{name}", "heads": {"sharing": "gqa"}, "head_dim": 128, "dtype": "bf16", "mask": self.mask}
+        data = {
+            "name": f"flex_{name}",
+            "heads": {"sharing": "gqa"},
+            "head_dim": 128,
+            "dtype": "bf16",
+            "mask": self.mask,
+        }
         unordered = {} if self.deterministic else {"backward": {"deterministic": False}}
         return make_spec({**data, "score": list(self.score), **unordered} if self.score else data)
 
@@ -76,7 +83,8 @@ FLEX = {
 
 
 def flex() -> Grid:
-    """FlexAttention's variants: B = 2, 16 query heads over 4, N = 8192, D = 128, bf16; documents of 131,072 rows for their memory."""
+    """FlexAttention's variants: B = 2, 16 query heads over 4, N = 8192, D = 128, bf16; documents of 131,072 rows for
+    their memory."""
     cells = [_variant(name, 8192, 2) for name in FLEX]
     return Grid("flex", (*cells, _variant("documents", MEMORY_ROWS, 1)), ("ours", "flex"))
 
@@ -94,17 +102,23 @@ BLOCK_ROWS, BLOCK, SHARES = 16384, 128, (1, 2, 4, 8, 16)  # one block in so many
 
 
 def variants() -> Grid:
-    """What dropout costs (N = 4k, hidden size 2048, D in {128, 64}), and what block sparsity saves (N = 16k, D = 128, 16 heads)."""
+    """What dropout costs (N = 4k, hidden size 2048, D in {128, 64}), and what block sparsity saves (N = 16k, D =
+    128, 16 heads)."""
     cells = []
     for dim in (128, 64):
         for mask in ("causal", "none"):
             plain, drops = _spec(mask, "mha", dim), _spec(mask, "mha", dim, dropout=True)
             for spec, p in ((plain, 0.0), (drops, 0.0), (drops, DROPOUT_P)):
                 call = {"dropout_p": p} if p else {}
-                cells.append(cell("variants", spec, DROPOUT_ROWS, DROPOUT_ROWS, heads=2048 // dim, dtype="bf16", call=call))
+                cells.append(
+                    cell("variants", spec, DROPOUT_ROWS, DROPOUT_ROWS, heads=2048 // dim, dtype="bf16", call=call)
+                )
     sparse = make_spec({"name": "block_sparse_d128", "head_dim": 128, "mask": {"block_sparse": {"block": BLOCK}}})
     cells.append(cell("variants", _spec("none", "mha", 128), BLOCK_ROWS, BLOCK_ROWS, batch=1, dtype="bf16"))
-    cells += [cell("variants", sparse, BLOCK_ROWS, BLOCK_ROWS, batch=1, dtype="bf16", call={"share": share}) for share in SHARES]
+    cells += [
+        cell("variants", sparse, BLOCK_ROWS, BLOCK_ROWS, batch=1, dtype="bf16", call={"share": share})
+        for share in SHARES
+    ]
     return Grid("variants", tuple(cells), ("ours", "flash"))
 
 
@@ -139,9 +153,9 @@ def _step(spec: Spec, batch: int, keys: int, queries: int = 1, heads: int = 32, 
 
 
 def decode() -> Grid:
-    """Decoding over a cache: 32 query heads over 8, D = 128, bf16; 1k to 128k keys by 1 to 128 sequences; then drafts, pages, sequences of
-    512 to 64k keys, keys of 8 bits, Mistral's window of 1024 keys, gpt-oss's sinks, documents of 1024 keys, MLA with 16 and 128 heads and
-    in 8 bits."""
+    """Decoding over a cache: 32 query heads over 8, D = 128, bf16; 1k to 128k keys by 1 to 128 sequences; then
+    drafts, pages, sequences of 512 to 64k keys, keys of 8 bits, Mistral's window of 1024 keys, gpt-oss's sinks,
+    documents of 1024 keys, MLA with 16 and 128 heads and in 8 bits."""
     rows, pages = _served("rows"), {size: _served(f"page{size}", size) for size in (16, 64, 256)}
     quantised = {of: _served(f"fp8_{of}", 64, {"dtype": "fp8_e4m3", "scale": of}) for of in ("head", "page")}
     window = _served("window", 16, mask={"sliding_window": {"left": 1023, "right": 0}})
@@ -160,13 +174,16 @@ def decode() -> Grid:
     cells += [_step(window, 8, keys) for keys in (K, 128 * K)]
     cells += [_step(sinks, *LONG[0], heads=64)]
     cells += [_step(spec, 8, 128 * K, document=K) for spec in documents]
-    cells += [_step(spec, 8, keys, heads=heads) for spec in (mla, mla_fp8) for keys in (8 * K, 64 * K) for heads in (16, 128)]
+    cells += [
+        _step(spec, 8, keys, heads=heads) for spec in (mla, mla_fp8) for keys in (8 * K, 64 * K) for heads in (16, 128)
+    ]
     cells += [_step(mla, *size, heads=128) for size in ((1, 64 * K), (32, 4 * K))]
     return Grid("decode", tuple(cells), ("ours", "flash", "cudnn", "flex", "flashinfer", "naive"))
 
 
 def mods() -> Grid:
-    """Masks and modifiers that people write for FlexAttention (mods/), each at its own length, about 8k, 16 heads, D = 128, bf16."""
+    """Masks and modifiers that people write for FlexAttention (mods/), each at its own length, about 8k, 16 heads, D
+    = 128, bf16."""
     from attngen.bench.cases.functions import cell_of
     from attngen.bench.mods import MODS
 

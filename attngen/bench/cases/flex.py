@@ -1,7 +1,8 @@
 """FlexAttention's `mask_mod` and `score_mod` of a spec, written from its own expressions.
 
-Sizes and numbers of the call are printed as they are, so that what torch compiles is what a person would write for that call. Reads of
-tensors follow the spec's language: a negative index counts from the end, and what is outside even so is 0.
+Sizes and numbers of the call are printed as they are, so that what torch compiles is what a person would write for that
+call. Reads of tensors follow the spec's language: a negative index counts from the end, and what is outside even so is
+0.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ _CALLS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Written:
-    """The source of `_mods(tensors...)`, which gives (mask_mod or None, score_mod or None), and the names of the tensors that it takes.
+    """The source of `_mods(tensors...)`, which gives (mask_mod or None, score_mod or None), and the names of the
+    tensors that it takes.
 
     by_batch, by_head: whether the mask differs between sequences, and between query heads.
     """
@@ -99,7 +101,8 @@ class Written:
 
 @dataclass(frozen=True)
 class Mods:
-    """Functions of tensors of positions: mask_mod(b, h, q_idx, kv_idx) and score_mod(score, b, h, q_idx, kv_idx), where there is one."""
+    """Functions of tensors of positions: mask_mod(b, h, q_idx, kv_idx) and score_mod(score, b, h, q_idx, kv_idx),
+    where there is one."""
 
     mask: Mod | None
     score: Mod | None
@@ -107,7 +110,8 @@ class Mods:
     by_head: bool
 
     def visible_pairs(self, sizes: Sizes, device: torch.device | str, rows: int = 1024) -> int:
-        """Pairs of query and key that the mask lets see each other, of all sequences and query heads; counted, some rows at a time."""
+        """Pairs of query and key that the mask lets see each other, of all sequences and query heads; counted, some
+        rows at a time."""
         import torch
 
         if self.mask is None:
@@ -151,7 +155,9 @@ def mods(spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.devic
     tensors = _tensors(spec, sizes, given, device)
     written = write(spec, sizes, given, {name: tuple(x.shape) for name, x in tensors.items()})
     space: dict[str, Any] = {}
-    exec(compile(written.source, f"<flex functions of {spec.name}>", "exec"), space)  # text that `write` printed, nothing of a user's
+    exec(
+        compile(written.source, f"<flex functions of {spec.name}>", "exec"), space
+    )  # text that `write` printed, nothing of a user's
     mask, score = space["_mods"](*(tensors[name] for name in written.tensors))
     return Mods(mask, score, written.by_batch, written.by_head)
 
@@ -173,7 +179,9 @@ def write(spec: Spec, sizes: Sizes, given: Mapping[str, Any], shapes: Mapping[st
     """The functions' source for a call; `shapes` are those of every tensor that they may read."""
     group = sizes.q_heads // sizes.kv_heads
     ragged = "cache_seqlens" in shapes
-    known: dict[Any, Any] = {symbol("Nq"): sympy.Integer(sizes.n_q)} | ({} if ragged else {NK: sympy.Integer(sizes.n_kv)})
+    known: dict[Any, Any] = {symbol("Nq"): sympy.Integer(sizes.n_q)} | (
+        {} if ragged else {NK: sympy.Integer(sizes.n_kv)}
+    )
     known[symbol("hkv")] = floordiv(symbol("h"), sympy.Integer(group))
     known |= {symbol(name): sympy.sympify(x) for name, x in given.items() if isinstance(x, (int, float))}
     mask_printer, score_printer = _Printer(spec.mask, known, shapes), None
@@ -211,11 +219,14 @@ def write(spec: Spec, sizes: Sizes, given: Mapping[str, Any], shapes: Mapping[st
 
 
 class _Printer:
-    """Expressions of one mask or modifier as torch source: whatever has a free symbol is a tensor, all else a number."""
+    """Expressions of one mask or modifier as torch source: whatever has a free symbol is a tensor, all else a
+    number."""
 
     def __init__(self, part: Part, known: dict[Any, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.reads = {read.name: read for read in part.reads()}
-        self.declared = {i.name: i.shape for i in part.inputs()} | {n: s for d in part.derived() for n, s in zip(d.names, d.shapes)}
+        self.declared = {i.name: i.shape for i in part.inputs()} | {
+            n: s for d in part.derived() for n, s in zip(d.names, d.shapes)
+        }
         self.known, self.shapes = known, shapes
         self.tensors: dict[str, None] = {}  # that were read, in order
         self.letters: set[str] = set()  # of b and h, those that a value depends on

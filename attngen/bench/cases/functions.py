@@ -1,4 +1,5 @@
-"""Cells of functions that people write for FlexAttention (mods/): both sides get the functions, ours by `attngen.flex_attention`."""
+"""Cells of functions that people write for FlexAttention (mods/): both sides get the functions, ours by
+`attngen.flex_attention`."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ def cell_of(grid: str, mod: Mod, case: Case) -> Cell:
     made = mod.make(sizes, "cpu", torch.Generator().manual_seed(0))
     sharing = "mha" if sizes.q_heads == sizes.kv_heads else "mqa" if sizes.kv_heads == 1 else "gqa"
     text = spec_from_mods(
-        made.score_mod, made.mask_mod, name=PREFIX + mod.name, head_dim=HEAD_DIM, sharing=sharing, dtype=(DTYPE,), sizes=sizes
+        made.score_mod,
+        made.mask_mod,
+        name=PREFIX + mod.name,
+        head_dim=HEAD_DIM,
+        sharing=sharing,
+        dtype=(DTYPE,),
+        sizes=sizes,
     )
     batch, heads, kv_heads, n_q, n_kv = sizes
     return cell(grid, parse_spec(text), n_q, n_kv, batch=batch, heads=heads, kv_heads=kv_heads, call={"function": 1})

@@ -45,10 +45,11 @@ class Cell:
 
     Calls of a spec with a cache read keys and values from that, by `attention.with_kvcache`, and have no backward.
 
-    `call` says how its calls differ from a common user's: `dropout_p`, the probability of dropout; `document`, the rows of each document,
-    where the spec reads numbers of documents; `share`, one of so many blocks counts, where it reads a mask of blocks;
-    `ragged`, the least keys of a sequence, where their numbers are uniform from that to n_kv; `page`, the keys of a page, where the spec
-    takes any; `function`, 1 where the spec is that of a function for FlexAttention, which both sides get (functions.py).
+    `call` says how its calls differ from a common user's: `dropout_p`, the probability of dropout; `document`, the rows
+    of each document, where the spec reads numbers of documents; `share`, one of so many blocks counts, where it reads a
+    mask of blocks; `ragged`, the least keys of a sequence, where their numbers are uniform from that to n_kv; `page`,
+    the keys of a page, where the spec takes any; `function`, 1 where the spec is that of a function for FlexAttention,
+    which both sides get (functions.py).
     """
 
     grid: str
@@ -64,7 +65,9 @@ class Cell:
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         rows = f"N{self.n_q}" if self.n_q == self.n_kv else f"Nq{self.n_q} Nk{self.n_kv}"
-        return " ".join([self.spec.name, self.dtype, f"B{self.batch}", f"H{heads}", rows, *(f"{k}={x:g}" for k, x in self.call)])
+        return " ".join(
+            [self.spec.name, self.dtype, f"B{self.batch}", f"H{heads}", rows, *(f"{k}={x:g}" for k, x in self.call)]
+        )
 
     def asked(self, name: str) -> float:
         """What `call` says of a name; 0 if nothing."""
@@ -100,7 +103,9 @@ class Cell:
 
     def words(self) -> dict[str, str]:
         """By what `--only` chooses cells: one word of each kind."""
-        cache = {"lengths": "ragged" if self.asked("ragged") else "even", "page": f"page{self.page}"} if self.cached else {}
+        cache = (
+            {"lengths": "ragged" if self.asked("ragged") else "even", "page": f"page{self.page}"} if self.cached else {}
+        )
         return {
             "spec": self.spec.name,
             "mask": self.spec.mask.describe(),
@@ -130,16 +135,32 @@ def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, ba
     sharing = SHARINGS[spec.heads.sharing]
     shared = kv_heads if kv_heads and sharing.counts_group else sharing.kv_heads(heads, 4)
     if kv_heads is not None and kv_heads != shared:
-        raise AttngenError(f"{spec.name} is {sharing.name}, which has {shared} K/V heads for {heads} query heads, not {kv_heads}")
+        raise AttngenError(
+            f"{spec.name} is {sharing.name}, which has {shared} K/V heads for {heads} query heads, not {kv_heads}"
+        )
     if heads % shared:
         raise AttngenError(f"{spec.name}: {heads} query heads are not a multiple of {shared} K/V heads")
     if dtype is not None and dtype not in spec.dtype:
         raise AttngenError(f"{spec.name} is not built for {dtype}; expected {' or '.join(spec.dtype)}")
     if "ragged" in call and (spec.cache is None or call["ragged"] > n_kv):
-        raise AttngenError(f"{spec.name}: `ragged` is {call['ragged']:g}; expected a spec with `cache`, and {n_kv}, the keys, at most")
+        raise AttngenError(
+            f"{spec.name}: `ragged` is {call['ragged']:g}; expected a spec with `cache`, and {n_kv}, the keys, at most"
+        )
     if "page" in call and (spec.cache is None or spec.cache.page != "page_rows"):
-        raise AttngenError(f"{spec.name}: `page_size` is {call['page']:g}; expected a spec with `cache: {{paged: {{page_size: any}}}}`")
-    return Cell(grid, spec, dtype or spec.dtype[0], batch or max(1, tokens // n_kv), heads, shared, n_q, n_kv, tuple(call.items()))
+        raise AttngenError(
+            f"{spec.name}: `page_size` is {call['page']:g}; expected a spec with `cache: {{paged: {{page_size: any}}}}`"
+        )
+    return Cell(
+        grid,
+        spec,
+        dtype or spec.dtype[0],
+        batch or max(1, tokens // n_kv),
+        heads,
+        shared,
+        n_q,
+        n_kv,
+        tuple(call.items()),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- grids in YAML
@@ -193,7 +214,9 @@ class _Reader:
             raise self.error((*place, "dtype"), f"is `{shown(dtype)}`; expected {', '.join(most)} or {last}")
         for path in self.several(data, "specs", place):
             if not isinstance(path, str):
-                raise self.error((*place, "specs"), f"is `{shown(path)}`; expected files, as in [specs/causal_gqa.yaml]")
+                raise self.error(
+                    (*place, "specs"), f"is `{shown(path)}`; expected files, as in [specs/causal_gqa.yaml]"
+                )
             spec = load_spec(path)
             for rows in self.several(data, "n", place):
                 pair = rows if isinstance(rows, list) and len(rows) == 2 else [rows, rows]
@@ -219,14 +242,17 @@ class _Reader:
 
 
 def only(cells: Sequence[Cell], text: str) -> list[Cell]:
-    """The cells that have one of the words given of each kind: `D64,D128,causal,N4096`; AttngenError for a word that none has."""
+    """The cells that have one of the words given of each kind: `D64,D128,causal,N4096`; AttngenError for a word that
+    none has."""
     known = [{kind: word.lower() for kind, word in c.words().items()} for c in cells]
     wanted: dict[str, set[str]] = {}
     for word in (w.strip().lower() for w in text.split(",") if w.strip()):
         word = f"n{word}" if word.isdigit() else word
         kinds = {kind for words in known for kind, value in words.items() if value == word}
         if not kinds:
-            raise AttngenError(f"--only: no cell has `{shown(word)}`; {suggest(word, {w for words in known for w in words.values()})}")
+            raise AttngenError(
+                f"--only: no cell has `{shown(word)}`; {suggest(word, {w for words in known for w in words.values()})}"
+            )
         for kind in kinds:
             wanted.setdefault(kind, set()).add(word)
     found = [c for c, words in zip(cells, known) if all(words.get(kind) in some for kind, some in wanted.items())]

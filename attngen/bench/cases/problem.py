@@ -79,7 +79,9 @@ class Problem:
         if rows := int(c.asked("document")):
             for i in c.spec.inputs():
                 if i.dtype == "i32":
-                    found[i.name] = (torch.arange(c.n_kv, device=self.device, dtype=torch.int32) // rows).repeat(c.batch, 1)
+                    found[i.name] = (torch.arange(c.n_kv, device=self.device, dtype=torch.int32) // rows).repeat(
+                        c.batch, 1
+                    )
         blocks = c.spec.mask.blocks()
         if blocks and (share := int(c.asked("share"))):
             rows_q, rows_kv = (torch.arange(-(-n // blocks.size), device=self.device) for n in (c.n_q, c.n_kv))
@@ -102,7 +104,8 @@ class Problem:
         return self.dtype.itemsize * c.batch * c.kv_heads * c.n_kv * (dim.qk + dim.v)
 
     def visible(self) -> torch.Tensor | None:
-        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where it sees all."""
+        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where it
+        sees all."""
         if isinstance(self.cell.spec.mask, NoMask):
             return None
         one = self.draw(0)

@@ -1,4 +1,5 @@
-"""The masks and score modifiers that people write for FlexAttention, written anew, each with an oracle: what attention-gym collects."""
+"""The masks and score modifiers that people write for FlexAttention, written anew, each with an oracle: what
+attention-gym collects."""
 
 from __future__ import annotations
 
@@ -7,4 +8,6 @@ from attngen.bench.mods.mod import Case, Made, Mod
 
 __all__ = ["MODS", "Case", "Made", "Mod"]
 
-MODS: dict[str, Mod] = {mod.name: mod for family in (windows, documents, blocks, canvases, scores, graphs) for mod in family.MODS}
+MODS: dict[str, Mod] = {
+    mod.name: mod for family in (windows, documents, blocks, canvases, scores, graphs) for mod in family.MODS
+}

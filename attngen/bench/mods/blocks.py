@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 def _diffusion(sizes: Sizes, device: torch.device, generator: torch.Generator, block: int) -> Made:
     """Training of block diffusion: half the positions are noised tokens, the other half the same tokens clean.
 
-    A noised token sees its block's noised ones and the clean ones of the blocks before; a clean one sees the clean ones of its block and
-    of those before. (Arriola et al. 2025, Block Diffusion, section 3.1.)
+    A noised token sees its block's noised ones and the clean ones of the blocks before; a clean one sees the clean ones
+    of its block and of those before. (Arriola et al. 2025, Block Diffusion, section 3.1.)
     """
     half = sizes.n_q // 2
 
@@ -44,7 +44,8 @@ def _diffusion_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _draft_tree(sizes: Sizes, device: torch.device, generator: torch.Generator, prefix: int, branches: int) -> Made:
-    """Verification of a tree of drafted tokens after a prefix: a node sees the prefix, ancestors and itself (JetSpec, arXiv:2606.18394).
+    """Verification of a tree of drafted tokens after a prefix: a node sees the prefix, ancestors and itself (JetSpec,
+    arXiv:2606.18394).
 
     Each node hangs from one of the `branches` nodes before it, drawn at random.
     """
@@ -77,7 +78,8 @@ def _draft_tree_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _draft_blocks(sizes: Sizes, device: torch.device, generator: torch.Generator, prefix: int, block: int) -> Made:
-    """Training of a drafting head: blocks of queries, each after the whole prefix and causal within itself (JetSpec, arXiv:2606.18394)."""
+    """Training of a drafting head: blocks of queries, each after the whole prefix and causal within itself (JetSpec,
+    arXiv:2606.18394)."""
 
     def in_block(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         drafted = kv_idx - prefix
@@ -105,9 +107,12 @@ def _tokens_in_tiles(grid: Sequence[int], tile: Sequence[int]) -> list[int]:
 def _chosen(
     sizes: Sizes, device: torch.device, generator: torch.Generator, grid: Sequence[int], tile: Sequence[int], top: int
 ) -> tuple[Tensor, Tensor, int]:
-    """(the `top` tiles with the highest of random scores, int32 [B, H, tiles, top]; tokens in each tile, int64 [tiles]; room in a tile)."""
+    """(the `top` tiles with the highest of random scores, int32 [B, H, tiles, top]; tokens in each tile, int64
+    [tiles]; room in a tile)."""
     counts = torch.tensor(_tokens_in_tiles(grid, tile), device=device)
-    drawn = torch.rand(sizes.batch, sizes.q_heads, len(counts), len(counts), generator=generator, device=generator.device)
+    drawn = torch.rand(
+        sizes.batch, sizes.q_heads, len(counts), len(counts), generator=generator, device=generator.device
+    )
     return drawn.topk(top).indices.int().to(device), counts, math.prod(tile)
 
 
@@ -116,7 +121,8 @@ def _video_tiles(
 ) -> Made:
     """A tile of queries sees the tokens of the tiles that it chose; a tile has room for more tokens than some have.
 
-    grid, tile: frames, rows and columns. (Zhang et al. 2025, VSA: Faster Video Diffusion with Trainable Sparse Attention.)
+    grid, tile: frames, rows and columns. (Zhang et al. 2025, VSA: Faster Video Diffusion with Trainable Sparse
+    Attention.)
     """
     chosen, counts, room = _chosen(sizes, device, generator, grid, tile, top)
 
@@ -133,7 +139,9 @@ def _video_tile_map(
 ) -> Made:
     """The same mask, its tiles chosen in a map, bool [B, H, tiles, tiles], rather than in a list."""
     chosen, counts, room = _chosen(sizes, device, generator, grid, tile, top)
-    pairs = torch.zeros(*chosen.shape[:3], len(counts), dtype=torch.bool, device=device).scatter(-1, chosen.long(), True)
+    pairs = torch.zeros(*chosen.shape[:3], len(counts), dtype=torch.bool, device=device).scatter(
+        -1, chosen.long(), True
+    )
 
     def in_chosen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         kv_tile = kv_idx // room
@@ -172,7 +180,11 @@ MODS = (
         "jetspec_tree",
         _draft_tree,
         _draft_tree_reference,
-        (case(1, 20, prefix=19, branches=1), case(17, 17, prefix=0, branches=4), case(30, 131, batch=2, prefix=101, branches=8)),
+        (
+            case(1, 20, prefix=19, branches=1),
+            case(17, 17, prefix=0, branches=4),
+            case(30, 131, batch=2, prefix=101, branches=8),
+        ),
         case(128, 8192, q_heads=16, prefix=8064, branches=8),
     ),
     mask(

@@ -13,8 +13,11 @@ from attngen.ir.sizes import Sizes
 Tensor = torch.Tensor
 
 
-def _near(at: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], canvas: Sequence[int], kernel: Sequence[int]) -> Tensor:
-    """Whether a pixel, (row, column), is in the window of another: centred there, and moved inwards at the canvas's edges.
+def _near(
+    at: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], canvas: Sequence[int], kernel: Sequence[int]
+) -> Tensor:
+    """Whether a pixel, (row, column), is in the window of another: centred there, and moved inwards at the canvas's
+    edges.
 
     canvas, kernel: height and width; the kernel's are odd. (Hassani et al. 2023, Neighborhood Attention Transformer.)
     """
@@ -24,7 +27,9 @@ def _near(at: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], canvas: Seque
     return ((row - other[0]).abs() <= row_reach) & ((column - other[1]).abs() <= column_reach)
 
 
-def _natten(sizes: Sizes, device: torch.device, generator: torch.Generator, canvas: Sequence[int], kernel: Sequence[int]) -> Made:
+def _natten(
+    sizes: Sizes, device: torch.device, generator: torch.Generator, canvas: Sequence[int], kernel: Sequence[int]
+) -> Made:
     """Neighbourhood attention; pixels are numbered row by row."""
     width = canvas[1]
 
@@ -36,7 +41,12 @@ def _natten(sizes: Sizes, device: torch.device, generator: torch.Generator, canv
 
 
 def _tiled_natten(
-    sizes: Sizes, device: torch.device, generator: torch.Generator, canvas: Sequence[int], kernel: Sequence[int], tile: Sequence[int]
+    sizes: Sizes,
+    device: torch.device,
+    generator: torch.Generator,
+    canvas: Sequence[int],
+    kernel: Sequence[int],
+    tile: Sequence[int],
 ) -> Made:
     """Neighbourhood attention; pixels are numbered tile by tile, and row by row within each."""
     (height, width), (rows, columns) = canvas, tile
@@ -50,7 +60,9 @@ def _tiled_natten(
         return _near(pixel(q_idx), pixel(kv_idx), canvas, kernel)
 
     tiles = torch.arange(sizes.n_q, device=device).view(height // rows, across, rows, columns)
-    return Made(None, in_window, device, data={"order": tiles.transpose(1, 2).reshape(height, width), "kernel": tuple(kernel)})
+    return Made(
+        None, in_window, device, data={"order": tiles.transpose(1, 2).reshape(height, width), "kernel": tuple(kernel)}
+    )
 
 
 def _every_other_bit(code: Tensor) -> Tensor:
@@ -61,10 +73,14 @@ def _every_other_bit(code: Tensor) -> Tensor:
     return code
 
 
-def _morton_natten(sizes: Sizes, device: torch.device, generator: torch.Generator, canvas: Sequence[int], kernel: Sequence[int]) -> Made:
-    """Neighbourhood attention; pixels are numbered along a Z-order curve: a number's even bits are the column, its odd ones the row.
+def _morton_natten(
+    sizes: Sizes, device: torch.device, generator: torch.Generator, canvas: Sequence[int], kernel: Sequence[int]
+) -> Made:
+    """Neighbourhood attention; pixels are numbered along a Z-order curve: a number's even bits are the column, its odd
+    ones the row.
 
-    Both sizes of the canvas are powers of two, and its width is its height or twice that, so that no number is left out.
+    Both sizes of the canvas are powers of two, and its width is its height or twice that, so that no number is left
+    out.
     """
 
     def in_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -79,7 +95,8 @@ def _morton_natten(sizes: Sizes, device: torch.device, generator: torch.Generato
 
 
 def _windows(length: int, reach: int) -> Tensor:
-    """Along one axis, which of `length` places are in the window of each: `reach` of them, around it and within the axis."""
+    """Along one axis, which of `length` places are in the window of each: `reach` of them, around it and within the
+    axis."""
     visible = torch.zeros(length, length, dtype=torch.bool)
     for place in range(length):
         start = min(max(place - reach // 2, 0), length - reach)
@@ -98,13 +115,15 @@ def _natten_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _around(tiles: int, kernel: int) -> tuple[int, int, int, int]:
-    """Tiles before and after the centre, and the least and greatest centre; an even kernel has one tile more before its centre."""
+    """Tiles before and after the centre, and the least and greatest centre; an even kernel has one tile more before
+    its centre."""
     before, after = kernel // 2, (kernel - 1) // 2
     return before, after, before, tiles - 1 - after
 
 
 def _with_text(q_idx: Tensor, kv_idx: Tensor, near: Tensor, pixels: int, text: int) -> Tensor:
-    """Pixels see the pixels near them and the text; text sees both. What comes after the text is padding, which nothing sees."""
+    """Pixels see the pixels near them and the text; text sees both. What comes after the text is padding, which
+    nothing sees."""
     both = (q_idx < pixels) & (kv_idx < pixels) & near
     text_keys = (q_idx < pixels) & (kv_idx >= pixels) & (kv_idx < pixels + text)
     return both | text_keys | ((q_idx >= pixels) & (kv_idx < pixels + text))
@@ -119,10 +138,11 @@ def _sliding_tiles_2d(
     tile: Sequence[int],
     text: int,
 ) -> Made:
-    """Sliding tile attention on an image: a tile sees the tiles in a window around it. Pixels are numbered tile by tile, text follows.
+    """Sliding tile attention on an image: a tile sees the tiles in a window around it. Pixels are numbered tile by
+    tile, text follows.
 
-    canvas, kernel, tile: height and width, the first two multiples of the third. (Zhang et al. 2025, Fast Video Generation with Sliding
-    Tile Attention.)
+    canvas, kernel, tile: height and width, the first two multiples of the third. (Zhang et al. 2025, Fast Video
+    Generation with Sliding Tile Attention.)
     """
     pixels, area, across = math.prod(canvas), math.prod(tile), canvas[1] // tile[1]
     before_h, after_h, least_h, most_h = _around(canvas[0] // tile[0], kernel[0] // tile[0])
@@ -136,7 +156,12 @@ def _sliding_tiles_2d(
         in_columns = (kv_column >= column - before_w) & (kv_column <= column + after_w)
         return _with_text(q_idx, kv_idx, in_rows & in_columns, pixels, text)
 
-    return Made(None, in_tiles, device, data={"canvas": tuple(canvas), "kernel": tuple(kernel), "tile": tuple(tile), "text": text})
+    return Made(
+        None,
+        in_tiles,
+        device,
+        data={"canvas": tuple(canvas), "kernel": tuple(kernel), "tile": tuple(tile), "text": text},
+    )
 
 
 def _sliding_tiles_3d(
@@ -168,7 +193,12 @@ def _sliding_tiles_3d(
         in_columns = (kv_column >= column - before_w) & (kv_column <= column + after_w)
         return _with_text(q_idx, kv_idx, in_times & in_rows & in_columns, pixels, text)
 
-    return Made(None, in_tiles, device, data={"canvas": tuple(canvas), "kernel": tuple(kernel), "tile": tuple(tile), "text": text})
+    return Made(
+        None,
+        in_tiles,
+        device,
+        data={"canvas": tuple(canvas), "kernel": tuple(kernel), "tile": tuple(tile), "text": text},
+    )
 
 
 def _sliding_tiles_reference(made: Made, sizes: Sizes) -> Tensor:
@@ -195,7 +225,8 @@ def _spatial(
     unit: int,
     first_frame: bool,
 ) -> Made:
-    """A head that looks at frames close in time: less than so many frames' tokens away, rounded down to a multiple of `unit`.
+    """A head that looks at frames close in time: less than so many frames' tokens away, rounded down to a multiple of
+    `unit`.
 
     All see the prompt, and the first frame if asked; the prompt sees all. (Xi et al. 2025, Sparse VideoGen.)
 
@@ -221,8 +252,11 @@ def _spatial_reference(made: Made, sizes: Sizes) -> Tensor:
     return visible
 
 
-def _temporal(sizes: Sizes, device: torch.device, generator: torch.Generator, prompt: int, frame: int, frames: int, count: int) -> Made:
-    """A head that looks at the same places of all frames: less than `frames * frame // count` tokens away within their frames.
+def _temporal(
+    sizes: Sizes, device: torch.device, generator: torch.Generator, prompt: int, frame: int, frames: int, count: int
+) -> Made:
+    """A head that looks at the same places of all frames: less than `frames * frame // count` tokens away within their
+    frames.
 
     All see the prompt, and the prompt sees all. (Sparse VideoGen.)
 
@@ -291,7 +325,9 @@ MODS = (
         _sliding_tiles_reference,
         (
             case(96, canvas=(4, 4, 6), kernel=(2, 4, 2), tile=(2, 2, 2), text=0),
-            case(231, batch=2, canvas=(6, 6, 6), kernel=(4, 6, 2), tile=(2, 3, 2), text=13),  # and two positions of padding
+            case(
+                231, batch=2, canvas=(6, 6, 6), kernel=(4, 6, 2), tile=(2, 3, 2), text=13
+            ),  # and two positions of padding
         ),
         case(7936, q_heads=16, canvas=(16, 24, 20), kernel=(12, 8, 12), tile=(4, 8, 4), text=256),
     ),

@@ -46,7 +46,9 @@ def _documents_reference(made: Made, sizes: Sizes) -> Tensor:
     return torch.block_diag(*squares).bool()
 
 
-def _shared_prefix(sizes: Sizes, device: torch.device, generator: torch.Generator, lengths: Sequence[int], prompts: Sequence[int]) -> Made:
+def _shared_prefix(
+    sizes: Sizes, device: torch.device, generator: torch.Generator, lengths: Sequence[int], prompts: Sequence[int]
+) -> Made:
     """Documents one after another, each with the number of its prompt, which is a document that names itself.
 
     A prompt is causal. An answer is causal too, and sees all of its prompt.
@@ -67,15 +69,20 @@ def _shared_prefix(sizes: Sizes, device: torch.device, generator: torch.Generato
 def _shared_prefix_reference(made: Made, sizes: Sizes) -> Tensor:
     lengths, prompts = made.data["lengths"], made.data["prompts"]
     visible = torch.zeros(sizes.n_q, sizes.n_kv, dtype=torch.bool, device=made.device)
-    blocks = [rows.split(lengths, dim=1) for rows in visible.split(lengths, dim=0)]  # views of `visible`, by two documents
+    blocks = [
+        rows.split(lengths, dim=1) for rows in visible.split(lengths, dim=0)
+    ]  # views of `visible`, by two documents
     for own, prompt in enumerate(prompts):
         blocks[own][prompt].fill_(True)
         blocks[own][own].copy_(torch.ones_like(blocks[own][own]).tril())
     return visible
 
 
-def _images(sizes: Sizes, device: torch.device, generator: torch.Generator, tokens: int, spans: Sequence[tuple[int, int]]) -> Made:
-    """Text attends to images: each image has so many keys, and the span of queries that see it (Alayrac et al. 2022, Flamingo)."""
+def _images(
+    sizes: Sizes, device: torch.device, generator: torch.Generator, tokens: int, spans: Sequence[tuple[int, int]]
+) -> Made:
+    """Text attends to images: each image has so many keys, and the span of queries that see it (Alayrac et al. 2022,
+    Flamingo)."""
     seen_by = torch.tensor(spans, device=device)
     image_of = torch.arange(len(spans), device=device).repeat_interleave(tokens)
 
@@ -95,7 +102,11 @@ def _images_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 _LONG = (1024, 700, 1500, 300, 1100, 968, 1348, 1252)  # 8192 positions
-_TESTS = (case(1, lengths=(1,)), case(50, batch=2, lengths=(20, 1, 29)), case(129, q_heads=4, kv_heads=2, lengths=(64, 63, 2)))
+_TESTS = (
+    case(1, lengths=(1,)),
+    case(50, batch=2, lengths=(20, 1, 29)),
+    case(129, q_heads=4, kv_heads=2, lengths=(64, 63, 2)),
+)
 _BENCH = case(8192, q_heads=16, lengths=_LONG)
 
 MODS = (
@@ -111,7 +122,10 @@ MODS = (
             case(40, lengths=(5, 15, 13, 7), prompts=(1, 1, 1, 1)),  # one answer comes before its prompt
         ),
         case(
-            8192, q_heads=16, lengths=(1024, 256, 256, 512, 1500, 300, 248, 2048, 512, 512, 1024), prompts=(0, 0, 0, 0, 4, 4, 4, 7, 7, 7, 7)
+            8192,
+            q_heads=16,
+            lengths=(1024, 256, 256, 512, 1500, 300, 248, 2048, 512, 512, 1024),
+            prompts=(0, 0, 0, 0, 4, 4, 4, 7, 7, 7, 7),
         ),
     ),
     mask(
@@ -122,8 +136,14 @@ MODS = (
             case(30, 17, tokens=17, spans=((5, 21),)),
             case(100, 45, batch=2, tokens=9, spans=((0, 20), (20, 60), (60, 61), (61, 61), (30, 100))),
         ),
-        # Images of 1601 tokens, as of a vision transformer at 560 x 560 with patches of 14; a text that has no more to do with an image
-        # once the next one came.
-        case(8192, 8005, q_heads=16, tokens=1601, spans=((0, 1400), (1400, 3000), (3000, 5100), (5100, 6000), (6000, 8192))),
+        # Images of 1601 tokens, as of a vision transformer at 560 x 560 with patches of 14; a text that has no more to
+        # do with an image once the next one came.
+        case(
+            8192,
+            8005,
+            q_heads=16,
+            tokens=1601,
+            spans=((0, 1400), (1400, 3000), (3000, 5100), (5100, 6000), (6000, 8192)),
+        ),
     ),
 )

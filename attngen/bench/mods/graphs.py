@@ -15,7 +15,8 @@ Tensor = torch.Tensor
 def ring_distances(sizes: Sizes, device: torch.device, generator: torch.Generator, reach: int, farthest: int) -> Tensor:
     """Edges on the shortest path between any two nodes of a graph, int32 [B, n, n]; farther ones are at `farthest + 1`.
 
-    The graph is a ring where each node is joined with the `reach` next ones on either side; its nodes are numbered at random.
+    The graph is a ring where each node is joined with the `reach` next ones on either side; its nodes are numbered at
+    random.
     """
     drawn = torch.rand(sizes.batch, sizes.n_q, generator=generator, device=generator.device)
     place = drawn.argsort(1).to(device, torch.int32)
@@ -46,11 +47,14 @@ def _spatial_reference(made: Made, sizes: Sizes) -> Callable[[Tensor], Tensor]:
     return by_distance
 
 
-def _edges(sizes: Sizes, device: torch.device, generator: torch.Generator, reach: int, longest: int, kinds: int) -> Made:
-    """The mean of learned biases, by head, place on the path and kind of edge, over the first edges of a shortest path (section 3.1.3).
+def _edges(
+    sizes: Sizes, device: torch.device, generator: torch.Generator, reach: int, longest: int, kinds: int
+) -> Made:
+    """The mean of learned biases, by head, place on the path and kind of edge, over the first edges of a shortest path
+    (section 3.1.3).
 
-    The table is read through a view for each place, as FlexAttention has gradients of one read of a tensor only. Nodes whose distance is
-    above `longest` count as not connected.
+    The table is read through a view for each place, as FlexAttention has gradients of one read of a tensor only. Nodes
+    whose distance is above `longest` count as not connected.
     """
     distances = ring_distances(sizes, device, generator, reach, longest)
     lengths = torch.where(distances > longest, 0, distances)

@@ -39,9 +39,9 @@ class Case(NamedTuple):
 class Mod:
     """A mask or score modifier.
 
-    build(sizes, device, generator, **parameters): makes it, for the parameters of a case.
-    reference(made, sizes): written by hand and apart from the function. Of a mask, bool and broadcastable to [B, H, n_q, n_kv]; of a
-    modifier, a function from scores to scores [B, H, n_q, n_kv], with derivatives in the scores and in what is learned.
+    build(sizes, device, generator, **parameters): makes it, for the parameters of a case. reference(made, sizes):
+    written by hand and apart from the function. Of a mask, bool and broadcastable to [B, H, n_q, n_kv]; of a modifier,
+    a function from scores to scores [B, H, n_q, n_kv], with derivatives in the scores and in what is learned.
     tests: small cases, of different lengths. bench: the case to measure, at a head dimension of 128.
     """
 
@@ -61,7 +61,9 @@ class Mod:
             if case.sizes[3:] == sizes[3:]:
                 return self.build(sizes, torch.device(device), generator, **case.parameters)
         known = ", ".join(f"{c.sizes.n_q} x {c.sizes.n_kv}" for c in (*self.tests, self.bench))
-        raise AttngenError(f"mod `{self.name}` has no parameters for {sizes.n_q} queries and {sizes.n_kv} keys; it has some for {known}")
+        raise AttngenError(
+            f"mod `{self.name}` has no parameters for {sizes.n_q} queries and {sizes.n_kv} keys; it has some for {known}"
+        )
 
 
 def mask(

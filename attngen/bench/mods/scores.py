@@ -1,4 +1,5 @@
-"""Score modifiers: biases by distance, caps, other functions than the exponential, a second product of queries and keys."""
+"""Score modifiers: biases by distance, caps, other functions than the exponential, a second product of queries and
+keys."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Scores = Callable[[Tensor], Tensor]
 
 
 def _alibi(sizes: Sizes, device: torch.device, generator: torch.Generator) -> Made:
-    """A slope of each head times the distance (Press et al. 2022, ALiBi); the slopes are computed from the head's number."""
+    """A slope of each head times the distance (Press et al. 2022, ALiBi); the slopes are computed from the head's
+    number."""
     heads = sizes.q_heads
 
     def sloped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -89,7 +91,8 @@ class _ApproximateTanh(torch.autograd.Function):
 
 @functools.cache
 def _lower_tanh_approx() -> None:
-    """Let torch.compile print PTX for the op; only where there is a GPU, for the import of its compiler takes seconds."""
+    """Let torch.compile print PTX for the op; only where there is a GPU, for the import of its compiler takes
+    seconds."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
@@ -111,7 +114,8 @@ def _softcap_approx(sizes: Sizes, device: torch.device, generator: torch.Generat
 
 
 def _sandwich(sizes: Sizes, device: torch.device, generator: torch.Generator, width: int) -> Made:
-    """A sum of cosines of the distance, weaker for later heads: a table by distance, and one by head (Chi et al. 2023, Sandwich).
+    """A sum of cosines of the distance, weaker for later heads: a table by distance, and one by head (Chi et al. 2023,
+    Sandwich).
 
     width: of the sinusoidal embedding whose product with itself the sum is.
     """
@@ -134,13 +138,16 @@ def _sandwich_reference(made: Made, sizes: Sizes) -> Scores:
     total = torch.zeros(sizes.n_q, sizes.n_kv, device=made.device, dtype=torch.float64)
     for pair in range(width // 2):  # each is cos(q - kv), as the sum of products of what both positions have
         speed = math.exp(-math.log(10000.0) * 2 * pair / width)
-        total += torch.outer(torch.cos(q * speed), torch.cos(kv * speed)) + torch.outer(torch.sin(q * speed), torch.sin(kv * speed))
+        total += torch.outer(torch.cos(q * speed), torch.cos(kv * speed)) + torch.outer(
+            torch.sin(q * speed), torch.sin(kv * speed)
+        )
     bias = torch.stack([total / (8 * (head + 1) / sizes.q_heads) for head in range(sizes.q_heads)])
     return lambda scores: (scores + bias).to(scores.dtype)
 
 
 def _rotary_part(sizes: Sizes, device: torch.device, generator: torch.Generator, width: int, scale: float) -> Made:
-    """The scores of the rotated parts of queries and keys, which are apart from the others (DeepSeek-AI 2024, DeepSeek-V2, 2.1.3)."""
+    """The scores of the rotated parts of queries and keys, which are apart from the others (DeepSeek-AI 2024,
+    DeepSeek-V2, 2.1.3)."""
     group = sizes.q_heads // sizes.kv_heads
     of_queries = normal(generator, device, sizes.batch, sizes.q_heads, sizes.n_q, width)
     of_keys = normal(generator, device, sizes.batch, sizes.kv_heads, sizes.n_kv, width)
@@ -159,7 +166,8 @@ def _rotary_part_reference(made: Made, sizes: Sizes) -> Scores:
 
 
 def _activation(sizes: Sizes, device: torch.device, generator: torch.Generator, function: str, offset: float) -> Made:
-    """The logarithm of a function plus an offset, so that softmax's exponential undoes it and the function takes its place."""
+    """The logarithm of a function plus an offset, so that softmax's exponential undoes it and the function takes its
+    place."""
     functions: dict[str, Scores] = {"gelu": torch.nn.functional.gelu, "relu": torch.nn.functional.relu}
     activation = functions[function]
 
@@ -183,7 +191,10 @@ def _activation_reference(made: Made, sizes: Sizes) -> Scores:
 
 
 def _replaced(function: str) -> Mod:
-    tests = (case(17, function=function, offset=1.0), case(60, 45, batch=2, q_heads=4, kv_heads=2, function=function, offset=0.5))
+    tests = (
+        case(17, function=function, offset=1.0),
+        case(60, 45, batch=2, q_heads=4, kv_heads=2, function=function, offset=0.5),
+    )
     bench = case(8192, q_heads=16, function=function, offset=1.0)
     return score(f"activation_{function}", _activation, _activation_reference, tests, bench)
 
@@ -192,7 +203,13 @@ _CAPS = (case(1, cap=20), case(40, 65, batch=2, q_heads=4, kv_heads=2, cap=2))
 _CAP_BENCH = case(8192, q_heads=16, cap=20)
 
 MODS = (
-    score("alibi", _alibi, _alibi_reference, (case(17), case(40, 65, batch=2, q_heads=4, kv_heads=2)), case(8192, q_heads=16)),
+    score(
+        "alibi",
+        _alibi,
+        _alibi_reference,
+        (case(17), case(40, 65, batch=2, q_heads=4, kv_heads=2)),
+        case(8192, q_heads=16),
+    ),
     score("softcap", _softcap, _softcap_reference, _CAPS, _CAP_BENCH),
     score("softcap_approx", _softcap_approx, _softcap_reference, _CAPS, _CAP_BENCH),
     score(

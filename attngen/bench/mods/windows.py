@@ -130,7 +130,13 @@ def _grouped(name: str, inner: str) -> Any:
 
 
 MODS = (
-    mask("causal", _causal, _causal_reference, (case(1), case(129, batch=2, q_heads=4, kv_heads=2), case(40, 150)), case(8192, q_heads=16)),
+    mask(
+        "causal",
+        _causal,
+        _causal_reference,
+        (case(1), case(129, batch=2, q_heads=4, kv_heads=2), case(40, 150)),
+        case(8192, q_heads=16),
+    ),
     _grouped("batchify_causal", "causal"),
     _grouped("batchify_all", "all"),
     mask(

@@ -1,6 +1,7 @@
 """What is measured: ours, and its peers. Each says what it cannot do, and prepares a call for a problem.
 
-A new peer is one file here and one line in PEERS. Nothing heavy is imported until a peer prepares, so lists of cells need no GPU.
+A new peer is one file here and one line in PEERS. Nothing heavy is imported until a peer prepares, so lists of cells
+need no GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ _PEERS = {  # ours first: the others' results are held against the first's
     "math": Peer("SDPA MATH", partial(sdpa_cannot, single=True), partial(sdpa, "math")),
     "flex": Peer("FlexAttention", partial(undropped, lambda cell: cannot(cell.spec)), flex, compiles=True),
     "flex_flash": Peer(
-        "FlexAttention by FlashAttention-4", partial(undropped, partial(uncached, flex_flash_cannot)), partial(flex, backend="FLASH"), True
+        "FlexAttention by FlashAttention-4",
+        partial(undropped, partial(uncached, flex_flash_cannot)),
+        partial(flex, backend="FLASH"),
+        True,
     ),
     "fa4": Peer("FlashAttention-4", partial(undropped, partial(uncached, fa4_cannot)), fa4, compiles=True),
     "flashinfer": Peer("FlashInfer", flashinfer_cannot, flashinfer, compiles=True),
     "naive": Peer("naive", partial(undropped, lambda cell: ""), naive),
 }
 PEERS = {
-    name: peer if name in ("ours", "naive") else replace(peer, cannot=partial(unquantised, peer.cannot)) for name, peer in _PEERS.items()
+    name: peer if name in ("ours", "naive") else replace(peer, cannot=partial(unquantised, peer.cannot))
+    for name, peer in _PEERS.items()
 }

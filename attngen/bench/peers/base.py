@@ -21,10 +21,12 @@ Forward = Callable[["Inputs"], "torch.Tensor"]
 
 
 class Call(NamedTuple):
-    """A peer ready for a problem: its forward, what has to be around it (the choice of a backend, say), and a remark for the reader.
+    """A peer ready for a problem: its forward, what has to be around it (the choice of a backend, say), and a remark
+    for the reader.
 
-    Of a peer that prepares the mask before its calls: `masks`, functions that prepare it anew, by the name of the figure that their time
-    is; `whole` makes a forward that prepares the mask itself, and is called once nothing else is measured any more.
+    Of a peer that prepares the mask before its calls: `masks`, functions that prepare it anew, by the name of the
+    figure that their time is; `whole` makes a forward that prepares the mask itself, and is called once nothing else is
+    measured any more.
     """
 
     forward: Forward
@@ -36,7 +38,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """`cannot` gives the reason why it cannot do a cell in a few words, or nothing; `compiles`: its first call compiles for seconds."""
+    """`cannot` gives the reason why it cannot do a cell in a few words, or nothing; `compiles`: its first call
+    compiles for seconds."""
 
     title: str
     cannot: Callable[[Cell], str]

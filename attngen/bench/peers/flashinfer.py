@@ -30,7 +30,9 @@ def flashinfer_cannot(cell: Cell) -> str:
         return "one query of a sequence"
     if cell.spec.rope and (cell.spec.score or not isinstance(mask, (Causal, NoMask))):
         return "over latents no window and no score modifier"
-    if not isinstance(mask, NoMask) and not (isinstance(mask, (Causal, SlidingWindow)) and mask.align == "bottom_right"):
+    if not isinstance(mask, NoMask) and not (
+        isinstance(mask, (Causal, SlidingWindow)) and mask.align == "bottom_right"
+    ):
         return "no mask but causal, window and none"
     return "no score modifier but a softcap" if any(not isinstance(part, Softcap) for part in cell.spec.score) else ""
 
@@ -46,9 +48,14 @@ def _of_heads(problem: Problem) -> Call:
 
     c, mask = problem.cell, problem.cell.spec.mask
     lengths, ends, pages = _pages(problem)
-    options: dict[str, Any] = {"window_left": mask.left if isinstance(mask, SlidingWindow) else -1, "q_data_type": problem.dtype}
+    options: dict[str, Any] = {
+        "window_left": mask.left if isinstance(mask, SlidingWindow) else -1,
+        "q_data_type": problem.dtype,
+    }
     options["logits_soft_cap"] = next((part.cap for part in c.spec.score if isinstance(part, Softcap)), None)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(_workspace(problem), "NHD", use_tensor_cores=c.heads >= SHARED * c.kv_heads)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(problem), "NHD", use_tensor_cores=c.heads >= SHARED * c.kv_heads
+    )
     last = (lengths - 1) % c.page + 1
     wrapper.plan(ends, pages, last, c.heads, c.kv_heads, c.spec.head_dim.qk, c.page, **options)
 
@@ -60,7 +67,8 @@ def _of_heads(problem: Problem) -> Call:
 
 
 def _of_latents(problem: Problem) -> Call:
-    """Over latents: q [B, Hq, D_v] and [B, Hq, rope], the cache [pages, page, D_v] and [pages, page, rope], views of ours."""
+    """Over latents: q [B, Hq, D_v] and [B, Hq, rope], the cache [pages, page, D_v] and [pages, page, rope], views of
+    ours."""
     import torch
     from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore[import-not-found]
 
@@ -84,7 +92,9 @@ def _of_latents(problem: Problem) -> Call:
 
     def forward(x: Inputs) -> torch.Tensor:
         q, k = x.q[:, :, 0], x.k[:, 0]
-        out: torch.Tensor = wrapper.run(q_nope=q[..., : dim.v], q_pe=q[..., dim.v :], ckv_cache=k[..., : dim.v], kpe_cache=k[..., dim.v :])
+        out: torch.Tensor = wrapper.run(
+            q_nope=q[..., : dim.v], q_pe=q[..., dim.v :], ckv_cache=k[..., : dim.v], kpe_cache=k[..., dim.v :]
+        )
         return out[:, :, None]
 
     return Call(forward)

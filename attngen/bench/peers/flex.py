@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from attngen.bench.cases.problem import Inputs, Problem
 
 
-LONGEST_SUM = 64  # terms of a sum in a function, which does not compile if the compiler does not unroll it: by default it does up to 7
-EAGER_SCORES = 2**30  # up to so many, FlexAttention's block mask is made without compiling what makes it, which can take minutes
+# terms of a sum in a function, which does not compile if the compiler does not unroll it: by default it does up to 7
+LONGEST_SUM = 64
+EAGER_SCORES = (
+    2**30
+)  # up to so many, FlexAttention's block mask is made without compiling what makes it, which can take minutes
 
 
 def flex_flash_cannot(cell: Cell) -> str:
@@ -26,7 +29,8 @@ def flex_flash_cannot(cell: Cell) -> str:
 
 
 def flex(problem: Problem, backend: str = "") -> Call:
-    """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is made before.
+    """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is
+    made before.
 
     PyTorch's compiler is asked to unroll the sums of functions, which do not compile otherwise.
 
@@ -47,7 +51,9 @@ def flex(problem: Problem, backend: str = "") -> Call:
         options["kernel_options"] = {"BACKEND": backend}
     elif c.spec.learned():
         options["kernel_options"] = {"bwd_num_stages": 2}
-    compiled: Any = torch.compile(flex_attention, dynamic=False, options={"unroll_reductions_threshold": LONGEST_SUM + 1})
+    compiled: Any = torch.compile(
+        flex_attention, dynamic=False, options={"unroll_reductions_threshold": LONGEST_SUM + 1}
+    )
     if made.mask is None:
         return Call(lambda x: compiled(x.q, x.k, x.v, **options))
     sizes = (c.batch if made.by_batch else None, c.heads if made.by_head else None, c.n_q, c.n_kv)
@@ -73,7 +79,8 @@ def flex(problem: Problem, backend: str = "") -> Call:
 
 
 def _paged(problem: Problem) -> Call:
-    """FlexAttention over pages, by torch's PagedAttention: all pages are the keys of one sequence, and a block mask says whose they are."""
+    """FlexAttention over pages, by torch's PagedAttention: all pages are the keys of one sequence, and a block mask
+    says whose they are."""
     import torch
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask

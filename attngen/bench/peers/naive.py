@@ -26,7 +26,9 @@ def naive(problem: Problem) -> Call:
         b, heads, n_q, width = x.q.shape
         k, v = problem.rows(x)
         shared, n_kv = k.shape[1:3]
-        rows = (x.q * scale).reshape(b, shared, heads // shared * n_q, width)  # the queries that share a K/V head, without copies of it
+        rows = (x.q * scale).reshape(
+            b, shared, heads // shared * n_q, width
+        )  # the queries that share a K/V head, without copies of it
         scores = (rows @ k.transpose(-1, -2)).view(b, heads, n_q, n_kv)
         scores = scores if modify is None else modify(scores).to(x.q.dtype)
         scores = scores if hidden is None else scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

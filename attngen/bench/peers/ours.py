@@ -44,7 +44,9 @@ def ours(problem: Problem) -> Call:
         planned["block_mask"] = make()
     else:
         defaults = inspect.signature(attention).parameters
-        planned = {name: x for name, x in planned.items() if defaults[name].default is inspect.Parameter.empty}  # the plan has the others
+        planned = {
+            name: x for name, x in planned.items() if defaults[name].default is inspect.Parameter.empty
+        }  # the plan has the others
         planned["plan"] = make()
     return Call(forward(planned), masks={"mask_ms": make}, whole=lambda: forward(problem.given))
 

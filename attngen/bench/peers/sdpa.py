@@ -38,7 +38,8 @@ def _numbers(visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _hides(cell: Cell) -> bool:
-    """Whether some query does not see all `n_kv` rows of a cache. A causal mask lets the only query of a sequence see all its keys."""
+    """Whether some query does not see all `n_kv` rows of a cache. A causal mask lets the only query of a sequence
+    see all its keys."""
     mask = cell.spec.mask
     last = isinstance(mask, Causal) and mask.align == "bottom_right" and cell.n_q == 1
     return bool(cell.asked("ragged")) or not (last or isinstance(mask, NoMask))
@@ -47,11 +48,22 @@ def _hides(cell: Cell) -> bool:
 def sdpa(backend: str, problem: Problem) -> Call:
     """SDPA held to one backend; where that wants as many K/V heads as query heads, it gets views of them."""
     import torch
-    from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention, can_use_flash_attention
+    from torch.backends.cuda import (
+        SDPAParams,
+        can_use_cudnn_attention,
+        can_use_efficient_attention,
+        can_use_flash_attention,
+    )
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    usable = {"flash": can_use_flash_attention, "cudnn": can_use_cudnn_attention, "efficient": can_use_efficient_attention}
-    kind = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}[backend]
+    usable = {
+        "flash": can_use_flash_attention,
+        "cudnn": can_use_cudnn_attention,
+        "efficient": can_use_efficient_attention,
+    }
+    kind = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}[
+        backend
+    ]
     c, group = problem.cell, problem.cell.heads // problem.cell.kv_heads
     mask = _numbers(problem.visible(), problem.dtype) if c.cached else None
     causal = isinstance(c.spec.mask, Causal) and not c.cached
@@ -59,7 +71,11 @@ def sdpa(backend: str, problem: Problem) -> Call:
     around = partial(sdpa_kernel, getattr(SDPBackend, kind))
     one = problem.draw(0)
     with around():
-        expands = group > 1 and backend != "math" and not usable[backend](SDPAParams(one.q, one.k, one.v, mask, p, causal, True))
+        expands = (
+            group > 1
+            and backend != "math"
+            and not usable[backend](SDPAParams(one.q, one.k, one.v, mask, p, causal, True))
+        )
 
     def repeated(x: torch.Tensor) -> torch.Tensor:
         return x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
@@ -67,7 +83,9 @@ def sdpa(backend: str, problem: Problem) -> Call:
     def forward(x: Inputs) -> torch.Tensor:
         k, v = (repeated(x.k), repeated(x.v)) if expands else (x.k, x.v)
         gqa = group > 1 and not expands
-        return torch.nn.functional.scaled_dot_product_attention(x.q, k, v, mask, dropout_p=p, is_causal=causal, enable_gqa=gqa)
+        return torch.nn.functional.scaled_dot_product_attention(
+            x.q, k, v, mask, dropout_p=p, is_causal=causal, enable_gqa=gqa
+        )
 
     with around(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -82,6 +100,7 @@ def sdpa(backend: str, problem: Problem) -> Call:
 
 
 def _reason(said: list[str]) -> str:
-    """Why torch cannot use a backend, as its warnings say; those of backends that were not asked for say that they are disabled."""
+    """Why torch cannot use a backend, as its warnings say; those of backends that were not asked for say that they
+    are disabled."""
     reasons = (text.partition(" (Triggered")[0].strip() for text in said)
     return next((text for text in reasons if "not used because" not in text and "disabled" not in text), "")

@@ -1,4 +1,5 @@
-"""Attention algorithms from the literature, written in the IR. The emitted schedule is compared with them; they are never emitted.
+"""Attention algorithms from the literature, written in the IR. The emitted schedule is compared with them; they are
+never emitted.
 
 Both algorithms obey every rule of the logical phase.
 """

@@ -18,13 +18,15 @@ __all__ = ["register"]
 def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attngen") -> None:
     """Make attngen an `attn_implementation` of transformers: its attention function, and its mask function.
 
-    A model's specs are found while it runs: the mask function of each kind of layers is traced once, and its module is built at the first
-    call, or taken from the cache (see `attngen.build`).
+    A model's specs are found while it runs: the mask function of each kind of layers is traced once, and its module is
+    built at the first call, or taken from the cache (see `attngen.build`).
 
     Args:
-        modules: a folder of modules that were built ahead of time from the specs that `attngen specs-for` writes; they are used in place
+        modules: a folder of modules that were built ahead of time from the specs that `attngen specs-for` writes; they
+        are used in place
             of those of the cache. A layer of which it has none takes the cache's, with one warning that names the spec.
-        name: what `attn_implementation` calls it. A name with `flash` in it means other things to transformers, and so do its own names.
+        name: what `attn_implementation` calls it. A name with `flash` in it means other things to transformers, and so
+        do its own names.
 
     Raises:
         AttngenError: transformers is not there, or too old; the folder has no module; the name cannot be.
@@ -32,20 +34,28 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError:
-        raise AttngenError("attngen.integrations.transformers: needs transformers 5 or later; pip install 'transformers>=5'") from None
+        raise AttngenError(
+            "attngen.integrations.transformers: needs transformers 5 or later; pip install 'transformers>=5'"
+        ) from None
     from attngen.integrations.transformers.attend import attend, prefer
     from attngen.integrations.transformers.mask import mask_of
 
     if {AttentionInterface().get(name), AttentionMaskInterface().get(name)} - {None, attend, mask_of}:
-        raise AttngenError(f"register: transformers has an implementation `{name}` already; expected a name of its own for attngen")
+        raise AttngenError(
+            f"register: transformers has an implementation `{name}` already; expected a name of its own for attngen"
+        )
     if "flash" in name or "|" in name or "/" in name:
-        raise AttngenError(f"register: the name `{name}` means something else to transformers; expected one without `flash`, `|` and `/`")
+        raise AttngenError(
+            f"register: the name `{name}` means something else to transformers; expected one without `flash`, `|` and `/`"
+        )
     if modules is not None:
         from attngen.api import load
 
         folders = sorted(path.parent for path in Path(modules).glob("*/schedule.ir"))
         if not folders:
-            raise AttngenError(f"register: {modules} has no generated module; expected what `attngen build --out` writes")
+            raise AttngenError(
+                f"register: {modules} has no generated module; expected what `attngen build --out` writes"
+            )
         prefer(map(load, folders))
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask_of)

@@ -1,6 +1,7 @@
 """The specs of a model, from its configuration alone: for `attngen build`, ahead of the first call.
 
-The model is made without weights, on torch's meta device, and runs once. Its layers say what they would run, and run nothing.
+The model is made without weights, on torch's meta device, and runs once. Its layers say what they would run, and run
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from attngen.integrations.transformers.formula import Formula, in_documents
 LENGTH = 64  # of the sequence that runs; a mask is a formula, and is the same for any
 SAMPLES = 16000  # of the sound that runs
 NAME = "attngen"
-DRAWN = ("apply_spec_augment", "layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # what leaves out frames or layers at random
+DRAWN = (
+    "apply_spec_augment",
+    "layerdrop",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
+)  # what leaves out frames or layers at random
 USES = ("training", "serving")
 
 
@@ -32,14 +38,16 @@ def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | N
 
     Args:
         config: a config.json of transformers, with `model_type`.
-        uses: `training`, which is forward and backward, padded, packed and neither; `serving`, which is decoding over a cache.
+        uses: `training`, which is forward and backward, padded, packed and neither; `serving`, which is decoding over a
+        cache.
         dtype: what the model computes in; None means what the configuration says, and bfloat16 where it says nothing.
 
     Returns:
         YAML by the name of the spec.
 
     Raises:
-        AttngenError: the file is no configuration, transformers does not know its model, or the model cannot run so; one sentence.
+        AttngenError: the file is no configuration, transformers does not know its model, or the model cannot run so;
+        one sentence.
     """
     register(name=NAME)
     read = _read(config)
@@ -86,7 +94,9 @@ def _read(path: Path) -> Any:
 
 def _parts(config: Any) -> Iterator[Any]:
     """The configuration, or those of its models where there are several, as for text and for images."""
-    inner = [getattr(config, name) for name in ("text_config", "vision_config") if getattr(config, name, None) is not None]
+    inner = [
+        getattr(config, name) for name in ("text_config", "vision_config") if getattr(config, name, None) is not None
+    ]
     yield from inner or [config]
 
 
@@ -107,16 +117,22 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
                 if type(module).__name__.endswith("Experts"):  # which tokens an expert gets depends on weights
                     module.forward = lambda x, *_, **__: torch.zeros_like(x)
                 if hasattr(module, "layers") and any(hasattr(getattr(module, "config", None), name) for name in DRAWN):
-                    module.training = False  # itself, not its layers: it would look at the number that it draws for each
+                    module.training = (
+                        False  # itself, not its layers: it would look at the number that it draws for each
+                    )
             with recording() as (layers, left):
                 model(**_inputs(config, dtype, model.main_input_name))
     except AttngenError as error:
         raise AttngenError(f"{path}: a {config.model_type} does not run with attngen ({error})") from None
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):  # of a table of transformers' own attentions
-            raise AttngenError(f"{path}: no layer of a {config.model_type} takes its attention from transformers' interface") from None
+            raise AttngenError(
+                f"{path}: no layer of a {config.model_type} takes its attention from transformers' interface"
+            ) from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise AttngenError(f"{path}: a {config.model_type} cannot run without weights ({reason}), and runs with them") from None
+        raise AttngenError(
+            f"{path}: a {config.model_type} cannot run without weights ({reason}), and runs with them"
+        ) from None
     if left and not layers:
         raise AttngenError(f"{path}: no layer of the {config.model_type} runs with attngen: {left[0]}")
     for why in dict.fromkeys(left):
@@ -135,7 +151,11 @@ def _inputs(config: Any, dtype: torch.dtype, main: str) -> dict[str, torch.Tenso
     if main == "input_values":
         return {main: torch.empty(1, SAMPLES, dtype=dtype)}
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    return {"input_ids": ids, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {"input_ids": ids}
+    return (
+        {"input_ids": ids, "decoder_input_ids": ids}
+        if getattr(config, "is_encoder_decoder", False)
+        else {"input_ids": ids}
+    )
 
 
 def _specs(layer: Layer, formula: Formula, uses: tuple[str, ...]) -> Iterator[dict[str, Any]]:

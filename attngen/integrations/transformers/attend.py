@@ -23,10 +23,37 @@ from attngen.lang.limits import WIDEST_HEAD
 
 # Keyword arguments that change nothing here: the mask has them, or they are of other parts of a model.
 _KNOWN = frozenset(
-    ("cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "labels", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q")
-) | frozenset(("num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "sliding_window"))
-_KNOWN |= {"use_cache", "past_key_values", "cross_attention_kwargs", "deterministic", "kernel_options", "training", "return_loss"}
-# Keys that count, over a cache: a run in each sequence. What the mask `key_padding` reads would be computed again in every call.
+    (
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "labels",
+        "layer_idx",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+    )
+) | frozenset(
+    (
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+    )
+)
+_KNOWN |= {
+    "use_cache",
+    "past_key_values",
+    "cross_attention_kwargs",
+    "deterministic",
+    "kernel_options",
+    "training",
+    "return_loss",
+}
+# Keys that count, over a cache: a run in each sequence. What the mask `key_padding` reads would be computed again in
+# every call.
 SPAN: dict[str, Any] = {
     "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
     "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
@@ -77,10 +104,16 @@ class Layer:
     def _name(self, formula: Formula, padded: Padded) -> str:
         """A name that says what the layer does."""
         words = ["decode"] * self.served + [_word(part) for part in formula.parts]
-        words += [padded] * bool(padded) + ([] if self.softcap is None else [f"softcap_{self.softcap:g}"]) + ["bias"] * self.bias
+        words += (
+            [padded] * bool(padded)
+            + ([] if self.softcap is None else [f"softcap_{self.softcap:g}"])
+            + ["bias"] * self.bias
+        )
         words += ["sink"] * self.sink + ["dropout"] * self.dropout + ["tf32" if self.tf32 else "fp32"] * self.wide
         qk, v = self.widths
-        name = re.sub("[^a-z0-9]", "_", "_".join(["layer", *words, self.sharing, f"d{qk}" if qk == v else f"d{qk}_{v}"]))
+        name = re.sub(
+            "[^a-z0-9]", "_", "_".join(["layer", *words, self.sharing, f"d{qk}" if qk == v else f"d{qk}_{v}"])
+        )
         return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 7]}_{_digest(name)}"
 
 
@@ -112,7 +145,8 @@ def prefer(modules: Iterable[ModuleType]) -> None:
 
 @contextmanager
 def recording() -> Iterator[tuple[list[tuple[Layer, Formula]], list[str]]]:
-    """Note the layers that run, with what their masks say, and why others do not; in place of running them: they give zeros."""
+    """Note the layers that run, with what their masks say, and why others do not; in place of running them: they
+    give zeros."""
     _RECORDING.append(([], []))
     try:
         yield _RECORDING[-1]
@@ -140,18 +174,22 @@ def attend(
     Args:
         module: the layer.
         query: [B, Hq, Nq, D]. key, value: [B, Hkv, Nk, D], those of a cache included.
-        attention_mask: a Mask; None where the model makes no mask, and then the layer is causal or sees all, as with SDPA.
+        attention_mask: a Mask; None where the model makes no mask, and then the layer is causal or sees all, as with
+        SDPA.
         dropout: probability to drop a weight.
         scaling: factor on the scores; None means 1 / sqrt(D).
         is_causal: of a layer without a mask; None means what the layer says.
-        softcap, s_aux, position_bias: what the model does with its scores: a cap, logits [Hq] without values, a bias [1 or B, Hq, Nq, Nk].
+        softcap, s_aux, position_bias: what the model does with its scores: a cap, logits [Hq] without values, a bias [1
+        or B, Hq, Nq, Nk].
 
     Returns:
-        ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning for each reason and
-        class of layers, and gives weights too.
+        ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning for
+        each reason and class of layers, and gives weights too.
     """
     device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # as SDPA does; rotations may have made q and k wider than v
+    if device != "meta" and torch.is_autocast_enabled(
+        device
+    ):  # as SDPA does; rotations may have made q and k wider than v
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     mask = attention_mask
     if mask is None:
@@ -159,7 +197,9 @@ def attend(
         key, value = key[:, :, : mask.shape[3]], value[:, :, : mask.shape[3]]
     if more.get("cu_seq_lens_q") is not None and isinstance(mask, Mask):
         mask = _with_documents(mask, more["cu_seq_lens_q"], more.get("cu_seq_lens_k"))
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, s_aux, position_bias))
+    gradients = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (query, key, value, s_aux, position_bias)
+    )
     given = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
     why = _unserved(mask, query, key, value, more)
     if not why and isinstance(mask, Mask):
@@ -211,7 +251,8 @@ def _zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _implied(module: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool | None) -> Mask:
-    """The mask of a layer that is given none, as SDPA takes it: causal from the first key on where there are several queries, or none."""
+    """The mask of a layer that is given none, as SDPA takes it: causal from the first key on where there are several
+    queries, or none."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -232,7 +273,9 @@ def _with_documents(mask: Mask, starts: torch.Tensor, starts_k: torch.Tensor | N
             f"sequences, with as many queries as keys"
         )
     if "documents" not in mask.plans:
-        ids = torch.searchsorted(starts[1:].contiguous(), torch.arange(n_kv, device=starts.device, dtype=starts.dtype), right=True)
+        ids = torch.searchsorted(
+            starts[1:].contiguous(), torch.arange(n_kv, device=starts.device, dtype=starts.dtype), right=True
+        )
         inputs = {**mask.inputs, "document_ids": ids.int()[None]}
         packed = in_documents(mask.formula)
 
@@ -252,7 +295,9 @@ def _unserved(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         return mask.formula.why
     if more.get("output_attentions"):
         return "`output_attentions` asks for weights, which kernels do not keep"
-    if unknown := next((name for name, x in more.items() if name not in _KNOWN and x is not None and x is not False), ""):
+    if unknown := next(
+        (name for name, x in more.items() if name not in _KNOWN and x is not None and x is not False), ""
+    ):
         return f"the layer gives its attention `{unknown}`, which attngen does not know"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the layer computes in {query.dtype}"
@@ -266,7 +311,8 @@ def _unserved(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
 
 
 def _is_served(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether a call without gradients runs over its keys as over a cache: few queries, which are the last ones of their sequence."""
+    """Whether a call without gradients runs over its keys as over a cache: few queries, which are the last ones of
+    their sequence."""
     few = query.shape[2] <= SERVED and key.shape[2] > query.shape[2]
     at_end = not isinstance(mask.start, torch.Tensor) and mask.start + query.shape[2] == key.shape[2]
     return few and (at_end or mask.formula.causal) and _has_cache(mask.formula)
@@ -274,7 +320,8 @@ def _is_served(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
 
 @cache
 def _has_cache(formula: Formula) -> bool:
-    """Whether a mask has kernels over a cache. If it visits lists of blocks, as where it is data, these are made of a whole call's keys."""
+    """Whether a mask has kernels over a cache. If it visits lists of blocks, as where it is data, these are made of
+    a whole call's keys."""
     from attngen.builders.semantics import listed_blocks
     from attngen.spec import make_spec
 
@@ -295,13 +342,20 @@ def _lengths(mask: Mask, query: torch.Tensor) -> torch.Tensor:
     return lengths
 
 
-def _level(mask: Mask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+def _level(
+    mask: Mask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[Any, ...]:
     """(mask, key, value, bias, why): a call whose last query is level with its last key, as specs count positions.
 
     A static cache has room behind the last query, which a causal mask hides: these keys are left out.
     """
     n_q, n_kv = query.shape[2], key.shape[2]
-    if not mask.formula.parts or mask.start is not None and not isinstance(mask.start, torch.Tensor) and mask.start + n_q == n_kv:
+    if (
+        not mask.formula.parts
+        or mask.start is not None
+        and not isinstance(mask.start, torch.Tensor)
+        and mask.start + n_q == n_kv
+    ):
         return mask, key, value, bias, ""
     if not mask.formula.causal:
         return mask, key, value, bias, "queries are not the last positions of a cache, and the mask is not causal"
@@ -341,7 +395,10 @@ def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
             ahead = FOUND.get(make_spec(data).hash()) if FOUND else None
             found = _MODULES[key] = ahead or build(data)
         if FOUND and ahead is None:
-            _warn(f"no module that `register` was given is of `{data['name']}`; it was built now, or is the cache's", data["name"])
+            _warn(
+                f"no module that `register` was given is of `{data['name']}`; it was built now, or is the cache's",
+                data["name"],
+            )
     return found
 
 
@@ -352,7 +409,9 @@ def _warn(what: str, about: Hashable) -> None:
         warnings.warn(f"attngen: {what}", stacklevel=5)
 
 
-def _planned(built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+def _planned(
+    built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any]
+) -> dict[str, Any]:
     """The inputs of a call, and their plan where the module has one. Layers that share a mask share its plan."""
     make = getattr(built.attention, "plan", None)
     if make is None:
@@ -368,7 +427,13 @@ def _planned(built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tens
 
 
 def _by_eager(
-    why: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, more: dict[str, Any]
+    why: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    more: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The layer by the model's own eager function. A warning says why, once for each reason and class of layers."""
     if chosen := next((name for name in CHOSEN if more.get(name) is not None), ""):
@@ -386,7 +451,9 @@ def _by_eager(
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
         dense = torch.where(dense, torch.zeros_like(hidden), hidden)
     optional = ("softcap", "s_aux", "position_bias")
-    return eager(module, query, key, value, dense, **{k: x for k, x in more.items() if k not in optional or x is not None})
+    return eager(
+        module, query, key, value, dense, **{k: x for k, x in more.items() if k not in optional or x is not None}
+    )
 
 
 def _eager(layer: type) -> Any:

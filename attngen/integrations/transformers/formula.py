@@ -1,8 +1,11 @@
-"""What the mask functions of transformers say: functions of (batch, head, query, key) become the mask of a spec, once for each kind.
+"""What the mask functions of transformers say: functions of (batch, head, query, key) become the mask of a spec, once
+for each kind.
 
-A model makes such functions anew in every forward, out of the same pieces with other tensors. So what was traced is kept by the function's
-form: its code, and the numbers and functions that it holds. Tensors are inputs of the spec, and are taken from the function at hand. A
-function that depends on anything else, such as an object of the user's or a tensor's size, has no form, and is traced in every forward.
+A model makes such functions anew in every forward, out of the same pieces with other tensors. So what was traced is
+kept by the function's
+form: its code, and the numbers and functions that it holds. Tensors are inputs of the spec, and are taken from the
+function at hand. A function that depends on anything else, such as an object of the user's or a tensor's size, has no
+form, and is traced in every forward.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ POSITIONS = ("b", "h", "q_pos", "kv_idx")  # a mask function counts queries amon
 OFFSET = "kv_offset"  # the position of the first key at hand, where a mask depends on more than distances
 _DEPTH = 12  # functions that hold functions
 _MOST = 256  # formulas that are kept; with one more all are forgotten
-_OF_SIZES = frozenset(("len", "ndim", "ndimension", "nelement", "numel", "shape", "size"))  # what a trace writes out of a tensor's size
+_OF_SIZES = frozenset(
+    ("len", "ndim", "ndimension", "nelement", "numel", "shape", "size")
+)  # what a trace writes out of a tensor's size
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +43,11 @@ class Formula:
     """A mask as a spec says it. There is one object for all functions that say the same.
 
     parts: the masks of which all must hold; none where every key is visible.
-    tables: the tensors of the function that the spec takes, and how: name -> (its number, the dimensions that are read at a position).
+    tables: the tensors of the function that the spec takes, and how: name -> (its number, the dimensions that are read
+    at a position).
     causal: no key after a query is visible. offset: whether the call says where the keys at hand begin.
-    packed: whether queries see their own sequence alone, of those that lie one after the other. why: the reason, where there is no formula.
+    packed: whether queries see their own sequence alone, of those that lie one after the other. why: the reason, where
+    there is no formula.
     """
 
     parts: tuple[Any, ...] = ()
@@ -118,8 +125,10 @@ def _form(x: Any, tensors: list[torch.Tensor], depth: int) -> Any:
 class _Tracing:
     """One trace.
 
-    tensors: those that the function holds. anew: the function is traced in every forward, and tensors that the trace meets are added.
-    offset: whether the keys at hand begin after the first. rises: of packed sequences, whether their numbers never fall along a row.
+    tensors: those that the function holds. anew: the function is traced in every forward, and tensors that the trace
+    meets are added.
+    offset: whether the keys at hand begin after the first. rises: of packed sequences, whether their numbers never fall
+    along a row.
     """
 
     tensors: list[torch.Tensor]
@@ -158,7 +167,9 @@ def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
     moves = tracing.offset and not _shifts(mask)
     if moves:
         if (moved := _moved(data)) is None:
-            return Formula(why="the mask reads a tensor at computed positions, and the cache has dropped its first keys")
+            return Formula(
+                why="the mask reads a tensor at computed positions, and the cache has dropped its first keys"
+            )
         data = moved
     tables = []
     for table in traced.tables:
@@ -171,7 +182,8 @@ def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
 
 @cache
 def in_documents(made: Formula) -> Formula:
-    """The formula inside each of several sequences, one after the other: positions count within each, and distances are the same."""
+    """The formula inside each of several sequences, one after the other: positions count within each, and distances
+    are the same."""
     if made.why or made.packed:
         return made
     if made.offset or made.tables or not all(_shifts(read(part)) for part in made.parts):
@@ -181,7 +193,11 @@ def in_documents(made: Formula) -> Formula:
 
 def _joined(made: Formula, rises: bool = True) -> Formula:
     """The formula, where a query also sees its own sequence alone. rises: the sequences are numbered as they lie."""
-    return made if made.why else replace(made, parts=(*made.parts, {"document": {"sorted": True}} if rises else "document"), packed=True)
+    return (
+        made
+        if made.why
+        else replace(made, parts=(*made.parts, {"document": {"sorted": True}} if rises else "document"), packed=True)
+    )
 
 
 def read(data: Any) -> Mask:
@@ -195,11 +211,15 @@ def read(data: Any) -> Mask:
 
 
 def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] | None:
-    """Of a function for packed sequences: the rest of it, the number of each position's sequence, and whether the rest is of positions
-    inside each sequence, in place of positions in the row.
+    """Of a function for packed sequences: the rest of it, the number of each position's sequence, and whether the rest
+    is of positions inside each sequence, in place of positions in the row.
     """
     parts = dict(held(function)).get("mask_functions")
-    if not isinstance(parts, tuple) or len(parts) != 2 or not getattr(function, "__qualname__", "").startswith("and_masks."):
+    if (
+        not isinstance(parts, tuple)
+        or len(parts) != 2
+        or not getattr(function, "__qualname__", "").startswith("and_masks.")
+    ):
         return None
     whose = [getattr(part, "__qualname__", "").split(".")[0] for part in parts]
     if "packed_sequence_mask_function" not in whose:
@@ -208,7 +228,12 @@ def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] |
     ids, rest = dict(held(parts[at])).get("packed_sequence_mask"), parts[1 - at]
     remapped = whose[1 - at] == "remap_positions_for_packed_sequence"
     rest = dict(held(rest)).get("mask_function") if remapped else rest
-    if not callable(rest) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+    if (
+        not callable(rest)
+        or not isinstance(ids, torch.Tensor)
+        or ids.dim() != 2
+        or ids.dtype not in (torch.int32, torch.int64)
+    ):
         return None
     return rest, ids, remapped
 
@@ -226,7 +251,11 @@ def _named(mask: Mask, text: str) -> Any:
     said = _conditions(mask)
     if said == _conditions(Causal()):
         return "causal"
-    numbers = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and isinstance(node.value, int)}
+    numbers = {
+        node.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int)
+    }
     for number in sorted(n for n in numbers if n > 0):
         for left, right in ((number - 1, 0), (number, number)):
             if said == _conditions(SlidingWindow(left=left, right=right)):
@@ -286,7 +315,8 @@ def _shifts(mask: Mask) -> bool:
 
 
 class _Moved(ast.NodeTransformer):
-    """Positions in a text, counted from the first key of the sequence; tensors are read at those of the keys at hand."""
+    """Positions in a text, counted from the first key of the sequence; tensors are read at those of the keys at
+    hand."""
 
     computed = False
 
@@ -305,7 +335,8 @@ def _moved(data: dict[str, Any]) -> dict[str, Any] | None:
     """A written mask that is told where the keys at hand begin; None if a tensor is read at a computed position."""
     change = _Moved()
     texts = {
-        name: ast.unparse(change.visit(ast.parse(text, mode="eval"))) for name, text in {**data.get("let", {}), "": data["expr"]}.items()
+        name: ast.unparse(change.visit(ast.parse(text, mode="eval")))
+        for name, text in {**data.get("let", {}), "": data["expr"]}.items()
     }
     if change.computed:
         return None

@@ -1,7 +1,8 @@
 """Masks as attngen hands them through a model: objects that know their formula, and have no elements.
 
-transformers asks for one mask for each kind of layer in every forward, and gives it to each layer of the kind. It must be a tensor or a
-BlockMask, of four dimensions: others are processed again where `generate` makes masks ahead of a forward.
+transformers asks for one mask for each kind of layer in every forward, and gives it to each layer of the kind. It must
+be a tensor or a BlockMask, of four dimensions: others are processed again where `generate` makes masks ahead of a
+forward.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ class Mask(BlockMask):
     """A mask [B, 1, Nq, Nk] of one kind of layers. What a model reads of its elements it gets from `dense`.
 
     formula: what the mask says, without padding. inputs: the tensors and numbers that the formula's spec takes.
-    padding: bool [B, Nk], True where a key counts, or None. span: where these keys are known to be one run in each sequence, the first and
-    the end of each, int32 [B]. start: the position of the first query, an int or an int tensor on the device.
+    padding: bool [B, Nk], True where a key counts, or None. span: where these keys are known to be one run in each
+    sequence, the first and the end of each, int32 [B]. start: the position of the first query, an int or an int tensor
+    on the device.
     make: gives the mask's elements. plans: what kernels read of the inputs, by module; all layers share it.
     """
 
@@ -36,7 +38,14 @@ class Mask(BlockMask):
         span: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """sizes: (B, Nq, Nk)."""
-        self.sizes, self.formula, self.inputs, self.padding, self.start, self.make = sizes, formula, inputs, padding, start, make
+        self.sizes, self.formula, self.inputs, self.padding, self.start, self.make = (
+            sizes,
+            formula,
+            inputs,
+            padding,
+            start,
+            make,
+        )
         self.span = span
         self.plans: dict[Any, Any] = {}
 
@@ -77,7 +86,9 @@ class Mask(BlockMask):
         make = self.make
         inputs = {name: moved(x) for name, x in self.inputs.items()}
         span = None if self.span is None else (moved(self.span[0]), moved(self.span[1]))
-        return Mask(self.sizes, self.formula, inputs, moved(self.padding), moved(self.start), lambda: moved(make()), span)
+        return Mask(
+            self.sizes, self.formula, inputs, moved(self.padding), moved(self.start), lambda: moved(make()), span
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -125,13 +136,19 @@ def mask_of(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = mask_function or causal_mask_function
-    q_offset = q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset  # a static cache counts on in it, layer by layer
+    q_offset = (
+        q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset
+    )  # a static cache counts on in it, layer by layer
     found, tensors = formula(mask_function, kv_offset)
     padding, span = None, None
     if attention_mask is not None:
         padding = _part(attention_mask, (1,), kv_offset, kv_length)
-        filled = padding.shape[1] == kv_length or found.causal  # what a static cache has not filled is hidden by the formula too
-        if not torch.is_grad_enabled() and not _capturing(padding):  # with a wait for the device, as `generate` does at every token
+        filled = (
+            padding.shape[1] == kv_length or found.causal
+        )  # what a static cache has not filled is hidden by the formula too
+        if not torch.is_grad_enabled() and not _capturing(
+            padding
+        ):  # with a wait for the device, as `generate` does at every token
             padding, span = (None, None) if filled and bool(padding.all()) else (padding, _span(padding))
         if padding is not None and (missing := kv_length - padding.shape[1]):
             padding = torch.nn.functional.pad(padding, (0, missing))
@@ -143,9 +160,16 @@ def mask_of(
         inputs[OFFSET] = kv_offset
 
     def make() -> torch.Tensor:
-        given = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
+        given = {
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+        }
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return sdpa_mask(batch_size, q_length, kv_length, **given, **skips, use_vmap=more.get("use_vmap", False), device=device)
+        return sdpa_mask(
+            batch_size, q_length, kv_length, **given, **skips, use_vmap=more.get("use_vmap", False), device=device
+        )
 
     start = q_offset - kv_offset
     return Mask((batch_size, q_length, kv_length), found, inputs, padding, start, make, span)
@@ -165,7 +189,8 @@ def _capturing(x: torch.Tensor) -> bool:
 
 
 def _span(padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The first key of each sequence and the end of its keys, int32 [B] each; None where keys between them are padding."""
+    """The first key of each sequence and the end of its keys, int32 [B] each; None where keys between them are
+    padding."""
     at = torch.arange(padding.shape[1], device=padding.device, dtype=torch.int32)
     first = torch.where(padding, at, padding.shape[1]).amin(1)
     end = torch.where(padding, at + 1, 0).amax(1)

@@ -1,4 +1,5 @@
-"""What backends that compile by Triton share: compilation ahead of time, by processes that need no GPU and never interpret."""
+"""What backends that compile by Triton share: compilation ahead of time, by processes that need no GPU and never
+interpret."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -24,7 +25,7 @@ from typing import Any
 
 from attngen.errors import last_line
 from attngen.ir.dtypes import QUANTISED
-from attngen.targets.common.base import Reading
+from attngen.targets.common.base import CompileReport
 
 TYPES = {
     "f32": "fp32",
@@ -44,15 +45,20 @@ def triton_version() -> str:
     return str(triton.__version__)
 
 
-def compile_each(compile_one: Callable[[Any], Reading | str], jobs: Sequence[Any], workers: int | None = None) -> Iterator[Reading | str]:
+def compile_each(
+    compile_one: Callable[[Any], CompileReport | str], jobs: Sequence[Any], workers: int | None = None
+) -> Iterator[CompileReport | str]:
     """The readings of jobs, in order: by as many processes as there are cores, or `workers`.
 
-    The processes never interpret, see no cache, and need no GPU. A kernel that several modules have (`delta`, say) is compiled once.
-    One that does not compile gives the sentence on why. Jobs have a field `file`; compile_one is a function that processes can import.
+    The processes never interpret, see no cache, and need no GPU. A kernel that several modules have (`delta`, say) is
+    compiled once. One that does not compile gives the sentence on why. Jobs have a field `file`; compile_one is a
+    function that processes can import.
     """
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
     with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
-        spawn = multiprocessing.get_context("spawn")  # a forked one would keep this process's Triton, which may interpret
+        spawn = multiprocessing.get_context(
+            "spawn"
+        )  # a forked one would keep this process's Triton, which may interpret
         with ProcessPoolExecutor(workers, spawn, _prepare, (folder,)) as pool:
             alike = [replace(j, file=Path()) for j in jobs]
             started = {key: pool.submit(compile_one, j) for key, j in reversed([*zip(alike, jobs)])}
@@ -69,14 +75,18 @@ def _prepare(folder: str) -> None:
     os.environ |= {"TRITON_CACHE_DIR": folder, "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
 
 
-def compiled(source: Any, target: Any, options: Mapping[str, int]) -> tuple[Any, str, float] | str:
-    """What Triton makes of a source, what its tools say meanwhile, and the seconds it takes; the sentence on why if it does not compile."""
+def compiled(source: Any, job: Any) -> tuple[Any, str, float] | str:
+    """Compiles the source of a job: what Triton makes of it, what its tools print meanwhile, and the seconds it takes; the
+    sentence on why if it does not compile."""
     import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("hip" if isinstance(job.arch, str) else "cuda", job.arch, job.warp_size)
 
     said, start = io.StringIO(), time.perf_counter()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            made = triton.compile(source, target=target, options=dict(options))
+            made = triton.compile(source, target=target, options=dict(job.options))
     except Exception as error:  # of many kinds, of Triton's own and of its tools'
         return last_line(error)
     return made, said.getvalue(), time.perf_counter() - start
@@ -118,4 +128,6 @@ def disassembled(binary: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        return subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout

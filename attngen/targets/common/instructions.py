@@ -41,11 +41,14 @@ class Instruction:
         """The operand that it writes, but for predicates; empty text where it writes none."""
         if self.name.startswith(_READERS):
             return ""
-        return next((text for text in self.operands[:2] if not re.fullmatch(r"U?P[0-9T]", text)), "")  # predicates come before it
+        return next(
+            (text for text in self.operands[:2] if not re.fullmatch(r"U?P[0-9T]", text)), ""
+        )  # predicates come before it
 
     @cached_property
     def width(self) -> int:
-        """How many registers it writes, by its modifiers; of a product, those of its sums in a thread: N / 2 of 64 rows and N columns."""
+        """How many registers it writes, by its modifiers; of a product, those of its sums in a thread: N / 2 of 64
+        rows and N columns."""
         op, *more = self.name.split(".")
         if columns := re.search(r"^HGMMA\S*\.64x(\d+)x", self.name):
             return int(columns[1]) // 2
@@ -54,7 +57,14 @@ class Instruction:
         if op.startswith(("LD", "ATOM", "F2I")):
             return 4 if "128" in more else 2 if {"64", "U64", "S64"} & {*more} else 1
         uniform = op.startswith("U") and "64" in more
-        return 2 if uniform or op in ("DADD", "DMUL", "DFMA", "LEPC") or "WIDE" in more or (op == "CS2R" and "32" not in more) else 1
+        return (
+            2
+            if uniform
+            or op in ("DADD", "DMUL", "DFMA", "LEPC")
+            or "WIDE" in more
+            or (op == "CS2R" and "32" not in more)
+            else 1
+        )
 
     @property
     def is_product(self) -> bool:

@@ -1,11 +1,12 @@
-"""Reads Hopper's machine code, as nvdisasm prints it: is each uniform register written before it is read, on every path?
+"""Reads Hopper's machine code, as nvdisasm prints it: is each uniform register written before it is read, on every
+path?
 
-Descriptors of tiles are in uniform registers. ptxas 12.8 can compute one at the start of a loop, and read it at the start of
-another loop that is also reached past the first one; or compute none at all, for a narrow tile at one place. Then products read whatever
-tile an old number points to, and nothing says so.
+Descriptors of tiles are in uniform registers. ptxas 12.8 can compute one at the start of a loop, and read it at the
+start of another loop that is also reached past the first one; or compute none at all, for a narrow tile at one place.
+Then products read whatever tile an old number points to, and nothing says so.
 
-A move alone does no harm: ptxas keeps pairs in a thread's own registers of which one half is unset, and is never read. So what is moved
-is followed, through any moves, to who reads it.
+A move alone does no harm: ptxas keeps pairs in a thread's own registers of which one half is unset, and is never read.
+So what is moved is followed, through any moves, to who reads it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _PLACE = 7  # registers of that place, at most: an address, a barrier and five c
 
 
 def unset(code: list[Instruction]) -> list[str]:
-    """A sentence for each instruction that reads a uniform register which some path to it has not written; none if all is well."""
-    # instruction -> the uniform registers that all paths to it have written, and registers to which some path has moved one that is unset
+    """A sentence for each instruction that reads a uniform register which some path to it has not written; none if
+    all is well."""
+    # instruction -> the uniform registers that all paths to it have written, and registers to which some path has moved
+    # one that is unset
     known: dict[int, tuple[int, int]] = {0: (0, 0)}
     left = [0]
     while left:
@@ -37,7 +40,9 @@ def unset(code: list[Instruction]) -> list[str]:
     found = []
     for at in sorted(known):
         one, (written, moved) = code[at], known[at]
-        missing = [n for n in sorted(_named(one)) if not written >> n & 1] + [n for n in sorted(_group(one)) if moved >> n & 1]
+        missing = [n for n in sorted(_named(one)) if not written >> n & 1] + [
+            n for n in sorted(_group(one)) if moved >> n & 1
+        ]
         if missing and _source(one) is None:
             name = f"UR{missing[0]}" if missing[0] < _UNIFORM else f"R{missing[0] - _UNIFORM}"
             text = f"{one.name} {', '.join(one.operands)}"
@@ -62,7 +67,9 @@ def _bits(numbers: set[int] | range) -> int:
 def _source(one: Instruction) -> int | None:
     """The register that an instruction moves to another one, if it does nothing else, and always does it."""
     *others, source = one.operands or ("",)
-    plain = _MOVES.fullmatch(one.name) and len(one.operands) == (4 if one.op == "IMAD" else 2) and set(others[1:]) <= {"RZ"}
+    plain = (
+        _MOVES.fullmatch(one.name) and len(one.operands) == (4 if one.op == "IMAD" else 2) and set(others[1:]) <= {"RZ"}
+    )
     match = re.fullmatch(r"(U?)R(\d+)", source) if plain and not one.guarded else None
     return _number(match[1], match[2]) if match else None
 
@@ -80,7 +87,8 @@ def _written(one: Instruction) -> set[int]:
 
 
 def _named(one: Instruction) -> set[int]:
-    """The uniform registers that an instruction names, but for the one that it writes; of descriptors of a product, all that it reads."""
+    """The uniform registers that an instruction names, but for the one that it writes; of descriptors of a product,
+    all that it reads."""
     if one.is_product:
         at = next(int(n) for text in one.operands for n in re.findall(r"gdesc\[UR(\d+)\]", text))
         return set(range(at, at + 4)) if one.operands[1].startswith("gdesc") else {at + 2, at + 3}
@@ -94,7 +102,9 @@ def _group(one: Instruction) -> set[int]:
     wide = 4 if any(part in one.name for part in _WIDE) else 2 if one.op.startswith(_ENGINE) else 1
     before = one.operands.index(one.target) if one.op == "IMAD" else len(one.operands)
     for i, text in enumerate(one.operands):
-        for uniform, digits, pair in [] if text == one.target and i == 0 and _written(one) else re.findall(r"\b(U?)R(\d+)(\.64)?", text):
+        for uniform, digits, pair in (
+            [] if text == one.target and i == 0 and _written(one) else re.findall(r"\b(U?)R(\d+)(\.64)?", text)
+        ):
             factor = before < i <= before + 2  # of 32 bits, also where the sum is wide
             least = max(1 if factor else wide, 2 if pair or "desc[" in text else 1)
             count = 4 if "gdesc" in text else one.width if one.is_product else least

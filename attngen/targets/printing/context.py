@@ -13,7 +13,7 @@ import sympy
 
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Bool, Expr, symbol
-from attngen.ir.graph import DEALT, MIRRORED, Kernel, Module
+from attngen.ir.graph import REVERSED_GROUP, SPLIT_SYMBOLS, Kernel, Module
 from attngen.ir.names import ROW_AXES, SIZES, STATISTICS, stride_names
 from attngen.ir.ops import (
     AXIS_DIM,
@@ -26,47 +26,56 @@ from attngen.ir.ops import (
     TILED,
     WHOLE,
     Access,
-    Add,
     Append,
     Arg,
     Barrier,
     Base,
-    Count,
+    CacheLength,
+    CountTiles,
+    Deinterleave,
     Dot,
     Dropout,
+    DropoutMask,
     Gather,
+    GridDependencyWait,
     Init,
-    Keep,
-    Length,
+    Interleave,
+    ListPosition,
     Load,
     Loop,
     Map,
     Mask,
-    Merge,
     Op,
-    Position,
+    OrderedAccumulate,
+    OrderedAdd,
     Reduce,
     Scan,
     Scatter,
     Seed,
     SoftmaxStep,
     Store,
-    Unzip,
-    WaitForGrid,
     Yield,
-    Zip,
     axis_of,
     dimension,
 )
 from attngen.targets.printing.printer import to_triton
-from attngen.targets.printing.split_kv import dealt_by
+from attngen.targets.printing.split_kv import split_args
 from attngen.targets.printing.views import LOOP_COMMENTS, KernelView, Node, gathered, names_in
 
-# Lengths of sequences that are read at once: one for each thread of a warp; where there are more sequences, one for each thread of four
-# warps.
+# Lengths of sequences that are read at once: one for each thread of a warp; where there are more sequences, one for
+# each thread of four warps.
 LANES, LENGTHS = 32, 128
 NEAR_ROWS = 256  # whose offsets have 32 bits, as calls keep the step from row to row below 2**23 elements
-VARYING = ("Nq", "Nk", "Nlse", "Nentropy", "Nc", "Nn", "max_pages", "dropout_threshold")  # numbers that differ from call to call
+VARYING = (
+    "Nq",
+    "Nk",
+    "Nlse",
+    "Nentropy",
+    "Nc",
+    "Nn",
+    "max_pages",
+    "dropout_threshold",
+)  # numbers that differ from call to call
 _TYPES = {"f32": "tl.float32", "i32": "tl.int32"}
 
 
@@ -84,7 +93,7 @@ class KernelContext:
         names: dict[str, str] = {}
         for op in self.kernel.ops():
             for f in op.results():
-                halved = f"{op.name}_{f}" if isinstance(op, Unzip) else f
+                halved = f"{op.name}_{f}" if isinstance(op, Deinterleave) else f
                 names[f"{op.name}.{f}" if f else op.name] = f"{f}_new" if f in ("m", "l") else (halved or op.name)
         for loop in self.kernel.loops:  # outermost first: entry comes before bodies
             for f, start in loop.carry:
@@ -107,7 +116,9 @@ class KernelContext:
             made = position.get(ref.split(".")[0], -1)
             old = {r for r, n in names.items() if n == names[f]}
             later = [op for op in ops[made + 1 :] if op is not yielded and old & set(op.operands())]
-            later += [op for op in self.kernel.ops() if op.name not in position and f in op.operands()]  # in loops inside the body
+            later += [
+                op for op in self.kernel.ops() if op.name not in position and f in op.operands()
+            ]  # in loops inside the body
             defined = self.kernel.op(ref)
             if not later and not isinstance(defined, (Loop, SoftmaxStep)):
                 names[ref] = names[f]
@@ -136,7 +147,11 @@ class KernelContext:
     def _text(self, e: Any, uses: dict[str, str], tile: tuple[str, ...] = (), fp32: bool = False) -> str:
         """The source of an expression; its symbols are integers where the IR's types say so."""
         refs = {s: uses.get(str(s), str(s)) for s in e.free_symbols}
-        whole = {s: sympy.Symbol(str(s), integer=True) for s, ref in refs.items() if s.is_integer is None and self._is_whole(ref)}
+        whole = {
+            s: sympy.Symbol(str(s), integer=True)
+            for s, ref in refs.items()
+            if s.is_integer is None and self._is_whole(ref)
+        }
         return to_triton(e.xreplace(whole), self._lookup(uses, tile, fp32), tile)
 
     def _is_whole(self, ref: str) -> bool:
@@ -148,19 +163,20 @@ class KernelContext:
         kernel = self.kernel
         args = kernel.args
         nodes = self.block("entry", "entry")
-        used = names_in(nodes) | ({*dealt_by(kernel)} if kernel.deal else set())
+        used = names_in(nodes) | ({*split_args(kernel)} if kernel.kv_split else set())
         scalars = [a.name for a in args if a.role == "scalar"]
         numbers, sizes = [s for s in scalars if s not in SIZES], [s for s in scalars if s in SIZES]
         tensors = [a for a in args if a.role != "scalar"]
         strides = [s for a in tensors for s in stride_names(a.name, a.type.dims) if s in used]
-        # Statistics are stored row by row, and their strides are lengths: other lengths need no other machine code. So are those of parts.
+        # Statistics are stored row by row, and their strides are lengths: other lengths need no other machine code. So
+        # are those of parts.
         stored = [a for a in tensors if a.name in STATISTICS and (a.role == "out" or "items" in a.type.dims)]
         lengths = [s for a in stored for s in stride_names(a.name, a.type.dims) if s in strides]
         prologue, turn, turns = self._prologue(used)
         words = used | set(re.findall(r"\w+", " ".join([*prologue, *turn])))
         described = any(isinstance(op, Load) and op.via for op in kernel.ops())
         flags = {"TMA": described, "CONVERTS": kernel.reads_quantised, "OVERLAPS": kernel.overlaps}
-        if kernel.releases:
+        if kernel.launches_dependents:
             released = "if OVERLAPS:  # programs of the next launch may start, and wait for the end of this one"
             prologue = [released, "    tl.extra.cuda.gdc_launch_dependents()", *prologue]
         return KernelView(
@@ -168,20 +184,21 @@ class KernelContext:
             summary=kernel.about,
             params=[*(a.name for a in tensors), *numbers, *sizes, *strides],
             tiles=[t for t in TILED if t in words],
-            dropout=kernel.draws,
+            dropout=kernel.has_dropout,
             flags=[name for name, has in flags.items() if has],
             learns=any(a.role == "out" and self._learned(a.name) for a in args),
-            not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.deal and s in ("B", "items"))] + lengths,
+            not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.kv_split and s in ("B", "items"))]
+            + lengths,
             prologue=prologue,
-            turn=turn,
-            turns=turns,
+            iteration=turn,
+            iterations=turns,
             nodes=nodes,
             words=words,
         )
 
     def _prologue(self, used: set[str]) -> tuple[list[str], list[str], str]:
-        """Which tile, head and sequence this program has. Where programs take one part of the keys after another: also the lines by which
-        each turn starts, and how many turns all programs have."""
+        """Which tile, head and sequence this program has. Where programs take one part of the keys after another:
+        also the lines by which each turn starts, and how many turns all programs have."""
         lines, rest, outer = ["pid = tl.program_id(0)"], "pid", list(self.kernel.grid)
         of_parts = self._takes_parts
         turn: list[str] = []
@@ -193,29 +210,35 @@ class KernelContext:
             tiles = f"{own.var}_tiles"
             lines.append(f"{tiles} = {self.scalar(own.extent)}")
             position, rest = f"pid % {tiles}", f"pid // {tiles}"
-            if own.abreast > 1 or own.together:
-                lines += [f"abreast = {self.scalar(own.heads)}"] if own.together else []
-                many = "abreast" if own.together else own.abreast
+            if own.swizzle > 1 or own.swizzle_rows:
+                lines += [f"abreast = {self.scalar(own.heads)}"] if own.swizzle_rows else []
+                many = "abreast" if own.swizzle_rows else own.swizzle
                 lines += [
                     f"first_head = pid // ({many} * {tiles}) * {many}",
-                    f"heads_abreast = tl.minimum({many}, tl.num_programs(0) // {tiles} - first_head)  # which take turns",
+                    f"heads_in_group = tl.minimum({many}, tl.num_programs(0) // {tiles} - first_head)  # which take turns",
                     f"turn = pid - first_head * {tiles}",
-                    "own_head = first_head + turn % heads_abreast",
+                    "own_head = first_head + turn % heads_in_group",
                 ]
-                position, rest = "turn // heads_abreast", "own_head"
-            number = f"({f'{tiles} - 1 - {position}' if own.descending else position})"
-            if own.mirrored:
-                lines.append(f"{MIRRORED} = tl.where(first_head + abreast >= tl.num_programs(0) // {tiles}, 1, 0)  # the last heads")
-                number = f"tl.where({MIRRORED} > 0, {position}, {number[1:-1]})"
+                position, rest = "turn // heads_in_group", "own_head"
+            number = f"({f'{tiles} - 1 - {position}' if own.reversed else position})"
+            if own.reversed_group:
+                lines.append(
+                    f"{REVERSED_GROUP} = tl.where(first_head + abreast >= tl.num_programs(0) // {tiles}, 1, 0)  # the last heads"
+                )
+                number = f"tl.where({REVERSED_GROUP} > 0, {position}, {number[1:-1]})"
             lines.append(f"{own.var}_start = {number} * {AXIS_DIM[own.var]}")
         for head in outer[:-1]:
             extent = self.scalar(head.extent)
             number = f"{rest} % {extent}"
-            lines.append(f"{head.var}_start = ({number}) * {OWN[head.var]}" if head.var in OWN else f"{head.var} = {number}")
+            lines.append(
+                f"{head.var}_start = ({number}) * {OWN[head.var]}" if head.var in OWN else f"{head.var} = {number}"
+            )
             rest = f"{rest} // {extent}"
         lines += [f"{outer[-1].var} = {rest}"] if outer else []
-        if self.kernel.deal and not of_parts:
-            lines += self._by_sequences([("unit", "unit_of_parts", ""), (", ".join(DEALT), "parts_of", "b, unit")])
+        if self.kernel.kv_split and not of_parts:
+            lines += self._by_sequences(
+                [("unit", "split_size", ""), (", ".join(SPLIT_SYMBOLS), "splits_of", "b, unit")]
+            )
         for axis in ROW_AXES:
             off = f"{axis}_off"
             if off in used or f"{axis}_idx" in used:
@@ -226,8 +249,10 @@ class KernelContext:
             loads = (op for op in self.kernel.ops() if isinstance(op, Load) and op.via)
             described = any(self.kernel.accessed(op)[0].name == tensor for op in loads)
             lines.append(f"dtype = {f'{tensor}.dtype if TMA else ' * described}{tensor}.dtype.element_ty")
-        if f"{self.kernel.own_axis}_idx" in used and not self.kernel.walks:
-            (turn if of_parts else lines).append(f"{self.kernel.own_axis}_idx = {self.kernel.own_axis}_start + {self.kernel.own_axis}_off")
+        if f"{self.kernel.program_axis}_idx" in used and not self.kernel.walks:
+            (turn if of_parts else lines).append(
+                f"{self.kernel.program_axis}_idx = {self.kernel.program_axis}_start + {self.kernel.program_axis}_off"
+            )
         for axis in COLUMN_DIM:
             if axis in used:
                 lines.append(f"{axis} = tl.arange(0, {self._width(axis)})")
@@ -241,20 +266,25 @@ class KernelContext:
         return any(axis.var == "part" for axis in self.kernel.grid)
 
     def _place_of_part(self) -> tuple[list[str], list[str], str]:
-        """Lines that find how many parts of keys there are; those by which each turn of a program starts, which has one of them; and how
-        many turns all programs have together. Heads run faster than parts."""
+        """Lines that find how many parts of keys there are; those by which each turn of a program starts, which has
+        one of them; and how many turns all programs have together. Heads run faster than parts."""
         item, of_place, extents = self._split_place("place")
         before = [
             f"q_tiles = {self.scalar(self.kernel.grid[0].extent)}",
-            *self._by_sequences([("unit", "unit_of_parts", ""), ("_, all_parts", "parts_of", "B, unit")]),
+            *self._by_sequences([("unit", "split_size", ""), ("_, all_parts", "splits_of", "B, unit")]),
         ]
-        lines = self._by_sequences([(f"b, part, {', '.join(DEALT)}", "part_of", f"{item}, unit")])
+        lines = self._by_sequences([(f"b, part, {', '.join(SPLIT_SYMBOLS)}", "split_of", f"{item}, unit")])
         return before, [*lines, *of_place], " * ".join(["all_parts", *extents])
 
     def _split_place(self, place: str) -> tuple[str, list[str], list[str]]:
-        """(the number of the part that a place is of, lines that find its queries and heads, how many places each part has, as factors)."""
+        """(the number of the part that a place is of, lines that find its queries and heads, how many places each
+        part has, as factors)."""
         own, *others = self.kernel.grid
-        lines, item, extents = [f"q_start = ({place} % q_tiles) * {AXIS_DIM[own.var]}"], f"{place} // q_tiles", ["q_tiles"]
+        lines, item, extents = (
+            [f"q_start = ({place} % q_tiles) * {AXIS_DIM[own.var]}"],
+            f"{place} // q_tiles",
+            ["q_tiles"],
+        )
         for head in others:
             if head.var not in ("part", "b"):
                 extents.append(self.scalar(head.extent))
@@ -263,19 +293,30 @@ class KernelContext:
         return item, lines, extents
 
     def _by_sequences(self, found: list[tuple[str, str, str]]) -> list[str]:
-        """Lines that find (names, function of lengths, its own arguments): of few sequences, whose lengths fit a warp, and of more.
+        """Lines that find (names, function of lengths, its own arguments): of few sequences, whose lengths fit a warp,
+        and of more.
 
-        Sums of what a warp has need no other warp. Programs that multiply latents have one form: with two, those of 64 rows spill.
+        Sums of what a warp has need no other warp. Programs that multiply latents have one form: with two, those of 64
+        rows spill.
         """
-        few, many = ([f"{names} = {self._of_lengths(name, own, n)}" for names, name, own in found] for n in (LANES, LENGTHS))
+        few, many = (
+            [f"{names} = {self._of_lengths(name, own, n)}" for names, name, own in found] for n in (LANES, LENGTHS)
+        )
         if self.module.rope and self.kernel.dots:
             return many
         few, many = ([f"    {line}" for line in lines] for lines in (few, many))
-        return [f"if B <= {LANES}:  # lengths of so few sequences fit a warp: sums of them need no other", *few, "else:", *many]
+        return [
+            f"if B <= {LANES}:  # lengths of so few sequences fit a warp: sums of them need no other",
+            *few,
+            "else:",
+            *many,
+        ]
 
     def _of_lengths(self, name: str, own: str = "", at_once: int = LENGTHS) -> str:
         """A function of all lengths, of which it reads so many at once; own: its arguments after them."""
-        return f"{name}({', '.join(['CACHE_SEQLENS', *([own] if own else []), *dealt_by(self.kernel), str(at_once)])})"
+        return (
+            f"{name}({', '.join(['CACHE_SEQLENS', *([own] if own else []), *split_args(self.kernel), str(at_once)])})"
+        )
 
     def _width(self, axis: str) -> str:
         dim = AXIS_DIM[axis]
@@ -302,7 +343,9 @@ class KernelContext:
         if isinstance(op, Mask):
             return not _applies(op.when, cls)
         graph = self.kernel.graph
-        read = graph.successors(op.name) if isinstance(op, Base) else (op.name,) if isinstance(op, (Gather, Load)) else ()
+        read = (
+            graph.successors(op.name) if isinstance(op, Base) else (op.name,) if isinstance(op, (Gather, Load)) else ()
+        )
         if read and all(self.kernel.only_known(self.kernel.op(n)) for n in read):
             return True  # the bounds of tiles have what facts say of it
         nodes = self.kernel.graph.nodes
@@ -351,13 +394,15 @@ class KernelContext:
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
 
     def _pages_by_tile(self, op: Loop) -> Gather | None:
-        """The numbers of pages in which rows of a loop's tiles lie, if whole tiles do: then a copy engine reads these."""
+        """The numbers of pages in which rows of a loop's tiles lie, if whole tiles do: then a copy engine reads
+        these."""
         loads = [load for load in self.kernel.block(op.body).ops if isinstance(load, Load) and load.pages and load.via]
         table = self.kernel.op(loads[0].pages) if loads and loads[0].pages else None
         return table if isinstance(table, Gather) else None
 
     def _page_ahead(self, pages: Gather, tile: str, there: str) -> str:
-        """The line that reads the number of a tile's page, if there is such a tile. Loops do so a turn ahead, as copies wait for it."""
+        """The line that reads the number of a tile's page, if there is such a tile. Loops do so a turn ahead, as
+        copies wait for it."""
         tensor = self.kernel.op(pages.src.tensor)
         assert isinstance(tensor, Arg)
         of_sequence = self._start(Access(tensor.name, pages.src.index[:-1]), tensor)
@@ -372,16 +417,26 @@ class KernelContext:
         args = (self.var(str(op.listed)), moved if jumps else at, f"{stop} > {at}", f"BLOCK // {AXIS_DIM[op.var]}")
         return [*place, f"{op.var}_ahead = tile_at({', '.join(args)})"]
 
-    def _position(self, op: Position, cls: str) -> dict[str, Any]:
+    def _list_position(self, op: ListPosition, cls: str) -> dict[str, Any]:
         ratio = f"BLOCK // {AXIS_DIM[self.kernel.ranked_axis(op)]}"
         return {"var": op.name, "ranks": self.var(op.src), "tile": self.scalar(op.tile), "ratio": ratio}
 
     def _seed(self, op: Seed, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "src": op.src}
 
-    def _keep(self, op: Keep, cls: str) -> dict[str, Any]:
-        """Random words. Which scores they keep is found where these are dropped: until then the four scores of a word take one register."""
-        args = [self.var(op.seed), "b", self.scalar(op.head), "q_start", "kv_start", "BLOCK_Q", "BLOCK_KV", str(transposed(op))]
+    def _dropout_mask(self, op: DropoutMask, cls: str) -> dict[str, Any]:
+        """Random words. Which scores they keep is found where these are dropped: until then the four scores of a
+        word take one register."""
+        args = [
+            self.var(op.seed),
+            "b",
+            self.scalar(op.head),
+            "q_start",
+            "kv_start",
+            "BLOCK_Q",
+            "BLOCK_KV",
+            str(transposed(op)),
+        ]
         return {"var": self._words(op.name), "args": args}
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
@@ -390,10 +445,10 @@ class KernelContext:
         args = [self.var(op.value), self._words(op.keep), self.var(draw.threshold), zero, str(transposed(op))]
         return {"var": self.var(op.name), "value": self.var(op.value), "args": args}
 
-    def _draw(self, keep: str) -> Keep:
+    def _draw(self, keep: str) -> DropoutMask:
         """The op that draws what says which scores are kept."""
         draw = self.kernel.op(keep)
-        assert isinstance(draw, Keep)
+        assert isinstance(draw, DropoutMask)
         return draw
 
     def _words(self, keep: str) -> str:
@@ -401,9 +456,14 @@ class KernelContext:
         return f"{self.var(keep)}_words"
 
     def _cast_alone(self, op: Op) -> bool:
-        """Whether a value is only read to be cast to the element type, where a compiler may exchange what makes it and the cast."""
+        """Whether a value is only read to be cast to the element type, where a compiler may exchange what makes it
+        and the cast."""
         readers = [self.kernel.op(name) for name in self.kernel.graph.successors(op.name)]
-        casts = [r for r in readers if isinstance(r, Map) and r.type.dtype == "T" and [str(r.expr)] == [name for name, _ in r.uses]]
+        casts = [
+            r
+            for r in readers
+            if isinstance(r, Map) and r.type.dtype == "T" and [str(r.expr)] == [name for name, _ in r.uses]
+        ]
         return len(readers) == len(casts) == 1
 
     def _base(self, op: Any, cls: str) -> dict[str, Any]:
@@ -415,8 +475,12 @@ class KernelContext:
 
     def _start(self, access: Access, tensor: Arg) -> str:
         """Where the rows of one (batch, head) of a tensor start, in 64 bits."""
-        indices = ((i, stride) for i, stride in zip(access.index, stride_names(tensor.name, tensor.type.dims)) if i != 0)
-        return " + ".join([access.tensor, *(f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in indices)])
+        indices = (
+            (i, stride) for i, stride in zip(access.index, stride_names(tensor.name, tensor.type.dims)) if i != 0
+        )
+        return " + ".join(
+            [access.tensor, *(f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in indices)]
+        )
 
     def _row_of_tile(self, axis: str, tile: tuple[str, ...]) -> str:
         """The variable of the rows of a tile along an axis, from its first row on."""
@@ -442,8 +506,10 @@ class KernelContext:
             if not axis:
                 scalars.append(f"{self.scalar(index)}{times}")
                 continue
-            spread = "" if len(dims) == 1 else "[" + ", ".join(":" if d == AXIS_DIM[axis] else "None" for d in dims) + "]"
-            if axis == self.kernel.own_axis and times and spread and self._takes_parts:
+            spread = (
+                "" if len(dims) == 1 else "[" + ", ".join(":" if d == AXIS_DIM[axis] else "None" for d in dims) + "]"
+            )
+            if axis == self.kernel.program_axis and times and spread and self._takes_parts:
                 # in one product for each turn: offsets that are the same in all turns would be kept in registers
                 row = self._row_of_tensor(axis, tile)
                 tiles.append(f"{row if row.isidentifier() else f'({row})'}.to(tl.int64){spread}{times}")
@@ -457,7 +523,8 @@ class KernelContext:
         return " + ".join([*scalars, f"({inner})" if len(tiles) > 1 else inner] if tiles else scalars)
 
     def _check(self, checks: Any, access: Access, cls: str, tile: tuple[str, ...] = (), needed: Any = ()) -> str:
-        """The condition under which elements are inside and, along the loop's axis, in the range of rows that are `needed`."""
+        """The condition under which elements are inside and, along the loop's axis, in the range of rows that are
+        `needed`."""
         dims = _as_tile(access, tile)
         conditions = []
         for axis, when in checks:
@@ -473,11 +540,12 @@ class KernelContext:
                 conditions.append(text)
         return " & ".join(conditions)
 
-    def _length(self, op: Length, cls: str) -> dict[str, Any]:
+    def _cache_length(self, op: CacheLength, cls: str) -> dict[str, Any]:
         return {"var": op.name, "tensor": op.src.tensor}
 
     def _rows_in_cache(self, access: Access, pages: str | None, rows: str) -> str:
-        """Address of rows of a cache, each at a place of its own: `rows` of a sequence, which lie in `pages` if there are any."""
+        """Address of rows of a cache, each at a place of its own: `rows` of a sequence, which lie in `pages` if
+        there are any."""
         tensor = self.kernel.op(access.tensor)
         assert isinstance(tensor, Arg)
         strides = [*stride_names(tensor.name, tensor.type.dims), ""]
@@ -488,8 +556,12 @@ class KernelContext:
             rows = f"({rows} % {self.scalar(dimension(tensor.type.dims[2]))})"
             terms.append(f"{self.var(pages)}.to(tl.int64)[:, None] * {page}")
         terms += [f"tl.cast({self.scalar(i)}, tl.int64) * {stride}" for i, stride in zip(heads, strides) if i != 0]
-        near = tensor.type.dims[2].isdigit() and int(tensor.type.dims[2]) <= NEAR_ROWS  # then offsets in a page have 32 bits
-        of_row = f"{rows}[:, None] * {strides[-2]}" if pages and near else f"{rows}.to(tl.int64)[:, None] * {strides[-2]}"
+        near = (
+            tensor.type.dims[2].isdigit() and int(tensor.type.dims[2]) <= NEAR_ROWS
+        )  # then offsets in a page have 32 bits
+        of_row = (
+            f"{rows}[:, None] * {strides[-2]}" if pages and near else f"{rows}.to(tl.int64)[:, None] * {strides[-2]}"
+        )
         return " + ".join([*terms, of_row, f"{column}[None, :]"])
 
     def _append(self, op: Append, cls: str) -> dict[str, Any]:
@@ -516,10 +588,11 @@ class KernelContext:
         return {"whole": self.var(op.columns_of), "part": f"{own} < {self._width(letter)}"}
 
     def _described(self, op: Load, cls: str) -> str:
-        """The tile, read through a descriptor: its sequence and head are dimensions of one element. A page has whole tiles.
+        """The tile, read through a descriptor: its sequence and head are dimensions of one element. A page has whole
+        tiles.
 
-        Rows of a cache that a sequence has not are there, whatever they hold. Where rows are summed up, they become zeros, as those past
-        the end of a tensor are. Elsewhere the mask hides the scores that are made of them.
+        Rows of a cache that a sequence has not are there, whatever they hold. Where rows are summed up, they become
+        zeros, as those past the end of a tensor are. Elsewhere the mask hides the scores that are made of them.
         """
         tensor, index = self.kernel.accessed(op)
         rows, _ = op.src.axes()
@@ -529,7 +602,9 @@ class KernelContext:
             places = [f"{self.var(op.pages)}_of_tile", *places]
             start = f"{start} % {self.scalar(dimension(tensor.type.dims[2]))}"
         read = f"{tensor.name}.load([{', '.join([*places, start, '0'])}]).reshape({', '.join(op.type.dims)})"
-        check = self._check([(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims, op.needed)
+        check = self._check(
+            [(axis, when) for axis, when in op.check if axis == rows], op.src, cls, op.type.dims, op.needed
+        )
         zero = "0" if op.type.quantised else "0.0"
         return f"tl.where({check}, {read}, {zero})" if check and self.kernel.clears(op) else read
 
@@ -546,7 +621,8 @@ class KernelContext:
         }
 
     def _page_of_tile(self, op: Gather) -> str:
-        """The variable with the number of the tile's page, if `op` reads that, and the loop has read it for a copy engine; else empty."""
+        """The variable with the number of the tile's page, if `op` reads that, and the loop has read it for a copy
+        engine; else empty."""
         if op.src.tensor != "PAGE_TABLE" or op.type.dims:
             return ""
         block = self.kernel.graph.nodes[op.name]["block"]
@@ -558,7 +634,8 @@ class KernelContext:
         return {"ptr": pointer, "value": self.var(op.value), "check": condition, "op": op.op}
 
     def _places(self, access: Access, where: Bool, uses: dict[str, str], tile: tuple[str, ...]) -> tuple[str, str]:
-        """Address of each element: heads and sequences in 64 bits, offsets in the last dimension in 32; and the condition, if any."""
+        """Address of each element: heads and sequences in 64 bits, offsets in the last dimension in 32; and the
+        condition, if any."""
         tensor = self.kernel.op(access.tensor)
         assert isinstance(tensor, Arg)
         terms, offset = [access.tensor], ""
@@ -570,7 +647,9 @@ class KernelContext:
             text = f"({text}){spread}" if spread else text
             if stride:
                 terms.append(
-                    f"({text}).to(tl.int64) * {stride}" if tile and spread is not None else f"tl.cast({text}, tl.int64) * {stride}"
+                    f"({text}).to(tl.int64) * {stride}"
+                    if tile and spread is not None
+                    else f"tl.cast({text}, tl.int64) * {stride}"
                 )
             else:
                 offset = text
@@ -598,24 +677,43 @@ class KernelContext:
         if op.by:
             tensor = self.kernel.op(op.dst.tensor)
             assert isinstance(tensor, Arg)
-            args = [self._start(op.dst, tensor), self.var(op.value), "q_start", "kv_start", "Nq", "Nk", "BLOCK_Q", "BLOCK_KV"]
-            return {"learned": learned, "distances": args, "alone": f"{op.alone}_start == 0" if op.alone else ""}
+            args = [
+                self._start(op.dst, tensor),
+                self.var(op.value),
+                "q_start",
+                "kv_start",
+                "Nq",
+                "Nk",
+                "BLOCK_Q",
+                "BLOCK_KV",
+            ]
+            return {
+                "learned": learned,
+                "distances": args,
+                "alone": f"{op.first_along}_start == 0" if op.first_along else "",
+            }
         tile = self.kernel.type_of(op.value).dims
         check = self._check(op.check, op.dst, cls, tile)
-        if op.alone:
+        if op.first_along:
             rows = check if len(tile) > 1 else f"({check})"
-            check = f"{rows} & ({op.alone}_start == 0)"
-        return {"learned": learned, "distances": (), "ptr": self._pointer(op.dst, tile), "value": self.var(op.value), "check": check}
+            check = f"{rows} & ({op.first_along}_start == 0)"
+        return {
+            "learned": learned,
+            "distances": (),
+            "ptr": self._pointer(op.dst, tile),
+            "value": self.var(op.value),
+            "check": check,
+        }
 
-    def _add(self, op: Add | Merge, cls: str) -> dict[str, Any]:
-        assert op.turns is not None
-        turns = self.kernel.op(op.turns.tensor)
+    def _ordered_add(self, op: OrderedAdd | OrderedAccumulate, cls: str) -> dict[str, Any]:
+        assert op.semaphore is not None
+        turns = self.kernel.op(op.semaphore.tensor)
         assert isinstance(turns, Arg)
-        return {"turns": self._start(Access(turns.name, op.turns.index[:-1]), turns)}
+        return {"turns": self._start(Access(turns.name, op.semaphore.index[:-1]), turns)}
 
-    _merge = _add
+    _ordered_accumulate = _ordered_add
 
-    def _count(self, op: Count, cls: str) -> dict[str, Any]:
+    def _count_tiles(self, op: CountTiles, cls: str) -> dict[str, Any]:
         """Where the numbers are, of which so many are at most `most`."""
         tensor = self.kernel.op(op.src.tensor)
         assert isinstance(tensor, Arg)
@@ -662,7 +760,13 @@ class KernelContext:
     def _softmax_step(self, op: SoftmaxStep, cls: str) -> dict[str, Any]:
         scale = self.var(op.scale) if op.scale else ""
         shift = self.var(op.shift) if op.shift else ""
-        return {"s": self.var(op.s), "m": self.var(op.m), "scale": scale, "shift": shift, "guard": _applies(op.guard, cls)}
+        return {
+            "s": self.var(op.s),
+            "m": self.var(op.m),
+            "scale": scale,
+            "shift": shift,
+            "guard": _applies(op.guard, cls),
+        }
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
         value, axis = self.var(op.value), self.kernel.type_of(op.value).dims.index(op.over)
@@ -677,16 +781,16 @@ class KernelContext:
     def _barrier(self, op: Barrier, cls: str) -> dict[str, Any]:
         return {}
 
-    def _wait_for_grid(self, op: WaitForGrid, cls: str) -> dict[str, Any]:
+    def _grid_dependency_wait(self, op: GridDependencyWait, cls: str) -> dict[str, Any]:
         return {}
 
-    def _unzip(self, op: Unzip, cls: str) -> dict[str, Any]:
+    def _deinterleave(self, op: Deinterleave, cls: str) -> dict[str, Any]:
         value, of = self.var(op.value), self.kernel.type_of(op.value)
         rows, columns = op.type.dims
         expr = f"from_pairs({value}, CONVERTS)" if of.quantised else f"tl.split({value}.reshape({rows}, {columns}, 2))"
         return {"var": f"{self.var(f'{op.name}.even')}, {self.var(f'{op.name}.odd')}", "expr": expr}
 
-    def _zip(self, op: Zip, cls: str) -> dict[str, Any]:
+    def _interleave(self, op: Interleave, cls: str) -> dict[str, Any]:
         a, b = self.var(op.a), self.var(op.b)
         quantised = op.type.quantised
         return {
@@ -704,7 +808,7 @@ def _in_range(index: str, first: str, end: str) -> str:
     return f"{index} < {end}" if first == "0" else f"({index} >= {first}) & ({index} < {end})"
 
 
-def transposed(op: Keep | Dropout) -> bool:
+def transposed(op: DropoutMask | Dropout) -> bool:
     """Whether a tile of scores has keys as rows."""
     return op.type.dims[0] == "BLOCK_KV"
 

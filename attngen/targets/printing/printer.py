@@ -1,8 +1,8 @@
 """Expressions as Triton source: broadcasts made explicit, terms of one axis gathered before they are broadcast.
 
-Integers become fp32 as rows and columns, before they are broadcast: positions are exact there up to 2**24. Divisions of integers
-round down, as Python's: `floor_div` and `floor_mod` are functions of the generated module. Integers are of 32 bits where a call's
-positions and parameters cannot make them larger, of 64 elsewhere.
+Integers become fp32 as rows and columns, before they are broadcast: positions are exact there up to 2**24. Divisions of
+integers round down, as Python's: `floor_div` and `floor_mod` are functions of the generated module. Integers are of 32
+bits where a call's positions and parameters cannot make them larger, of 64 elsewhere.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
 def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
     """The expression with LOG2E and LN2 as numbers where they come before a scalar inside of it, or are divided.
 
-    In the interpreter such a product is no tensor, as arguments of functions have to be. A whole statement's value becomes one.
+    In the interpreter such a product is no tensor, as arguments of functions have to be. A whole statement's value
+    becomes one.
     """
     if e in CONSTANTS:
         return e if outermost else CONSTANTS[e]
@@ -160,10 +161,14 @@ class _Printer:
         if e.is_Mul:
             return self._product(e, real)
         if e.is_Relational:
-            real = not (e.lhs.is_integer and e.rhs.is_integer) and any(x.is_integer is False or x.has(sympy.Float) for x in e.args)
+            real = not (e.lhs.is_integer and e.rhs.is_integer) and any(
+                x.is_integer is False or x.has(sympy.Float) for x in e.args
+            )
             e = e.reversed if e.lhs.is_number and not isinstance(e, (sympy.Eq, sympy.Ne)) else e  # what varies first
             text, dims, strength = self._join(f" {e.rel_op} ", [self.print(e.lhs, real), self.print(e.rhs, real)], 0)
-            if not dims and not (e.lhs.is_integer and e.rhs.is_integer):  # to the interpreter `a < b` of scalar reals is a real itself
+            if not dims and not (
+                e.lhs.is_integer and e.rhs.is_integer
+            ):  # to the interpreter `a < b` of scalar reals is a real itself
                 text = f"tl.where({text}, 1, 0) == 1"
             return text, dims, strength
         if isinstance(e, (sympy.And, sympy.Or)):
@@ -282,7 +287,10 @@ class _Printer:
     def _product(self, e: Any, real: bool) -> Piece:
         factors = e.args if e.is_Mul else (e,)
         over = [1 / f for f in factors if f.is_Pow and f.exp == -1]
-        before, self.wide = self.wide, self.wide or (real and _is_wide(sympy.Mul(*(f for f in factors if f.is_integer))))
+        before, self.wide = (
+            self.wide,
+            self.wide or (real and _is_wide(sympy.Mul(*(f for f in factors if f.is_integer)))),
+        )
         pieces = [self._factor(f, real) for f in factors if not (f.is_Pow and f.exp == -1)]
         self.wide = before
         if e.is_Mul and factors[0] == -1:

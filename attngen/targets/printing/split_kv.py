@@ -17,37 +17,48 @@ from attngen.targets.printing.printer import to_triton
 def dealing(module: Module) -> dict[str, Any]:
     """The strings and numbers of these functions, in Triton; none where no keys are dealt."""
     kernel = module.dealing
-    if kernel is None or kernel.deal is None:
+    if kernel is None or kernel.kv_split is None:
         return {}
-    deal = kernel.deal
-    whole = {symbol(name): sympy.Symbol(name, integer=True) for name, _ in deal.reads}
-    work = to_triton(units_of(deal.work).xreplace(whole), lambda name: (name, ()), ())
+    kv_split = kernel.kv_split
+    whole = {symbol(name): sympy.Symbol(name, integer=True) for name, _ in kv_split.reads}
+    work = to_triton(units_of(kv_split.work).xreplace(whole), lambda name: (name, ()), ())
     return {
-        "dealt_by": ", ".join(dealt_by(kernel)),
+        "split_args": ", ".join(split_args(kernel)),
         "elements": _elements(kernel),
         "work": f"tl.cast({work}, tl.int32)" if "tl.int64" in work else work,  # sums of it are of 32 bits
-        "each": deal.each,
+        "each": kv_split.each,
         "unit": UNIT,
-        "waves": deal.waves,
+        "waves": kv_split.waves,
         "least_units": LEAST_UNITS,
     }
 
 
-def dealt_by(kernel: Kernel) -> list[str]:
-    """What says how keys are dealt: sizes of the call, then those by which work is counted, and tensors of which it reads elements."""
-    assert kernel.deal is not None
-    reads = dict(kernel.deal.reads)
-    named = {str(s) for e in (kernel.deal.work, *(e for at in reads.values() for e in at.index)) for s in e.free_symbols}
+def split_args(kernel: Kernel) -> list[str]:
+    """What says how keys are dealt: sizes of the call, then those by which work is counted, and tensors of which it
+    reads elements."""
+    assert kernel.kv_split is not None
+    reads = dict(kernel.kv_split.reads)
+    named = {
+        str(s) for e in (kernel.kv_split.work, *(e for at in reads.values() for e in at.index)) for s in e.free_symbols
+    }
     tensors = [arg for arg in kernel.args if arg.name in {at.tensor for at in reads.values()}]
     strides = [stride for arg in tensors for stride in stride_names(arg.name, arg.type.dims)]
-    return ["B", "items", "Nc", "Nn", *sorted(named - {"Nk", "b"} - reads.keys()), *(arg.name for arg in tensors), *strides]
+    return [
+        "B",
+        "items",
+        "Nc",
+        "Nn",
+        *sorted(named - {"Nk", "b"} - reads.keys()),
+        *(arg.name for arg in tensors),
+        *strides,
+    ]
 
 
 def _elements(kernel: Kernel) -> list[tuple[str, str]]:
     """(name, address) of each element by which work is counted, of the sequences `at`."""
-    assert kernel.deal is not None
+    assert kernel.kv_split is not None
     found = []
-    for name, at in kernel.deal.reads:
+    for name, at in kernel.kv_split.reads:
         strides = stride_names(at.tensor, kernel.type_of(at.tensor).dims)
         *steps, last = ["at" if e == symbol("b") else to_triton(e, lambda n: (n, ())) for e in at.index]
         terms = [f"tl.cast({step}, tl.int64) * {stride}" for step, stride in zip(steps, strides)]

@@ -35,14 +35,17 @@ class KernelView:
     params: list[str]
     tiles: list[str]
     dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
-    # What else a schedule gives. TMA: tiles are read through descriptors, given in place of their tensors. CONVERTS: an instruction of the
-    # device converts pairs of 8-bit numbers. OVERLAPS: programs of two launches run beside each other.
+    # What else a schedule gives. TMA: tiles are read through descriptors, given in place of their tensors. CONVERTS: an
+    # instruction of the device converts pairs of 8-bit numbers. OVERLAPS: programs of two launches run beside each
+    # other.
     flags: list[str]
     learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
     not_specialized: list[str]
     prologue: list[str]
-    turn: list[str]  # where programs take one part of the keys after another, the lines by which each turn starts,
-    turns: str  # and how many turns all programs have
+    iteration: list[
+        str
+    ]  # where programs take one part of the keys after another, the lines by which each iteration starts,
+    iterations: str  # and how many iterations all programs have
     nodes: list[Node]
     words: set[str]  # that occur in it
 

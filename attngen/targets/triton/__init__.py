@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from attngen.targets.common.base import Backend, Choices, Compiler, Cost, Footprint
+from attngen.targets.common.base import Backend, Choices, Compiler, Cost, ResourceModel
 from attngen.targets.triton import compiler, cost, kernels, rules, sram
 from attngen.targets.triton.legalize import LegalizeTriton
-from attngen.targets.triton.use_tma import DescribeLoads
+from attngen.targets.triton.use_tma import UseTMA
 
 TRITON = Backend(
     name="triton",
-    prepare=(DescribeLoads(),),
+    prepare=(UseTMA(),),
     legalize=(LegalizeTriton(),),
     rules={
         "scheduled": {"described": rules.described, "fits": rules.fits},
@@ -20,8 +20,10 @@ TRITON = Backend(
         },
     },
     choices=Choices(blocks=(16, 32, 64, 128), warps=(4, 8), stages=(3, 2, 1)),
-    footprint=Footprint(sram.row_formula, sram.sram_bytes, sram.registers_per_thread, sram.misfit, sram.slack),
+    resources=ResourceModel(sram.row_formula, sram.sram_bytes, sram.registers_per_thread, sram.why_not_fit, sram.slack),
     cost=Cost(cost.cost, cost.occupancy, cost.register_limit, cost.spills, cost.SPILLS, cost.schedule_key),
     printed=kernels.printed,
-    compiler=Compiler(compiler.triton_version, compiler.job, compiler.compile_all, compiler.source_digest),
+    compiler=Compiler(
+        compiler.triton_version, compiler.job, compiler.compile_all, compiler.source, compiler.source_digest
+    ),
 )

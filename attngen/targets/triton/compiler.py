@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.names import ROWS, stride_names
 from attngen.ir.ops import Load
 from attngen.targets.common.ahead import (
@@ -25,7 +26,7 @@ from attngen.targets.common.ahead import (
     said_by_ptxas,
     triton_version,
 )
-from attngen.targets.common.base import Reading, short_digest
+from attngen.targets.common.base import CompileReport, short_digest
 from attngen.targets.common.instructions import parse
 from attngen.targets.common.unset import unset
 from attngen.targets.triton.sram import aligned
@@ -56,33 +57,43 @@ class Job:
         return short_digest({key: value for key, value in vars(self).items() if key not in ("file", "row_strides")})
 
 
-def job(module: Module, kernel: Kernel, row: Row, file: Path, arch: int | str | None = None) -> Job:
+def job(module: Module, kernel: Kernel, config: Config, file: Path, arch: int | str | None = None) -> Job:
     """The job that compiles `kernel` of a generated kernels.py under a schedule row.
 
-    For the row's own device class, or for another `arch` that takes its rows: a compute capability (86), a HIP architecture.
+    For the row's own device class, or for another `arch` that takes its rows: a compute capability (86), a HIP
+    architecture.
     """
-    device = CLASSES[row.device]
-    element = "" if kernel.prepares else of_size(module.dtypes, row.elem_bytes)  # one that prepares reads none
-    types, dims = [], sizes(module, row)
+    device = CLASSES[config.device]
+    element = "" if kernel.prepares else of_size(module.dtypes, config.elem_bytes)  # one that prepares reads none
+    types, dims = [], sizes(module, config)
     described = {}  # tensor -> rows and columns of its tiles
     for op in kernel.ops():
         if isinstance(op, Load) and op.via:
             described[kernel.accessed(op)[0].name] = ", ".join(str(dims[d]) for d in op.type.unpadded)
     for arg in kernel.args:
         dtype = element if arg.type.dtype == "T" else TYPES.get(arg.type.dtype, arg.type.dtype)
-        tile = described.get(arg.name) if row.tma else None
-        types.append((arg.name, f"tensordesc<{dtype}[1, 1, {tile}]>" if tile else dtype if arg.role == "scalar" else f"*{dtype}"))
+        tile = described.get(arg.name) if config.tma else None
+        types.append(
+            (arg.name, f"tensordesc<{dtype}[1, 1, {tile}]>" if tile else dtype if arg.role == "scalar" else f"*{dtype}")
+        )
     return Job(
         file,
         kernel.name,
         tuple(types),
-        tuple(constants(kernel, row).items()),
-        tuple(({"num_warps": row.num_warps, "num_stages": row.num_stages} | launch_options(kernel, row)).items()),
+        tuple(constants(kernel, config).items()),
+        tuple(
+            ({"num_warps": config.num_warps, "num_stages": config.num_stages} | launch_options(kernel, config)).items()
+        ),
         device.arch if arch is None else arch,
         device.threads_per_warp,
         aligned(module),
         source_digest(file.read_text(encoding="utf-8"), kernel.name),
-        tuple(name for arg in kernel.args for dim, name in zip(arg.type.dims, stride_names(arg.name, arg.type.dims)) if dim in ROWS),
+        tuple(
+            name
+            for arg in kernel.args
+            for dim, name in zip(arg.type.dims, stride_names(arg.name, arg.type.dims))
+            if dim in ROWS
+        ),
     )
 
 
@@ -98,7 +109,9 @@ def source_digest(kernels: str, name: str) -> str:
 
 def _kernels(kernels: str) -> list[str]:
     """The names of its kernels: the keys of its table of schedules."""
-    tables = (n for n in ast.parse(kernels).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SCHEDULES")
+    tables = (
+        n for n in ast.parse(kernels).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SCHEDULES"
+    )
     return list(ast.literal_eval(next(tables).value))
 
 
@@ -110,19 +123,21 @@ def _compiled_parts(kernels: str) -> tuple[tuple[str, str], ...]:
         start, name = node.lineno, ""
         if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
             start, name = min(d.lineno for d in node.decorator_list), node.name
-        elif not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):  # constants; tables of schedules are not calls
+        elif not (
+            isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        ):  # constants; tables of schedules are not calls
             continue
         parts.append((name, "\n".join(lines[start - 1 : node.end_lineno])))
     return tuple(parts)
 
 
-def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[Reading | str]:
+def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[CompileReport | str]:
     """The readings of jobs, in order; see compile_each."""
     return compile_each(_compile, jobs, workers)
 
 
-def _compile(j: Job) -> Reading | str:
-    from triton.backends.compiler import GPUTarget
+def source(j: Job) -> Any:
+    """The kernel with the types of a call whose tensors are aligned. Flags are on: that is the heavier kernel."""
     from triton.compiler import ASTSource
 
     function = getattr(load(j.file), j.kernel)
@@ -136,16 +151,22 @@ def _compile(j: Job) -> Reading | str:
         signature[p.name] = types.get(p.name, "i32")
         if signature[p.name].startswith("*") or (stride and (j.aligned_rows or p.name not in j.row_strides)):
             divisible[(i,)] = [["tt.divisibility", 16]]
-    target = GPUTarget("hip" if isinstance(j.arch, str) else "cuda", j.arch, j.warp_size)
-    done = compiled(ASTSource(function, signature, constants, divisible), target, dict(j.options))
+    return ASTSource(function, signature, constants, divisible)
+
+
+def _compile(j: Job) -> CompileReport | str:
+    done = compiled(source(j), j)
     if isinstance(done, str):
         return done
     made, said, seconds = done
-    registers, spilled = _amd(made.asm["amdgcn"]) if target.backend == "hip" else said_by_ptxas(said)
-    binary = made.asm["hsaco" if target.backend == "hip" else "cubin"]
+    on_amd = "amdgcn" in made.asm
+    registers, spilled = _amd(made.asm["amdgcn"]) if on_amd else said_by_ptxas(said)
+    binary = made.asm["hsaco" if on_amd else "cubin"]
     if j.arch == CLASSES["sm90"].arch and (wrong := unset(parse(disassembled(binary)))):
         return f"ptxas makes wrong machine code of it: {wrong[0]}"
-    return Reading(made.metadata.shared, registers, spilled, code_bytes(binary), triton_version(), seconds, j.digest)
+    return CompileReport(
+        made.metadata.shared, registers, spilled, code_bytes(binary), triton_version(), seconds, j.digest
+    )
 
 
 def _amd(text: str) -> tuple[int, int]:

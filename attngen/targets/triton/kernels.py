@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
-from attngen.ir.graph import Module, Unfit
+from attngen.ir.graph import DoesNotFit, Module
 from attngen.ir.ops import PADDED, Load, Scan
 from attngen.targets.common.base import Printed
 from attngen.targets.printing.context import KernelContext
@@ -70,22 +70,30 @@ def _schedules(module: Module, views: dict[str, KernelView], taken: Interpreted)
         classes: dict[str, Any] = {}  # rows, or the sentence on why there are none
         own: dict[str, Any] = {}  # the interpreter's rows
         for row in dict(module.schedules)[kernel.name]:
-            if isinstance(row, Unfit):
+            if isinstance(row, DoesNotFit):
                 classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
                 continue
             if row.backend != module.backend:
                 continue
             given = constants(kernel, row)
-            tiles = {tile: given[tile] for tile in view.tiles} | {"num_warps": row.num_warps, "num_stages": row.num_stages}
+            tiles = {tile: given[tile] for tile in view.tiles} | {
+                "num_warps": row.num_warps,
+                "num_stages": row.num_stages,
+            }
             config = tiles | launch_options(kernel, row) | {flag: given[flag] for flag in view.flags}
             classes.setdefault(f'("{row.device}", {row.elem_bytes})', []).append((row.max_rows, _config(config)))
             if taken.takes(kernel, row):
                 config = tiles | dict.fromkeys(view.flags, False)
                 own.setdefault(f'("{taken.name}", {row.elem_bytes})', []).append((row.max_rows, _config(config)))
         classes |= own
-        for divided, row in module.stand_ins(kernel.name):
-            tiles = {"BLOCK_Q": row.block_q, "BLOCK_KV": row.block_kv, "SLOTS": row.num_stages, **launch_options(divided, row)}
-            named = {"KERNEL": json.dumps(divided.name)} if divided.of else {}
+        for warp_specialized, row in module.stand_ins(kernel.name):
+            tiles = {
+                "BLOCK_Q": row.block_q,
+                "BLOCK_KV": row.block_kv,
+                "STAGES": row.num_stages,
+                **launch_options(warp_specialized, row),
+            }
+            named = {"KERNEL": json.dumps(warp_specialized.name)} if warp_specialized.of else {}
             entry = classes.setdefault(f'("{row.device}", {row.elem_bytes}, "{row.backend}")', [])
             if row.min_rows and not entry:
                 entry.append((row.min_rows, "None"))  # the portable kernel's

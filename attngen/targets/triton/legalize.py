@@ -10,11 +10,12 @@ before:  %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) bo
 after:   %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) body(@step) cls(full) recompute(yes)
 
 - The address of a head is computed once, in 64 bits.
-- Operands of a dot are cast to the tensors' element type; beside numbers that were kept in 8 bits, to fp16. Dots of fp32 state their
-  precision.
+- Operands of a dot are cast to the tensors' element type; beside numbers that were kept in 8 bits, to fp16. Dots of
+  fp32 state their precision.
 - A head dimension that is not a power of two is padded on chip (D_QK_PAD) and checked on every access.
-- LLVM keeps values that do not change in a loop in registers, above all offsets of rows. A loop without registers to spare recomputes
-  them in each turn: one that carries two accumulators, or one of more than WIDE columns, or that holds another loop (docs/perf-log.md).
+- LLVM keeps values that do not change in a loop in registers, above all offsets of rows. A loop without registers to
+  spare recomputes them in each turn: one that carries two accumulators, or one of more than WIDE columns, or that holds
+  another loop (docs/perf-log.md).
 """
 
 from __future__ import annotations

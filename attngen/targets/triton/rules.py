@@ -1,4 +1,5 @@
-"""What Triton and its devices ask of a module: descriptors, schedules that fit, tiles of powers of two, operands of one type."""
+"""What Triton and its devices ask of a module: descriptors, schedules that fit, tiles of powers of two, operands of
+one type."""
 
 from __future__ import annotations
 
@@ -6,22 +7,25 @@ from collections.abc import Iterator
 
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import QUANTISED, by_precision
-from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Dot, Load, Store, Unzip, axis_of, unpadded
-from attngen.targets.triton.sram import misfit
+from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.ops import AXIS_DIM, PADDED, TENSORS, Arg, Deinterleave, Dot, Load, Store, axis_of, unpadded
+from attngen.targets.triton.sram import why_not_fit
 from attngen.tiles.launches import joining_warps
 from attngen.tiles.sizes import tile_width
 
 
 def described(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Loads by descriptor are of tiles of rows of one head, zeros where out of bounds, for shared memory; rows that take them are for
-    devices that can."""
+    """Loads by descriptor are of tiles of rows of one head, zeros where out of bounds, for shared memory; rows that
+    take them are for devices that can."""
     by_descriptor = [op for op in kernel.ops() if isinstance(op, Load) and op.via]
     for op in by_descriptor:
         tensor, index = kernel.accessed(op)
         rows = [axis_of(i) for i in index if axis_of(i)]
         whole = (
-            isinstance(tensor, Arg) and tensor.role == "in" and len(index) + bool(op.pages) == 4 and [str(i) for i in index[-2:]] == rows
+            isinstance(tensor, Arg)
+            and tensor.role == "in"
+            and len(index) + bool(op.pages) == 4
+            and [str(i) for i in index[-2:]] == rows
         )
         if (
             op.via != "descriptor"
@@ -31,31 +35,36 @@ def described(module: Module, kernel: Kernel) -> Iterator[str]:
             or op.other != 0
         ):
             yield f"%{op.name} is read via({op.via}); expected `descriptor`, of a tile %T[b, h, rows, columns] in sram whose outside is 0"
-    for row in module.rows(kernel.name):
-        if row.tma and not (by_descriptor and row.device in CLASSES and CLASSES[row.device].tma):
-            why = f"{row.device} has no engine that reads them" if by_descriptor else f"no load of @{kernel.name} is via(descriptor)"
-            yield f"{row.device}: TMA=1, but {why}"
-        page = module.cache.page if module.cache and row.tma and any(op.pages for op in by_descriptor) else ""
-        if page and int(page) % row.block_kv:
-            yield f"{row.device}: TMA=1, and tiles of {row.block_kv} keys, which do not divide pages of {page}"
+    for config in module.configs(kernel.name):
+        if config.tma and not (by_descriptor and config.device in CLASSES and CLASSES[config.device].tma):
+            why = (
+                f"{config.device} has no engine that reads them"
+                if by_descriptor
+                else f"no load of @{kernel.name} is via(descriptor)"
+            )
+            yield f"{config.device}: TMA=1, but {why}"
+        page = module.cache.page if module.cache and config.tma and any(op.pages for op in by_descriptor) else ""
+        if page and int(page) % config.block_kv:
+            yield f"{config.device}: TMA=1, and tiles of {config.block_kv} keys, which do not divide pages of {page}"
 
 
 def fits(module: Module, kernel: Kernel) -> Iterator[str]:
     """Every row of the schedule table fits the device class it is for, and gives what the kernel says."""
-    for row in module.rows(kernel.name):
-        if row.device not in CLASSES:
-            yield f"`{row.device}` is not a device class; expected one of {', '.join(CLASSES)}"
+    for config in module.configs(kernel.name):
+        if config.device not in CLASSES:
+            yield f"`{config.device}` is not a device class; expected one of {', '.join(CLASSES)}"
             continue
-        reason = misfit(module, kernel, row)
+        reason = why_not_fit(module, kernel, config)
         if reason:
             yield reason
-    for unfit in module.unfit(kernel.name):
-        if unfit.device not in CLASSES:
-            yield f"`{unfit.device}` is not a device class; expected one of {', '.join(CLASSES)}"
+    for not_fitting in module.not_fitting(kernel.name):
+        if not_fitting.device not in CLASSES:
+            yield f"`{not_fitting.device}` is not a device class; expected one of {', '.join(CLASSES)}"
 
 
 def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Triton's tiles: powers of two, 16 at least, head dimensions padded to one; warps a power of two, as many as a program may have."""
+    """Triton's tiles: powers of two, 16 at least, head dimensions padded to one; warps a power of two, as many as a
+    program may have."""
     for op in kernel.ops():
         for t in op.results().values():
             for name, width in module.widths.items() if not (isinstance(op, Arg) and op.role in TENSORS) else ():
@@ -65,41 +74,50 @@ def powers_of_two(module: Module, kernel: Kernel) -> Iterator[str]:
     for dot in kernel.dots:
         if (width := module.widths.get(unpadded(dot.over), 16)) < 16:
             yield f"%{dot.name} sums {width} columns; Triton needs 16 at least"
-    for row in module.rows(kernel.name):
-        rows = 1 if kernel.joins_parts else 16  # parts of one row are joined; products need more
-        for what, value, least in (("BLOCK_Q", row.block_q, rows), ("BLOCK_KV", row.block_kv, rows), ("num_warps", row.num_warps, 1)):
+    for config in module.configs(kernel.name):
+        rows = 1 if kernel.combines_splits else 16  # parts of one row are joined; products need more
+        for what, value, least in (
+            ("BLOCK_Q", config.block_q, rows),
+            ("BLOCK_KV", config.block_kv, rows),
+            ("num_warps", config.num_warps, 1),
+        ):
             if value < least or value & (value - 1):
-                yield f"{row.device}: {what}={value}; Triton needs a power of two, {least} at least"
-        most = 1024 // CLASSES[row.device].threads_per_warp
-        if row.num_warps > most:
-            yield f"{row.device}: num_warps={row.num_warps}; expected at most {most}, which are 1024 threads"
-        if kernel.joins_parts:
-            yield from _joins_in_registers(module, row)
-        if not 1 <= row.num_stages <= 8:
-            yield f"{row.device}: num_stages={row.num_stages}; expected 1 to 8"
-        if row.max_rows is not None and row.max_rows < 1:
-            yield f"{row.device}: rows<={row.max_rows}; expected 1 or more"
+                yield f"{config.device}: {what}={value}; Triton needs a power of two, {least} at least"
+        most = 1024 // CLASSES[config.device].threads_per_warp
+        if config.num_warps > most:
+            yield f"{config.device}: num_warps={config.num_warps}; expected at most {most}, which are 1024 threads"
+        if kernel.combines_splits:
+            yield from _joins_in_registers(module, config)
+        if not 1 <= config.num_stages <= 8:
+            yield f"{config.device}: num_stages={config.num_stages}; expected 1 to 8"
+        if config.max_rows is not None and config.max_rows < 1:
+            yield f"{config.device}: rows<={config.max_rows}; expected 1 or more"
 
 
-def _joins_in_registers(module: Module, row: Row) -> Iterator[str]:
-    """A program joins the parts of one row, and its threads have all parts of their columns that a turn joins in registers."""
-    device, most = CLASSES[row.device], joining_warps(module, row.device)
-    if row.block_q != 1 or row.num_stages != 1:
-        yield f"{row.device}: BLOCK_Q={row.block_q} and num_stages={row.num_stages}; expected 1, as a program joins the parts of one row"
-    if row.num_warps > most:
-        yield f"{row.device}: num_warps={row.num_warps}; expected {most} at most, with which each has all parts of its columns"
-    each = row.block_kv * tile_width(module.head_dim_v) // (row.num_warps * device.threads_per_warp)
+def _joins_in_registers(module: Module, config: Config) -> Iterator[str]:
+    """A program joins the parts of one row, and its threads have all parts of their columns that a turn joins in
+    registers."""
+    device, most = CLASSES[config.device], joining_warps(module, config.device)
+    if config.block_q != 1 or config.num_stages != 1:
+        yield (
+            f"{config.device}: BLOCK_Q={config.block_q} and num_stages={config.num_stages}; expected 1, as a program joins the parts of "
+            f"one row"
+        )
+    if config.num_warps > most:
+        yield f"{config.device}: num_warps={config.num_warps}; expected {most} at most, with which each has all parts of its columns"
+    each = config.block_kv * tile_width(module.head_dim_v) // (config.num_warps * device.threads_per_warp)
     if each >= device.registers_per_thread:
         has = f"which has {device.registers_per_thread} registers"
-        yield f"{row.device}: a turn joins {row.block_kv} parts, {each} numbers of a thread, {has}"
+        yield f"{config.device}: a turn joins {config.block_kv} parts, {each} numbers of a thread, {has}"
 
 
 def dot_operands(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Both operands of a dot have the tensors' element type, or fp16 where one was kept in 8 bits; products of fp32 say their precision."""
+    """Both operands of a dot have the tensors' element type, or fp16 where one was kept in 8 bits; products of fp32
+    say their precision."""
     precision = module.precision if by_precision(module.dtypes) else ""
     for op in kernel.ops():
         if isinstance(op, Dot):
-            wanted = "fp16" if isinstance(kernel.op(op.b), Unzip) else "T"  # of numbers of 8 bits
+            wanted = "fp16" if isinstance(kernel.op(op.b), Deinterleave) else "T"  # of numbers of 8 bits
             for ref in (op.a, op.b):
                 if kernel.type_of(ref).dtype != wanted:
                     yield f"%{op.name} multiplies %{ref} of {kernel.type_of(ref).dtype}; cast it to {wanted} first"

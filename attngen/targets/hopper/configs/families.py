@@ -1,4 +1,5 @@
-"""What passes share: those of the forward leave the divided kernels of the backward as they are, and the other way round."""
+"""What passes share: those of the forward leave the divided kernels of the backward as they are, and the other way
+round."""
 
 from __future__ import annotations
 
@@ -37,4 +38,9 @@ def with_tangents(module: Module, change: Change) -> Module:
 
 
 def _with(module: Module, portable: tuple[str, ...], change: Change) -> Module:
-    return replace(module, divided=tuple(change(kernel) if kernel.stands_for in portable else kernel for kernel in module.divided))
+    return replace(
+        module,
+        warp_specialized=tuple(
+            change(kernel) if kernel.stands_for in portable else kernel for kernel in module.warp_specialized
+        ),
+    )

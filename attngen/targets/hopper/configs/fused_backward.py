@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.ops import AXIS_DIM, Gather, Load
 from attngen.targets.hopper.configs.common import NARROW, STEADY, refused, work
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
@@ -11,22 +11,29 @@ from attngen.targets.hopper.configs.sm90 import DEVICE, FUSED, NAME, ROWS
 from attngen.tiles.order import differs, visited_range
 
 MOST_WORK = 23  # operations for each score: those of a soft cap under a window, the most that were compiled
-MOST_OF_WIDE = 14  # operations for each score of heads of 192 and 128 columns: those of a window; of chunks, which have 15, registers spill
-MOST_SIGNED = 17  # operations for each score with dropout in heads of 128 columns: of documents, which have 19, registers spill
-MOST_BESIDE = 18  # operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
+# operations for each score of heads of 192 and 128 columns: those of a window; of chunks, which have 15, registers
+# spill
+MOST_OF_WIDE = 14
+MOST_SIGNED = (
+    17  # operations for each score with dropout in heads of 128 columns: of documents, which have 19, registers spill
+)
+# operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
+MOST_BESIDE = 18
 MOST_OF_LONG = 15  # operations for each score in tiles of 128 queries: of a dilated mask, which has 19, registers spill
-MOST_NUMBERS = 2  # of each query, beside `lse2` and `delta`: beside tiles of 128 columns there is shared memory for these
-COPIES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
+MOST_NUMBERS = (
+    2  # of each query, beside `lse2` and `delta`: beside tiles of 128 columns there is shared memory for these
+)
+INSTANCES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
 QUERIES = {NARROW: 128, STEADY: 64}  # columns of a head, at most -> rows of a tile of queries
-SLOTS = 2  # of the rings of Q and dO
+STAGES = 2  # of the rings of Q and dO
 WIDE = (192, 128)  # columns of q and k, and of v, of multi-head latent attention: Q and K lie in three pieces
 
 
-def obstacle(module: Module) -> str:
+def infeasible(module: Module) -> str:
     """Why the kernel in one pass cannot be divided, as the end of a sentence; empty text if it can."""
     kernel = module.kernel(FUSED)
-    if module.blocks and module.blocks.size < COPIES * ROWS:
-        return f"its mask lists blocks of {module.blocks.size} keys, and a program has {COPIES * ROWS}"
+    if module.blocks and module.blocks.size < INSTANCES * ROWS:
+        return f"its mask lists blocks of {module.blocks.size} keys, and a program has {INSTANCES * ROWS}"
     qk, v = module.head_dim_qk, module.head_dim_v
     if (qk, v) != WIDE and (qk != v or not is_power_of_two(v)):
         expected = f"as many of q and k as of v, a power of two, or {WIDE[0]} and {WIDE[1]}"
@@ -47,9 +54,10 @@ def _beside_scores(kernel: Kernel) -> str:
     return ""
 
 
-def declined(module: Module) -> str:
-    """Why the kernel in one pass is not divided, and so dropped, as the end of a sentence; empty text if it is divided."""
-    if why := obstacle(module):
+def not_preferred(module: Module) -> str:
+    """Why the kernel in one pass is not divided, and so dropped, as the end of a sentence; empty text if it is
+    divided."""
+    if why := infeasible(module):
         return why
     kernel = module.kernel(FUSED)
     if is_wide(module) and (why := _spills_if_wide(module, kernel)):
@@ -62,13 +70,15 @@ def declined(module: Module) -> str:
         return f"with dropout, heads of more than {NARROW} columns and a modifier of scores registers spill"
     most = MOST_OF_WIDE if is_wide(module) else MOST_SIGNED if signed else MOST_WORK
     if (ops := work(kernel)) > most:
-        return f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
+        return (
+            f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
+        )
     return ""
 
 
 def _spills_if_wide(module: Module, kernel: Kernel) -> str:
     """What a kernel has for which sums of wide heads leave no registers; empty text for nothing."""
-    if kernel.draws:
+    if kernel.has_dropout:
         return "dropout"
     if module.meaning.score != symbol("s"):
         return "a modifier of scores"
@@ -77,22 +87,31 @@ def _spills_if_wide(module: Module, kernel: Kernel) -> str:
     visited = visited_range(kernel)
     if visited and not differs(kernel, visited[0]):
         return "loops over all queries"
-    of_keys = any(isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.own_axis],) for op in kernel.ops())
+    of_keys = any(
+        isinstance(op, (Gather, Load)) and op.type.dims == (AXIS_DIM[kernel.program_axis],) for op in kernel.ops()
+    )
     return "a number for each key" if of_keys else ""
 
 
 def _numbers_of_queries(kernel: Kernel) -> int:
-    """How many numbers it loads for each query beside `lse2` and `delta`. They lie in shared memory, beside tiles of queries."""
+    """How many numbers it loads for each query beside `lse2` and `delta`. They lie in shared memory, beside tiles of
+    queries."""
     dims = (AXIS_DIM[kernel.loop_axis],)
-    return sum(isinstance(op, Load) and op.type.dims == dims and op.name not in ("lse2", "delta") for op in kernel.ops())
+    return sum(
+        isinstance(op, Load) and op.type.dims == dims and op.name not in ("lse2", "delta") for op in kernel.ops()
+    )
 
 
-def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
+def config(
+    module: Module, block_q: int | None = None, block_kv: int | None = None, stages: int | None = None
+) -> Config:
     """The row of a kernel's schedule, for any number of keys."""
     kernel = module.kernel(FUSED)
     crowded = module.dropout or work(kernel) > MOST_OF_LONG or _numbers_of_queries(kernel) > 0 or kernel.reads_pairs
     queries = ROWS if crowded else next(rows for columns, rows in QUERIES.items() if module.head_dim_v <= columns)
-    return Row(DEVICE, 2, None, block_q or queries, block_kv or COPIES * ROWS, 4, slots or SLOTS, tma=True, backend=NAME)
+    return Config(
+        DEVICE, 2, None, block_q or queries, block_kv or INSTANCES * ROWS, 4, stages or STAGES, tma=True, backend=NAME
+    )
 
 
 def is_late(module: Module) -> bool:
@@ -108,10 +127,12 @@ def is_wide(module: Module) -> bool:
 
 
 def may_stay(module: Module, kernel: Kernel) -> bool:
-    """Whether programs take tile after tile: those of one head (docs/perf-log.md, section 31), but for wide heads, which spill."""
+    """Whether programs take tile after tile: those of one head (docs/perf-log.md, section 31), but for wide heads,
+    which spill."""
     return not (is_wide(module) or kernel.takes_heads)
 
 
 def is_signed(module: Module, kernel: Kernel) -> bool:
-    """Whether the sign of a weight says if dropout keeps it: registers would not do for both, or for weights and random words."""
-    return kernel.name == FUSED and kernel.draws and module.head_dim_v > NARROW
+    """Whether the sign of a weight says if dropout keeps it: registers would not do for both, or for weights and
+    random words."""
+    return kernel.name == FUSED and kernel.has_dropout and module.head_dim_v > NARROW

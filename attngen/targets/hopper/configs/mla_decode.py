@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.ops import SIDES, Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
 from attngen.targets.hopper.configs.common import LITTLE_WORK, is_placed, refused, work
 from attngen.targets.hopper.configs.sm90 import DECODE, DEVICE, NAME, ROWS
 
-LATENT, ROPE = 512, 64  # columns of the latent, and those that are rotated: those of DeepSeek's models, which were compiled
+LATENT, ROPE = (
+    512,
+    64,
+)  # columns of the latent, and those that are rotated: those of DeepSeek's models, which were compiled
 KEYS = 64  # rows of a tile of keys: two tiles, in three pieces each, fill shared memory beside the queries
-SLOTS = 2  # tiles of keys: an even one and an odd one
+STAGES = 2  # tiles of keys: an even one and an odd one
 OTHER = dict(zip(SIDES, reversed(SIDES)))  # half of the columns -> the other half
 OF_STEP = (Arg, Dot, Load, Map, Mask, Reduce, SoftmaxStep, Yield)  # what a turn may have beside the number of its page
 
@@ -19,20 +22,22 @@ def is_of_latents(kernel: Kernel) -> bool:
     return kernel.stands_for == DECODE
 
 
-def obstacle(module: Module) -> str:
+def infeasible(module: Module) -> str:
     """Why the decoding cannot be divided, as the end of a sentence; empty text if it can."""
     kernel, cache = module.kernel(DECODE), module.cache
     if not kernel.rotates or cache is None:
         return "its keys are no latents"
     if (module.head_dim_v, module.rope) != (LATENT, ROPE):
-        return f"its latents have {module.head_dim_v} columns and {module.rope} rotated ones; expected {LATENT} and {ROPE}"
+        return (
+            f"its latents have {module.head_dim_v} columns and {module.rope} rotated ones; expected {LATENT} and {ROPE}"
+        )
     if cache.dtype:
         return "its keys have 8 bits"
     if cache.page and not (cache.page.isdigit() and int(cache.page) % KEYS == 0):
         size = f"pages of {cache.page} rows" if cache.page.isdigit() else "pages whose size a call gives"
         return f"its cache has {size}; expected a multiple of {KEYS}"
     loops = [op for op in kernel.ops() if isinstance(op, Loop)]
-    if kernel.deal is not None and kernel.deal.reads:
+    if kernel.kv_split is not None and kernel.kv_split.reads:
         return "its keys are dealt by data of sequences"
     if any(loop.listed for loop in loops):
         return "its mask lists tiles"
@@ -43,9 +48,9 @@ def obstacle(module: Module) -> str:
     return refused(module, kernel)
 
 
-def declined(module: Module) -> str:
+def not_preferred(module: Module) -> str:
     """Why the decoding stays portable, as the end of a sentence; empty text if it is divided."""
-    if why := obstacle(module):
+    if why := infeasible(module):
         return why
     if is_placed(module.kernel(DECODE)):
         return "its modifiers are of positions, and registers spill"
@@ -54,18 +59,21 @@ def declined(module: Module) -> str:
     return ""
 
 
-def row(module: Module, block_q: int | None = None, block_kv: int | None = None, slots: int | None = None) -> Row:
+def config(
+    module: Module, block_q: int | None = None, block_kv: int | None = None, stages: int | None = None
+) -> Config:
     """The row of the kernel's schedule, for any number of rows."""
-    return Row(DEVICE, 2, None, ROWS, KEYS, 4, SLOTS, tma=True, backend=NAME)
+    return Config(DEVICE, 2, None, ROWS, KEYS, 4, STAGES, tma=True, backend=NAME)
 
 
-def candidates(module: Module) -> tuple[Row, ...]:
+def candidates(module: Module) -> tuple[Config, ...]:
     """Rows that are worth measuring: its own, which is the only one that fits."""
-    return () if obstacle(module) else (row(module),)
+    return () if infeasible(module) else (config(module),)
 
 
-def least_rows(module: Module, row: Row) -> int:
-    """The rows of a call, beyond which the divided kernel is faster: any number, but for 1 us where there is least to read.
+def least_rows(module: Module, config: Config) -> int:
+    """The rows of a call, beyond which the divided kernel is faster: any number, but for 1 us where there is least to
+    read.
 
     docs/perf-log.md, section 33, has the times.
     """

@@ -1,14 +1,15 @@
-"""share-weights: of two roles with half of a latent's columns each, one computes the weights of even tiles, and one those of odd tiles.
+"""exchange-p: of two roles with half of a latent's columns each, one computes the weights of even tiles, and one those
+of odd tiles.
 
-before:  role @left ...                                   role @right ...
+before:  warp_group @left ...                                   warp_group @right ...
            %keys_full_left = loop kv ... body(@step_left)   %keys_full_right = loop kv ... body(@step_right)
-after:   role @producer ...
-           %copy_keys = pipeline kv partial(...) full(...) step(@copy_even) odd(@copy_odd)
-         role @left ...                                   role @right ...
-           %keys_left = pipeline kv ...                     %keys_right = pipeline kv ...
+after:   warp_group @producer ...
+           %copy_keys = pipelined_loop kv partial(...) full(...) step(@copy_even) odd(@copy_odd)
+         warp_group @left ...                                   warp_group @right ...
+           %keys_left = pipelined_loop kv ...                     %keys_right = pipelined_loop kv ...
              step(@own) odd(@told)                            step(@lone) pair(@both)
-           share %L_left_ring %keys_left_l                  share %L_right_ring %keys_right_l
-           take %L_right_ring                               take %L_left_ring
+           producer_store %L_left_pipeline %keys_left_l                  producer_store %L_right_pipeline %keys_right_l
+           consumer_wait %L_right_pipeline                               consumer_wait %L_left_pipeline
          block @own                                       block @both
            take K of an even tile                           take K of an odd tile
            S; give back; softmax                            S; give back
@@ -20,12 +21,12 @@ after:   role @producer ...
                                                           block @lone
                                                             the same as @told, of an even tile
 
-The running maximum passes from tile to tile with the weights, so that no weights are rescaled. Sums of rows are those of a role's own
-tiles, rescaled at every tile, and added up at the end. The role on the right comes to two tiles in one turn: the softmax of the odd one
-runs beside the product of the even one, as overlap-weights has it.
+The running maximum passes from tile to tile with the weights, so that no weights are rescaled. Sums of rows are those
+of a role's own tiles, rescaled at every tile, and added up at the end. The role on the right comes to two tiles in one
+turn: the softmax of the odd one runs beside the product of the even one, as software-pipeline-weights has it.
 
-Tiles of keys have rings: an even tile and an odd one, each in three pieces with barriers of their own. Who multiplies scores clears the
-rows past the end, as values of a cache are there that nobody wrote.
+Tiles of keys have rings: an even tile and an odd one, each in three pieces with barriers of their own. Who multiplies
+scores clears the rows past the end, as values of a cache are there that nobody wrote.
 """
 
 from __future__ import annotations
@@ -40,7 +41,20 @@ import sympy
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import SIDES, Arg, Block, Dot, Gather, Load, Loop, Map, Mask, Op, Reduce, SoftmaxStep, Type, Yield
-from attngen.ir.pipe import Clear, Drain, Fill, Give, Lift, Near, Pack, Pipeline, Read, Ring, Share, Take
+from attngen.ir.pipe import (
+    ConsumerRelease,
+    ConsumerWait,
+    LocalLoad,
+    Pack,
+    Pipeline,
+    PipelinedLoop,
+    ProducerLoad,
+    ProducerStore,
+    ProducerTail,
+    ReadMetadata,
+    Rematerialize,
+    ZeroOutOfBounds,
+)
 from attngen.targets.hopper.configs.families import with_latents
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.transforms.base import Pass
@@ -51,8 +65,8 @@ ROW = Type("f32", ("BLOCK_Q",), "sram")
 
 
 @dataclass(frozen=True)
-class ShareWeights(Pass):
-    name: ClassVar[str] = "share-weights"
+class ExchangeP(Pass):
+    name: ClassVar[str] = "exchange-p"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
@@ -64,40 +78,48 @@ def _shared(kernel: Kernel) -> Kernel:
     bodies = {
         "own": ("an even tile: its scores, its weights, and their product", left.own("own")),
         "told": ("an odd tile: the product of the weights that the role on the right has computed", left.told("told")),
-        "lone": ("a last even tile: the product of the weights that the role on the left has computed", right.told("lone")),
+        "lone": (
+            "a last even tile: the product of the weights that the role on the left has computed",
+            right.told("lone"),
+        ),
         "both": (
             "an odd tile, as even ones are on the left; its softmax runs beside the product of the even tile before",
             right.both("both"),
         ),
     }
-    copies = {parity: tuple(left.copied(name, parity)) for name, parity in PARITY.items()}
+    instances = {parity: tuple(left.copied(name, parity)) for name, parity in PARITY.items()}
     queries = tuple(next(op for op in left.ops if isinstance(op, Load) and op.name == dot.a) for dot in left.scores)
-    once = tuple(Ring(_ring(op), op.type, ONE) for op in queries)
+    once = tuple(Pipeline(_pipeline(op), op.type, ONE) for op in queries)
     exchanged = (
-        Ring("P_ring", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"), ONE, relay=True),
-        Ring("M_ring", ROW, ONE, beside="P_ring"),
-        Ring("ALPHA_ring", ROW, ONE, beside="P_ring"),
-        *(Ring(f"L_{name}_ring", ROW, ONE) for name in PARITY),
+        Pipeline("P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"), ONE, exchange=True),
+        Pipeline("M_pipeline", ROW, ONE, beside="P_pipeline"),
+        Pipeline("ALPHA_pipeline", ROW, ONE, beside="P_pipeline"),
+        *(Pipeline(f"L_{name}_pipeline", ROW, ONE) for name in PARITY),
     )
-    tiles = tuple(Ring(_ring(op, parity), op.type, ONE) for parity in copies for op in left.keys)
-    fills = (Fill(f"fill_{_ring(op)}", _ring(op), op.src) for op in queries)
-    loop = replace(left.pipeline, name="copy_keys", carry=(), step="copy_even", odd="copy_odd")
+    tiles = tuple(Pipeline(_pipeline(op, parity), op.type, ONE) for parity in instances for op in left.keys)
+    fills = (ProducerLoad(f"fill_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
+    loop = replace(left.pipelined, name="copy_keys", carry=(), step="copy_even", odd="copy_odd")
     entry, producer = kernel.block("entry"), kernel.block("producer")
     blocks = (
         replace(entry, ops=(*entry.ops, *once, *tiles, *exchanged)),
-        replace(producer, ops=(*fills, loop, *(Drain(f"drain_{ring.name}", ring.name) for ring in tiles))),
-        replace(kernel.block("left"), ops=tuple(left.role(step="own", odd="told"))),
-        replace(kernel.block("right"), ops=tuple(right.role(step="lone", pair="both"))),
-        *(Block(f"copy_{parity}", ops, f"what the roles take of an {parity} tile") for parity, ops in copies.items()),
+        replace(
+            producer, ops=(*fills, loop, *(ProducerTail(f"drain_{pipeline.name}", pipeline.name) for pipeline in tiles))
+        ),
+        replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="told"))),
+        replace(kernel.block("right"), ops=tuple(right.warp_group(step="lone", pair="both"))),
+        *(
+            Block(f"copy_{parity}", ops, f"what the roles take of an {parity} tile")
+            for parity, ops in instances.items()
+        ),
         *(Block(name, tuple(ops), about) for name, (about, ops) in bodies.items()),
     )
     return replace(kernel, blocks=blocks)
 
 
-def _ring(op: Load, parity: str = "") -> str:
-    """The name of the ring of a tile, or of a half of its columns: `K_left_even_ring`."""
+def _pipeline(op: Load, parity: str = "") -> str:
+    """The name of the ring of a tile, or of a half of its columns: `K_left_even_pipeline`."""
     side = next((str(e).removesuffix("_v") for e in op.src.index if str(e) in SIDES), "")
-    return "_".join(part for part in (op.src.tensor, side, parity, "ring") if part)
+    return "_".join(part for part in (op.src.tensor, side, parity, "pipeline") if part)
 
 
 class _Side:
@@ -119,13 +141,17 @@ class _Side:
         self.m = next(iter(of_m))
         self.keeps_m = any(f"{self.loops[-1].name}.{self.m}" in op.operands() for op in self.ops)
         ranges = {loop.cls: loop.ranges for loop in self.loops}
-        self.pipeline = Pipeline(f"keys_{name}", self.loops[0].var, ranges.get("partial", ()), ranges.get("full", ()), ())
+        self.pipelined = PipelinedLoop(
+            f"keys_{name}", self.loops[0].var, ranges.get("partial", ()), ranges.get("full", ()), ()
+        )
 
     # ------------------------------------------------------------------ bodies
 
     def own(self, body: str) -> Iterator[Op]:
         """A turn for a tile whose weights the role computes."""
-        yield from self._named(body, [*self._carried(), *self._scores(self.parity), *self._weights(), *self._sums(), *self._end()])
+        yield from self._named(
+            body, [*self._carried(), *self._scores(self.parity), *self._weights(), *self._sums(), *self._end()]
+        )
 
     def told(self, body: str) -> Iterator[Op]:
         """A turn for a tile whose weights the other role has computed."""
@@ -149,15 +175,15 @@ class _Side:
             yield Gather(page, replace(op.src, index=index), op.uses, Type("i32", (), "reg"), op.where.xreplace(of_row))
         sides = {f"{name}_v": 1, OTHER[f"{name}_v"]: 2}
         for tile in sorted(self.keys, key=lambda tile: max(sides.get(str(e), 0) for e in tile.src.index)):
-            yield Fill(f"fill_{_ring(tile, parity)}", _ring(tile, parity), tile.src, page)
+            yield ProducerLoad(f"fill_{_pipeline(tile, parity)}", _pipeline(tile, parity), tile.src, page)
         yield Yield(f"yield_{parity}", ())
 
-    def role(self, step: str, odd: str = "", pair: str = "") -> Iterator[Op]:
+    def warp_group(self, step: str, odd: str = "", pair: str = "") -> Iterator[Op]:
         """The role: its loops are one pipeline, after which both roles add up their sums of rows."""
         last = self.loops[-1]
         starts = dict(self.loops[0].carry)
         carry = tuple((self._field(field), ref) for field, ref in starts.items() if field != self.m or self.keeps_m)
-        whole = replace(self.pipeline, carry=carry, step=step, odd=odd, pair=pair)
+        whole = replace(self.pipelined, carry=carry, step=step, odd=odd, pair=pair)
         results = {f"{last.name}.{field}": f"{whole.name}.{self._field(field)}" for field in starts}
         rows = next(f"{last.name}.{field}" for field in starts if self._is_of_rows(field))
         total, (other,) = f"l_all_{self.name}", (name for name in PARITY if name != self.name)
@@ -165,13 +191,13 @@ class _Side:
         queries = {dot.a for dot in self.scores}
         for op in self.ops:
             if isinstance(op, Load) and op.name in queries:
-                yield Take(op.name, _ring(op), op.type)
+                yield ConsumerWait(op.name, _pipeline(op), op.type)
             elif op is self.loops[0]:
                 yield whole
-                yield Share(f"share_l_{self.name}", f"L_{self.name}_ring", results[rows])
-                yield Take(f"l_taken_{self.name}", f"L_{other}_ring", ROW)
-                yield Lift(f"l_other_{self.name}", f"l_taken_{self.name}", replace(ROW, space="reg"))
-                yield Give(f"give_l_{self.name}", f"l_taken_{self.name}")
+                yield ProducerStore(f"share_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
+                yield ConsumerWait(f"l_taken_{self.name}", f"L_{other}_pipeline", ROW)
+                yield LocalLoad(f"l_other_{self.name}", f"l_taken_{self.name}", replace(ROW, space="reg"))
+                yield ConsumerRelease(f"give_l_{self.name}", f"l_taken_{self.name}")
                 uses = (("l_own", results[rows]), ("l_other", f"l_other_{self.name}"))
                 yield Map(total, symbol("l_own") + symbol("l_other"), uses, replace(ROW, space="reg"))
             elif op not in self.loops and op.name not in dropped:
@@ -186,12 +212,14 @@ class _Side:
         """Each product of scores as its piece of the tile comes. What no other product reads is given back."""
         tiles = {op.name: op for op in self.keys}
         for dot in self.scores:
-            yield Take(dot.b, _ring(tiles[dot.b], parity), tiles[dot.b].type)
+            yield ConsumerWait(dot.b, _pipeline(tiles[dot.b], parity), tiles[dot.b].type)
             near = f"{self._field(dot.a)}_near"
-            yield Near(near, dot.a, self.kernel.type_of(dot.a))
+            yield Rematerialize(near, dot.a, self.kernel.type_of(dot.a))
             yield replace(dot, a=near)
         yield from (
-            Give(f"give_{name}", name) for name in self._read_once() if not self.kernel.clears(tiles[name]) and name not in self._halves()
+            ConsumerRelease(f"give_{name}", name)
+            for name in self._read_once()
+            if not self.kernel.clears(tiles[name]) and name not in self._halves()
         )
 
     def _halves(self) -> list[str]:
@@ -204,10 +232,14 @@ class _Side:
 
     def _weights(self) -> Iterator[Op]:
         """Masks, modifiers, and the softmax; what is past the end is cleared before others take the tile."""
-        before = [op for op in self.step if isinstance(op, (Map, Mask)) and self.soft.name in nx.descendants(self.kernel.graph, op.name)]
+        before = [
+            op
+            for op in self.step
+            if isinstance(op, (Map, Mask)) and self.soft.name in nx.descendants(self.kernel.graph, op.name)
+        ]
         yield from before
-        yield from (Clear(f"clear_{name}", name) for name in self._halves())
-        yield from (Give(f"give_{name}", name) for name in self._halves() if name != self.product.b)
+        yield from (ZeroOutOfBounds(f"clear_{name}", name) for name in self._halves())
+        yield from (ConsumerRelease(f"give_{name}", name) for name in self._halves() if name != self.product.b)
         yield self.soft
         yield Pack("weights", self.product.a, Type("T", ("BLOCK_Q", "BLOCK_KV"), "reg"))
 
@@ -216,34 +248,40 @@ class _Side:
         yield from (op for op in self.step if isinstance(op, Reduce))
         yield from self._of(self._rows())
         soft = self.soft.name
-        yield Share("share_p", "P_ring", "weights", (("M_ring", f"{soft}.m"), ("ALPHA_ring", f"{soft}.alpha")))
+        yield ProducerStore(
+            "share_p", "P_pipeline", "weights", (("M_pipeline", f"{soft}.m"), ("ALPHA_pipeline", f"{soft}.alpha"))
+        )
 
     def _end(self) -> Iterator[Op]:
         """The product of the weights."""
         yield from self._of(str(self.product.acc))
         yield replace(self.product, a="weights")
-        yield Give(f"give_{self.product.b}", self.product.b)
+        yield ConsumerRelease(f"give_{self.product.b}", self.product.b)
         yield Yield("yield", tuple(self._yields(self.yielded)))
 
     def _told(self, goes_on: bool) -> Iterator[Op]:
         """The product of weights that the other role has computed; its maximum, if this role goes on from that."""
         product, soft, keys = self.product, self.soft.name, {op.name: op for op in self.keys}
         row = replace(ROW, space="reg")
-        yield Take("p_told", "P_ring", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
+        yield ConsumerWait("p_told", "P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
         if goes_on:
-            yield Read("m_told", "M_ring", "p_told", row)
-        yield Read("alpha_told", "ALPHA_ring", "p_told", row)
+            yield ReadMetadata("m_told", "M_pipeline", "p_told", row)
+        yield ReadMetadata("alpha_told", "ALPHA_pipeline", "p_told", row)
         sums = [op.name for op in self.step if isinstance(op, Reduce)]
         for op in (*self._of(self._rows()), *self._of(str(product.acc))):
             assert isinstance(op, Map)
             added = {symbol(name): sympy.Integer(0) for name, ref in op.uses if ref in sums}
-            uses = tuple((name, "alpha_told" if ref == f"{soft}.alpha" else ref) for name, ref in op.uses if ref not in sums)
+            uses = tuple(
+                (name, "alpha_told" if ref == f"{soft}.alpha" else ref) for name, ref in op.uses if ref not in sums
+            )
             yield replace(op, name=self._told_of(op.name), expr=op.expr.xreplace(added), uses=uses)
         (other,) = (parity for parity in PARITY.values() if parity != self.parity)
-        yield Take("v_told", _ring(keys[product.b], other), keys[product.b].type)
-        yield replace(product, name=self._told_of(product.name), a="p_told", b="v_told", acc=self._told_of(str(product.acc)))
-        yield Give("give_p_told", "p_told")
-        yield Give("give_v_told", "v_told")
+        yield ConsumerWait("v_told", _pipeline(keys[product.b], other), keys[product.b].type)
+        yield replace(
+            product, name=self._told_of(product.name), a="p_told", b="v_told", acc=self._told_of(str(product.acc))
+        )
+        yield ConsumerRelease("give_p_told", "p_told")
+        yield ConsumerRelease("give_v_told", "v_told")
 
     def _after_told(self) -> dict[str, str]:
         """What is carried -> the same after a tile whose weights the other role has computed."""
@@ -277,7 +315,11 @@ class _Side:
         """The ops, and what they define, under names that say in which body they are."""
         own = f"_{self.name}"
         names = {op.name: f"{op.name.removesuffix(own)}_in_{body}" for op in ops}
-        refs = {f"{op.name}.{field}".rstrip("."): f"{names[op.name]}.{field}".rstrip(".") for op in ops for field in op.results()}
+        refs = {
+            f"{op.name}.{field}".rstrip("."): f"{names[op.name]}.{field}".rstrip(".")
+            for op in ops
+            for field in op.results()
+        }
         for op in ops:
             moved = replace(op.with_operands(refs), name=names[op.name])
             if isinstance(moved, Yield):

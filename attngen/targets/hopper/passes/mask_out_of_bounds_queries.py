@@ -1,12 +1,12 @@
-"""hide-queries: the mask hides queries past the end, in place of an LSE that makes their weights zero.
+"""mask-out-of-bounds-queries: the mask hides queries past the end, in place of an LSE that makes their weights zero.
 
 before:  %lse2 = load %LSE2[b, h, q] check(q if partial) other(inf) : f32[BLOCK_Q] @reg
          %masked = mask %s where(q_idx >= -Nk + Nq + kv_idx) : f32[BLOCK_KV, BLOCK_Q] @reg
 after:   %lse2 = load %LSE2[b, h, q] check(q if partial) : f32[BLOCK_Q] @reg
          %masked = mask %s where(q_idx < Nq and q_idx >= -Nk + Nq + kv_idx) : f32[BLOCK_KV, BLOCK_Q] @reg
 
-Whoever copies numbers of queries to lie beside their tile leaves zeros past the end. The kernel has a mask, which hides keys past the end.
-Masks are applied in partial tiles alone, of which one is at the end of the queries.
+Whoever copies numbers of queries to lie beside their tile leaves zeros past the end. The kernel has a mask, which hides
+keys past the end. Masks are applied in partial tiles alone, of which one is at the end of the queries.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ INSIDE = symbol("q_idx") < symbol("Nq")
 
 
 @dataclass(frozen=True)
-class HideQueries(Pass):
-    name: ClassVar[str] = "hide-queries"
+class MaskOutOfBoundsQueries(Pass):
+    name: ClassVar[str] = "mask-out-of-bounds-queries"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_apart(with_backward(module, _hiding), lambda kernel: _hiding(kernel) if kernel.own_axis == "kv" else kernel)
+        return with_apart(
+            with_backward(module, _hiding), lambda kernel: _hiding(kernel) if kernel.program_axis == "kv" else kernel
+        )
 
 
 def _hiding(kernel: Kernel) -> Kernel:

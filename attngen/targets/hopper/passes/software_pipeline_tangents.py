@@ -1,4 +1,5 @@
-"""overlap-tangents: in forward mode weights are computed while products of tangents of scores run, and these while sums are added to.
+"""software-pipeline-tangents: in forward mode weights are computed while products of tangents of scores run, and these
+while sums are added to.
 
 before:  block @step                                 after:  block @step
            take K; take tK                                     take K; issue S
@@ -10,8 +11,8 @@ before:  block @step                                 after:  block @step
            take V; issue O with tP                             take V; issue O with tP
            await O; give tV; give V                            await O; give tV; give V
 
-So a consumer has a product in flight while it computes, and nothing waits for a product before the last one of a turn is issued but what
-is computed of it.
+So a consumer has a product in flight while it computes, and nothing waits for a product before the last one of a turn
+is issued but what is computed of it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from attngen.transforms.base import Pass
 
 
 @dataclass(frozen=True)
-class OverlapTangents(Pass):
-    name: ClassVar[str] = "overlap-tangents"
+class SoftwarePipelineTangents(Pass):
+    name: ClassVar[str] = "software-pipeline-tangents"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
@@ -39,7 +40,8 @@ class OverlapTangents(Pass):
 
 
 def _ordered(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
-    """What needs no product comes while the first runs. What lies beside a tile is read just before it is needed, and kept until then."""
+    """What needs no product comes while the first runs. What lies beside a tile is read just before it is needed,
+    and kept until then."""
     of = Kinds(ops)
     goes_on = {op.acc: op for op in of.issues}
     change, s = sorted((op for op in of.issues if not op.acc), key=lambda op: op.name not in goes_on)

@@ -1,14 +1,14 @@
-"""split-columns: two roles have half of a latent's columns each.
+"""split-d-warp-groups: two roles have half of a latent's columns each.
 
-before:  role @consumer copies(1) rows(64) ...
+before:  warp_group @consumer instances(1) rows(64) ...
            %keys_full = loop kv ranges(...) carry(m=%m_init, l=%l_init, acc=%acc_init) body(@step) cls(full)
          block @step
            %k = load %K[0, kv, d_v] ... : T[BLOCK_KV, D_V] @sram
            %s = dot %q %k over(D_V) acc(%s_rope) : f32[BLOCK_Q, BLOCK_KV] @reg
            %acc_next = dot %soft.p %k over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @reg
-after:   role @left copies(1) rows(64) ...
+after:   warp_group @left instances(1) rows(64) ...
            %keys_full_left = loop kv ranges(...) carry(m_left=%m_init_left, ...) body(@step_left) cls(full)
-         role @right copies(1) rows(64) ...
+         warp_group @right instances(1) rows(64) ...
            (the same, with right in place of left)
          block @step_left
            %k_left = load %K[0, kv, left_v] ... : T[BLOCK_KV, LEFT_V] @sram
@@ -17,8 +17,9 @@ after:   role @left copies(1) rows(64) ...
            %s_left = dot %q_other_left %k_other_left over(RIGHT_V) acc(%s_own_left) : f32[BLOCK_Q, BLOCK_KV] @reg
            %acc_next_left = dot %soft_left.p %k_left over(BLOCK_KV) acc(%rescaled_left) : f32[BLOCK_Q, LEFT_V] @reg
 
-Sums of 64 rows and 512 columns fill the registers of a group of four warps; those of half of the columns leave room for scores. Here
-both roles still compute all weights: the pass share-weights changes that. The sums of rows are stored by the role on the left.
+Sums of 64 rows and 512 columns fill the registers of a group of four warps; those of half of the columns leave room for
+scores. Here both roles still compute all weights: the pass exchange-p changes that. The sums of rows are stored by the
+role on the left.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import ClassVar
 
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import SIDES, Access, Block, Dot, Load, Loop, Op, Role, Store, Type, Yield
+from attngen.ir.ops import SIDES, Access, Block, Dot, Load, Loop, Op, Store, Type, WarpGroup, Yield
 from attngen.targets.hopper.configs.families import with_latents
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.targets.hopper.configs.sm90 import LATENT_REGISTERS, ROWS
@@ -39,8 +40,8 @@ WHOLE = "d_v"  # the index letter of all columns
 
 
 @dataclass(frozen=True)
-class SplitColumns(Pass):
-    name: ClassVar[str] = "split-columns"
+class SplitDWarpGroups(Pass):
+    name: ClassVar[str] = "split-d-warp-groups"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
@@ -51,24 +52,32 @@ def _split(kernel: Kernel) -> Kernel:
     registers, of_producer = LATENT_REGISTERS
     consumer = kernel.block("consumer")
     body = kernel.block(next(op for op in consumer.ops if isinstance(op, Loop)).body)
-    roles, bodies = [], []
+    warp_groups, bodies = [], []
     for side in SIDES:
         name = side.removesuffix("_v")
         ops, step = _of_side((consumer, body), side)
-        roles.append(Block(name, _read(ops, step), role=Role(1, 4, registers, ROWS)))
+        warp_groups.append(Block(name, _read(ops, step), warp_group=WarpGroup(1, 4, registers, ROWS)))
         bodies.append(Block(f"{body.name}_{name}", step))
-    producer = replace(kernel.block("producer"), role=Role(1, 1, of_producer))
-    return replace(kernel, blocks=(kernel.block("entry"), producer, *roles, *bodies))
+    producer = replace(kernel.block("producer"), warp_group=WarpGroup(1, 1, of_producer))
+    return replace(kernel, blocks=(kernel.block("entry"), producer, *warp_groups, *bodies))
 
 
 def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]:
-    """The ops of blocks for half of the columns, under names of their own. Sums of rows are stored by the role on the left alone."""
+    """The ops of blocks for half of the columns, under names of their own. Sums of rows are stored by the role on
+    the left alone."""
     suffix, first = f"_{side.removesuffix('_v')}", next(iter(SIDES))
-    stored = [[op for op in block.ops if side == first or not isinstance(op, Store) or WHOLE in map(str, op.dst.index)] for block in blocks]
+    stored = [
+        [op for op in block.ops if side == first or not isinstance(op, Store) or WHOLE in map(str, op.dst.index)]
+        for block in blocks
+    ]
     halves = [[half for op in ops for half in _halves(op, side)] for ops in stored]
     refs: dict[str, str] = {}
     for op in (half for ops in halves for half in ops):
-        fields = {field: f"{field}{suffix}" for field, _ in op.carry} if isinstance(op, Loop) else {field: field for field in op.results()}
+        fields = (
+            {field: f"{field}{suffix}" for field, _ in op.carry}
+            if isinstance(op, Loop)
+            else {field: field for field in op.results()}
+        )
         refs |= {f"{op.name}.{old}".rstrip("."): f"{op.name}{suffix}.{new}".rstrip(".") for old, new in fields.items()}
     return tuple(tuple(_named(op.with_operands(refs), suffix) for op in ops) for ops in halves)
 
@@ -78,7 +87,11 @@ def _named(op: Op, suffix: str) -> Op:
     op = replace(op, name=f"{op.name}{suffix}")
     if isinstance(op, Loop):
         return replace(op, body=f"{op.body}{suffix}", carry=tuple((f"{field}{suffix}", ref) for field, ref in op.carry))
-    return replace(op, values=tuple((f"{field}{suffix}", ref) for field, ref in op.values)) if isinstance(op, Yield) else op
+    return (
+        replace(op, values=tuple((f"{field}{suffix}", ref) for field, ref in op.values))
+        if isinstance(op, Yield)
+        else op
+    )
 
 
 def _halves(op: Op, side: str) -> Iterator[Op]:

@@ -1,37 +1,37 @@
-"""halve-softmax: the product of the tile before is awaited halfway through the exponentials.
+"""split-softmax: the product of the tile before is awaited halfway through the exponentials.
 
 before:  %soft = softmax_step %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @reg
          %p_cast = pack %soft.p : T[BLOCK_Q, BLOCK_KV] @reg
          %p_sum = reduce sum %soft.p over(BLOCK_KV) : f32[BLOCK_Q] @reg
          %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q] @reg
-         %acc_next = await %acc_flight holds(%weights) : f32[BLOCK_Q, D_V] @reg
-         give %v
+         %acc_next = wgmma_wait %acc_flight keep_alive(%weights) : f32[BLOCK_Q, D_V] @reg
+         consumer_release %v
          %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%soft.alpha) : f32[BLOCK_Q, D_V] @reg
-after:   %soft = softmax_rows %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @reg
-         %soft_halves = halve %masked over(BLOCK_KV) : f32[BLOCK_Q, HALF_KV] @reg
-         %soft_left = weigh %soft_halves.left base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg
+after:   %soft = softmax_stats %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @reg
+         %soft_halves = split_halves %masked over(BLOCK_KV) : f32[BLOCK_Q, HALF_KV] @reg
+         %soft_left = softmax_weights %soft_halves.left base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg
          %p_sum_left = reduce sum %soft_left over(HALF_KV) : f32[BLOCK_Q] @reg
          %l_next_left = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum_left) : f32[BLOCK_Q] @reg
-         %acc_next = await %acc_flight holds(%weights) : f32[BLOCK_Q, D_V] @reg
-         give %v
+         %acc_next = wgmma_wait %acc_flight keep_alive(%weights) : f32[BLOCK_Q, D_V] @reg
+         consumer_release %v
          %rescaled = map expr(acc*alpha) uses(acc=%acc_next, alpha=%soft.alpha) : f32[BLOCK_Q, D_V] @reg
-         %soft_right = weigh %soft_halves.right base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg
+         %soft_right = softmax_weights %soft_halves.right base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg
          %p_sum_right = reduce sum %soft_right over(HALF_KV) : f32[BLOCK_Q] @reg
          %l_next = map expr(before + p_sum) uses(before=%l_next_left, p_sum=%p_sum_right) : f32[BLOCK_Q] @reg
-         %soft_joined = join %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg
+         %soft_joined = concat_halves %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg
          %p_cast = pack %soft_joined : T[BLOCK_Q, BLOCK_KV] @reg
 
-The product takes about as long as half of the exponentials. So its sums are rescaled, and weights are packed, beside the other half: it is
-worth 3 to 7% at 128 columns of a head. Masks and modifiers come before both halves, each of the whole tile. Dropout drops each half after
-its weights, so that of the left half stands before the wait, too:
+The product takes about as long as half of the exponentials. So its sums are rescaled, and weights are packed, beside
+the other half: it is worth 3 to 7% at 128 columns of a head. Masks and modifiers come before both halves, each of the
+whole tile. Dropout drops each half after its weights, so that of the left half stands before the wait, too:
 
          %soft_left = weigh ...
          %p_sum_left = reduce sum %soft_left over(HALF_KV) : f32[BLOCK_Q] @reg
-         %keep_halves = halve %keep over(BLOCK_KV) : b1[BLOCK_Q, HALF_KV] @reg
+         %keep_halves = split_halves %keep over(BLOCK_KV) : b1[BLOCK_Q, HALF_KV] @reg
          %p_kept_left = dropout %soft_left keep(%keep_halves.left) : f32[BLOCK_Q, HALF_KV] @reg
 
-A kernel stays as it is if tiles have fewer than 64 keys, of which halves are too short, or if it does not add the sum of weights to its
-own of the rows.
+A kernel stays as it is if tiles have fewer than 64 keys, of which halves are too short, or if it does not add the sum
+of weights to its own of the rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import sympy
 from attngen.ir.expr import symbol
 from attngen.ir.graph import Kernel, Module
 from attngen.ir.ops import Dropout, Map, Op, Reduce, SoftmaxStep, Type, Yield
-from attngen.ir.pipe import HALVES, Await, Halve, Join, Pipeline, SoftmaxRows, Weigh
+from attngen.ir.pipe import HALVES, ConcatHalves, PipelinedLoop, SoftmaxStats, SoftmaxWeights, SplitHalves, WgmmaWait
 from attngen.targets.hopper.configs.families import with_forwards
 from attngen.transforms.base import Pass
 
@@ -55,8 +55,8 @@ LEAST_KEYS = 128  # of a tile that is halved
 
 
 @dataclass(frozen=True)
-class HalveSoftmax(Pass):
-    name: ClassVar[str] = "halve-softmax"
+class SplitSoftmax(Pass):
+    name: ClassVar[str] = "split-softmax"
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
@@ -75,8 +75,8 @@ class _Parts:
 
 
 def _halved(module: Module, kernel: Kernel) -> Kernel:
-    steps = [op.step for op in kernel.ops() if isinstance(op, Pipeline)]
-    short = any(row.block_kv < LEAST_KEYS for row in module.rows(kernel.name, kernel.backend))
+    steps = [op.step for op in kernel.ops() if isinstance(op, PipelinedLoop)]
+    short = any(row.block_kv < LEAST_KEYS for row in module.configs(kernel.name, kernel.backend))
     parts = _parts(kernel, kernel.block(steps[0]).ops) if steps and not short else None
     if parts is None:
         return kernel
@@ -87,7 +87,7 @@ def _halved(module: Module, kernel: Kernel) -> Kernel:
 def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts | None:
     """The parts, or None where the sum of weights is used otherwise than to be added once."""
     softmax = next((op for op in ops if isinstance(op, SoftmaxStep)), None)
-    awaited = next((op for op in ops if isinstance(op, Await) and op.holds), None)
+    awaited = next((op for op in ops if isinstance(op, WgmmaWait) and op.keep_alive), None)
     sums = [op for op in ops if isinstance(op, Reduce) and softmax and op.value == f"{softmax.name}.p"]
     if softmax is None or awaited is None or [(op.op, op.over) for op in sums] != [("sum", KEYS)]:
         return None
@@ -102,9 +102,12 @@ def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts | None:
 
 
 def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
-    """The ops that need no whole weights up to the await, with the left half; those after it; the right half; the others."""
+    """The ops that need no whole weights up to the await, with the left half; those after it; the right half; the
+    others."""
     joined = {f"{parts.softmax.name}.p": f"{parts.softmax.name}_joined"}
-    of_weights = {name for name in nx.descendants(kernel.graph, parts.softmax.name) if _needs_weights(kernel, parts, name)}
+    of_weights = {
+        name for name in nx.descendants(kernel.graph, parts.softmax.name) if _needs_weights(kernel, parts, name)
+    }
     later = [op for op in ops if op.name in of_weights and not isinstance(op, Yield)]
     made: list[Op] = []
     for op in ops:
@@ -133,14 +136,16 @@ def _left(parts: _Parts) -> list[Op]:
     """What is of rows, the left half, and the sums with that."""
     soft, name, drop = parts.softmax, parts.softmax.name, parts.dropped
     row, half = replace(soft.type, dims=soft.type.dims[:1]), _half(soft.type)
-    total = replace(parts.total.with_operands({parts.sum.name: f"{parts.sum.name}_left"}), name=f"{parts.total.name}_left")
+    total = replace(
+        parts.total.with_operands({parts.sum.name: f"{parts.sum.name}_left"}), name=f"{parts.total.name}_left"
+    )
     return [
-        SoftmaxRows(name, soft.s, soft.m, row, soft.scale, soft.guard, soft.shift),
-        Halve(f"{name}_halves", soft.s, KEYS, half),
-        Weigh(f"{name}_left", f"{name}_halves.left", f"{name}.base", half, soft.scale),
+        SoftmaxStats(name, soft.s, soft.m, row, soft.scale, soft.guard, soft.shift),
+        SplitHalves(f"{name}_halves", soft.s, KEYS, half),
+        SoftmaxWeights(f"{name}_left", f"{name}_halves.left", f"{name}.base", half, soft.scale),
         replace(parts.sum, name=f"{parts.sum.name}_left", value=f"{name}_left", over=HALVES[KEYS]),
         total,
-        *([Halve(f"{drop.keep}_halves", drop.keep, KEYS, replace(half, dtype="b1"))] if drop else []),
+        *([SplitHalves(f"{drop.keep}_halves", drop.keep, KEYS, replace(half, dtype="b1"))] if drop else []),
         *_kept(parts, "left"),
     ]
 
@@ -152,11 +157,11 @@ def _right(parts: _Parts) -> list[Op]:
     uses = (("before", f"{parts.total.name}_left"), (parts.term, f"{parts.sum.name}_right"))
     whole, joined = (drop.name, drop.name) if drop else (name, f"{name}_joined")
     return [
-        Weigh(f"{name}_right", f"{name}_halves.right", f"{name}.base", half, soft.scale),
+        SoftmaxWeights(f"{name}_right", f"{name}_halves.right", f"{name}.base", half, soft.scale),
         replace(parts.sum, name=f"{parts.sum.name}_right", value=f"{name}_right", over=HALVES[KEYS]),
         replace(parts.total, expr=added, uses=uses),
         *_kept(parts, "right"),
-        Join(joined, f"{whole}_left", f"{whole}_right", KEYS, soft.type),
+        ConcatHalves(joined, f"{whole}_left", f"{whole}_right", KEYS, soft.type),
     ]
 
 

@@ -1,22 +1,23 @@
-"""assign-roles: divide kernels into roles, and choose the tiles of their programs.
+"""warp-specialize: divide kernels into roles, and choose the tiles of their programs.
 
-before:  kernel @fwd own(q) grid(...)
+before:  kernel @fwd program_axis(q) grid(...)
 after:   (the same), and
-         kernel @fwd backend(hopper) own(q) grid(...)
+         kernel @fwd backend(hopper) program_axis(q) grid(...)
            block @entry
              (arguments, bounds of loops)
-           role @producer copies(1) warps(1) registers(24)
-           role @consumer copies(2) rows(64) warps(4) registers(240)
+           warp_group @producer instances(1) warps(1) registers(24)
+           warp_group @consumer instances(2) rows(64) warps(4) registers(240)
              (all else)
          schedule @fwd
            sm90 bytes=2 rows>512 : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
 
 Where another row is chosen for long sequences, it has a kernel of its own, @fwd_long, that stands in for @fwd, too.
 
-A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before the roles start,
-as all of them need it. The producer has nothing to do yet.
+A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before
+the roles start, as all of them need it. The producer has nothing to do yet.
 
-Where a loop over the query heads of a group is around loops over tiles, these get the heads. Where they end is the same for all heads.
+Where a loop over the query heads of a group is around loops over tiles, these get the heads. Where they end is the same
+for all heads.
 
 before:  %total = loop g ranges(0 .. group) carry(dk=%dk_init) body(@group) cls(all)
          block @group
@@ -34,51 +35,60 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from attngen.errors import BuildError
-from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.ops import Arg, Block, Loop, Role, Yield
-from attngen.targets.common.base import Choose, Division
-from attngen.targets.hopper.configs.common import is_shared, resident
+from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.ops import Arg, Block, Loop, WarpGroup, Yield
+from attngen.targets.common.base import Choose, Specialization
+from attngen.targets.hopper.configs.common import ctas_per_sm, is_shared
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
-from attngen.targets.hopper.configs.registry import DIVISIONS
+from attngen.targets.hopper.configs.registry import SPECIALIZATIONS
 from attngen.targets.hopper.configs.sm90 import FORWARD, NAME, REGISTERS, ROWS, SHARED_REGISTERS, WRITER_REGISTERS
 from attngen.transforms.base import Pass, padded
 
 
 @dataclass(frozen=True)
-class AssignRoles(Pass):
-    name: ClassVar[str] = "assign-roles"
+class WarpSpecialize(Pass):
+    name: ClassVar[str] = "warp-specialize"
     phase: ClassVar[str] = "scheduled"
-    choose: Choose = field(default=lambda division, module: (division.row(module, None, None, None),))
+    choose: Choose = field(default=lambda specialization, module: (specialization.row(module, None, None, None),))
 
     def run(self, module: Module) -> Module:
-        for division in DIVISIONS:
-            chosen = self.choose(division, module)
-            module = module if isinstance(chosen, str) else _assigned(module, division, chosen)
+        for specialization in SPECIALIZATIONS:
+            chosen = self.choose(specialization, module)
+            module = module if isinstance(chosen, str) else _assigned(module, specialization, chosen)
         return module
 
 
-def _assigned(module: Module, division: Division, chosen: tuple[Row, ...]) -> Module:
+def _assigned(module: Module, specialization: Specialization, chosen: tuple[Config, ...]) -> Module:
     """The module with one kernel divided, once for each row."""
-    name = division.kernel
-    if why := division.obstacle(module):
-        raise BuildError(("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be divided into roles: {why}")
+    name = specialization.kernel
+    if why := specialization.infeasible(module):
+        raise BuildError(
+            ("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be divided into roles: {why}"
+        )
     kernel = _joined(_padded(module, module.kernel(name)))
-    own = kernel.own_axis
-    divided = [_divided(kernel, _copies(module, row, own), resident(module, row) if name == FORWARD else 1) for row in chosen]
-    longer = [replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in divided[1:]]
+    own = kernel.program_axis
+    warp_specialized = [
+        _warp_specialized(kernel, _instances(module, row, own), ctas_per_sm(module, row) if name == FORWARD else 1)
+        for row in chosen
+    ]
+    longer = [
+        replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in warp_specialized[1:]
+    ]
     schedules = [(of, (*has, chosen[0]) if of == name else has) for of, has in module.schedules]
     schedules += [(k.name, (row,)) for k, row in zip(longer, chosen[1:], strict=True)]
-    return replace(module, divided=(*module.divided, divided[0], *longer), schedules=tuple(schedules))
+    return replace(
+        module, warp_specialized=(*module.warp_specialized, warp_specialized[0], *longer), schedules=tuple(schedules)
+    )
 
 
-def _copies(module: Module, row: Row, own: str) -> int:
+def _instances(module: Module, config: Config, own: str) -> int:
     """The copies of the consumer that a row asks for."""
-    copies, rest = divmod(row.rows_of(own), ROWS)
-    if rest or copies not in REGISTERS:
+    instances, rest = divmod(config.rows_of(own), ROWS)
+    if rest or instances not in REGISTERS:
         expected = " or ".join(str(ROWS * n) for n in REGISTERS)
-        size = f"{row.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
+        size = f"{config.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
         raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
-    return copies
+    return instances
 
 
 def _padded(module: Module, kernel: Kernel) -> Kernel:
@@ -101,16 +111,16 @@ def _joined(kernel: Kernel) -> Kernel:
     return whole.rewrite(lambda _, op: inside if op is loop else [op.with_operands(results)])
 
 
-def _divided(kernel: Kernel, copies: int, programs: int) -> Kernel:
+def _warp_specialized(kernel: Kernel, instances: int, programs: int) -> Kernel:
     entry = kernel.block("entry").ops
     ours = [op for op in entry if not is_shared(op)]
-    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[copies]
-    roles: tuple[Block, ...] = (
-        Block("producer", (), role=Role(1, 1, producer)),
-        Block("consumer", tuple(ours), role=Role(copies, 4, consumer, ROWS)),
+    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[instances]
+    warp_groups: tuple[Block, ...] = (
+        Block("producer", (), warp_group=WarpGroup(1, 1, producer)),
+        Block("consumer", tuple(ours), warp_group=WarpGroup(instances, 4, consumer, ROWS)),
     )
     if kernel.adds:
-        roles += (Block("writer", (), role=Role(1, 1, WRITER_REGISTERS)),)
+        warp_groups += (Block("writer", (), warp_group=WarpGroup(1, 1, WRITER_REGISTERS)),)
     shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")
-    return replace(kernel, backend=NAME, resident=programs, blocks=(shared, *roles, *bodies))
+    return replace(kernel, backend=NAME, ctas_per_sm=programs, blocks=(shared, *warp_groups, *bodies))

@@ -5,17 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from attngen.ir.graph import Module
-from attngen.ir.ops import Add, Count, Reduce
-from attngen.ir.pipe import CHAINS, HALVES, Chains, Clear, Halve, Hold, Near, Pipeline, Ramp, Read, Tell
+from attngen.ir.ops import CountTiles, OrderedAdd, Reduce
+from attngen.ir.pipe import (
+    HALVES,
+    PARTIALS,
+    PartialReduce,
+    PinBeforeWait,
+    PipelinedLoop,
+    ReadMetadata,
+    Rematerialize,
+    ScaledIota,
+    SplitHalves,
+    WriteTileIndex,
+    ZeroOutOfBounds,
+)
 from attngen.targets.hopper.configs.common import PAIR, follow_of
 from attngen.targets.hopper.configs.fused_backward import is_signed
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.mla_decode import is_of_latents
 from attngen.targets.hopper.configs.sm90 import DECODE, FIRST_BARRIER, FORWARD, ROWS, TANGENTS
-from attngen.targets.hopper.printing.context import DividedContext
+from attngen.targets.hopper.printing.context import WarpSpecializedContext
 from attngen.targets.hopper.printing.exchange_views import HALF
 from attngen.targets.hopper.printing.loop_views import gluon
-from attngen.targets.hopper.printing.views import DividedView
+from attngen.targets.hopper.printing.views import WarpSpecializedView
 from attngen.targets.printing.split_kv import dealing
 from attngen.tiles.sizes import tile_width
 
@@ -24,17 +36,17 @@ TEMPLATE = "hopper/kernels.py.jinja"
 
 def context(module: Module) -> dict[str, Any]:
     """What the template of hopper.py sees."""
-    views = [DividedContext(module, kernel.name).divided() for kernel in module.divided]
-    stand_in = {kernel.stands_for for kernel in module.divided}
-    summing = [kernel for kernel in module.divided if kernel.stands_for in (FORWARD, DECODE, TANGENTS)]
-    chained = [any(isinstance(op, Chains) for op in kernel.ops()) for kernel in summing]
-    ops = [op for kernel in module.divided for op in kernel.ops()]
-    adds = [(kernel, op) for kernel in module.divided for op in kernel.ops() if isinstance(op, Add)]
-    kinds, held = {type(op) for op in ops}, [{*op.type.dims} for op in ops if isinstance(op, Hold)]
+    views = [WarpSpecializedContext(module, kernel.name).warp_specialized() for kernel in module.warp_specialized]
+    stand_in = {kernel.stands_for for kernel in module.warp_specialized}
+    summing = [kernel for kernel in module.warp_specialized if kernel.stands_for in (FORWARD, DECODE, TANGENTS)]
+    chained = [any(isinstance(op, PartialReduce) for op in kernel.ops()) for kernel in summing]
+    ops = [op for kernel in module.warp_specialized for op in kernel.ops()]
+    adds = [(kernel, op) for kernel in module.warp_specialized for op in kernel.ops() if isinstance(op, OrderedAdd)]
+    kinds, held = {type(op) for op in ops}, [{*op.type.dims} for op in ops if isinstance(op, PinBeforeWait)]
     constants = [("D_QK", module.head_dim_qk), ("D_V", module.head_dim_v)]
     constants += [] if is_power_of_two(module.head_dim_v) else [("D_V_PAD", tile_width(module.head_dim_v))]
     constants += [("BLOCK", module.blocks.size)] if module.blocks else []
-    if latents := any(map(is_of_latents, module.divided)):
+    if latents := any(map(is_of_latents, module.warp_specialized)):
         constants = [("D_ROPE", module.rope), (HALF, module.head_dim_v // 2)]
     return {
         "module": module,
@@ -43,30 +55,34 @@ def context(module: Module) -> dict[str, Any]:
         "first_barrier": FIRST_BARRIER,
         "softmax": bool(stand_in & {FORWARD, DECODE}),
         "natural": any("LN2" in view.words for view in views),
-        "of_queries": any(kernel.own_axis == "q" for kernel in module.divided),
-        "of_keys": [f"`{kernel.name}`" for kernel in module.divided if kernel.own_axis == "kv" and not kernel.adds],
+        "of_queries": any(kernel.program_axis == "q" for kernel in module.warp_specialized),
+        "of_keys": [
+            f"`{kernel.name}`" for kernel in module.warp_specialized if kernel.program_axis == "kv" and not kernel.adds
+        ],
         "chains": any(chained),
         "sums": not all(chained),
-        "tells": Tell in kinds,
-        "ramps": Ramp in kinds,
-        "rows_beside": Read in kinds and not latents,
-        "weighs_halves": Halve in kinds,
+        "tells": WriteTileIndex in kinds,
+        "ramps": ScaledIota in kinds,
+        "rows_beside": ReadMetadata in kinds and not latents,
+        "weighs_halves": SplitHalves in kinds,
         "adds": bool(adds),
-        "releases": any(kernel.releases for kernel in module.divided),
+        "releases": any(kernel.launches_dependents for kernel in module.warp_specialized),
         "looks_ahead": any(not follow_of(kernel, op) for kernel, op in adds),
-        "writers": max((role.copies for kernel, op in adds if (role := kernel.role_of(op))), default=0),
-        "recomputes": any(isinstance(op, Pipeline) and op.recompute for op in ops),
-        "counts": Count in kinds,
-        "heads_by_tile": any(isinstance(op, Pipeline) and op.by_tile for op in ops),
+        "writers": max(
+            (warp_group.instances for kernel, op in adds if (warp_group := kernel.warp_group_of(op))), default=0
+        ),
+        "recomputes": any(isinstance(op, PipelinedLoop) and op.recompute for op in ops),
+        "counts": CountTiles in kinds,
+        "heads_by_tile": any(isinstance(op, PipelinedLoop) and op.by_tile for op in ops),
         "turned": any("store_sums" in view.words for view in views),
-        "nears": Near in kinds,
+        "nears": Rematerialize in kinds,
         "relays": latents,
-        "clears": Clear in kinds,
+        "clears": ZeroOutOfBounds in kinds,
         "deals": gluon(dealing(module)) if latents else {},
         "holds_tiles": PAIR in held,
         "holds": bool([dims for dims in held if dims != PAIR]),
-        "sums_beside": any(isinstance(op, Reduce) and op.over in (CHAINS, *HALVES.values()) for op in ops),
-        "signs": any(is_signed(module, kernel) for kernel in module.divided),
+        "sums_beside": any(isinstance(op, Reduce) and op.over in (PARTIALS, *HALVES.values()) for op in ops),
+        "signs": any(is_signed(module, kernel) for kernel in module.warp_specialized),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
         "halves": any("halves" in view.words for view in views),
@@ -75,14 +91,17 @@ def context(module: Module) -> dict[str, Any]:
     }
 
 
-def parts(view: DividedView) -> dict[str, Any]:
-    """The groups of warps, those of the program's own first: consumers, and then the producer, as Gluon is given them."""
-    roles = sorted(view.roles, key=lambda role: -role.warps)
-    parts = [(role, copy) for role in roles for copy in range(role.copies)]
-    workers = [role for role, _ in parts[1:]]  # the first part has the warps that the kernel is launched with
+def parts(view: WarpSpecializedView) -> dict[str, Any]:
+    """The groups of warps, those of the program's own first: consumers, and then the producer, as Gluon is given
+    them."""
+    warp_groups = sorted(view.warp_groups, key=lambda warp_group: -warp_group.warps)
+    parts = [(warp_group, copy) for warp_group in warp_groups for copy in range(warp_group.instances)]
+    workers = [
+        warp_group for warp_group, _ in parts[1:]
+    ]  # the first part has the warps that the kernel is launched with
     return {
         "parts": parts,
-        "warps": [role.warps for role in workers],
-        "registers": [role.registers for role in workers],
-        "threads": sum(32 * role.warps for role, _ in parts if role.meets),
+        "warps": [warp_group.warps for warp_group in workers],
+        "registers": [warp_group.registers for warp_group in workers],
+        "threads": sum(32 * warp_group.warps for warp_group, _ in parts if warp_group.meets),
     }

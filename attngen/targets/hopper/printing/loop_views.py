@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from attngen.ir.expr import Expr, cdiv, floordiv
-from attngen.ir.graph import MIRRORED
+from attngen.ir.graph import REVERSED_GROUP
 from attngen.ir.ops import AXIS_DIM, MEMBER, Load, Loop, Map, Mask
-from attngen.ir.pipe import Pipeline, Ring
+from attngen.ir.pipe import Pipeline, PipelinedLoop
 from attngen.targets.hopper.configs.common import ROOMY, turns
 from attngen.targets.hopper.printing.softmax_views import SoftmaxContext
 from attngen.targets.printing.views import LOOP_COMMENTS, Node, names_in
@@ -17,7 +17,9 @@ from attngen.tiles.intervals import mentions
 from attngen.tiles.order import whole_range
 
 OF_HEADS = "the program's query heads, one after another"
-IN_ORDER = "tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones"
+IN_ORDER = (
+    "tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones"
+)
 BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
 
 
@@ -31,21 +33,24 @@ def gluon(text: Any) -> Any:
 
 
 def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
-    """A view without what softmax does for rows that have seen nothing: to do it in all tiles costs four instructions in each."""
+    """A view without what softmax does for rows that have seen nothing: to do it in all tiles costs four
+    instructions in each."""
     return node.kind, {**node.text, "guard": False}, node.body
 
 
-class PipelineContext(SoftmaxContext):
+class LoopContext(SoftmaxContext):
     """Views of these loops."""
 
     @cached_property
     def places_rows(self) -> bool:
-        """Whether the positions of a copy's own rows are computed where a tile is masked, and kept nowhere: masks of partial tiles alone
-        need them, and the loop computes its numbers again in each turn."""
-        mine = frozenset({f"{self.kernel.own_axis}_idx"})
-        steps = [op.step for op in self.kernel.ops() if isinstance(op, Pipeline) and op.recompute]
-        needing = [op for step in steps for op in self.kernel.block(step).ops if any(mentions(e, mine) for e in op.expressions)]
-        consumers = [block for block in self.kernel.roles if block.role and block.role.rows]
+        """Whether the positions of a copy's own rows are computed where a tile is masked, and kept nowhere: masks of
+        partial tiles alone need them, and the loop computes its numbers again in each turn."""
+        mine = frozenset({f"{self.kernel.program_axis}_idx"})
+        steps = [op.step for op in self.kernel.ops() if isinstance(op, PipelinedLoop) and op.recompute]
+        needing = [
+            op for step in steps for op in self.kernel.block(step).ops if any(mentions(e, mine) for e in op.expressions)
+        ]
+        consumers = [block for block in self.kernel.warp_groups if block.warp_group and block.warp_group.rows]
         read = any(isinstance(op, Load) for block in consumers for op in block.ops)  # a number for each of these rows
         return bool(needing) and not read and all(isinstance(op, Mask) and op.when == "partial" for op in needing)
 
@@ -63,9 +68,9 @@ class PipelineContext(SoftmaxContext):
 
     # ------------------------------------------------------------------ pipelines
 
-    def _pipeline(self, op: Pipeline, cls: str) -> dict[str, Any]:
+    def _pipelined_loop(self, op: PipelinedLoop, cls: str) -> dict[str, Any]:
         """The numbers of tiles, and the first of them."""
-        if op.backwards:
+        if op.reversed:
             return self._counted_backwards(op)
         if op.in_order:
             return {"counts": [], "any": "", "first": []}
@@ -84,16 +89,19 @@ class PipelineContext(SoftmaxContext):
             first.append("first_tile = gl.where(partial_tiles > 0, first_tile, first_full)")
         return {"counts": lines, "any": " + ".join(f"{cls}_tiles" for cls in sizes) + " > 0", "first": first}
 
-    def _counts_by_twos(self, op: Pipeline) -> dict[str, Any]:
+    def _counts_by_twos(self, op: PipelinedLoop) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _loop_by_twos(self, op: Pipeline) -> list[Node]:
+    def _loop_by_twos(self, op: PipelinedLoop) -> list[Node]:
         raise NotImplementedError
 
-    def _counted_backwards(self, op: Pipeline) -> dict[str, Any]:
-        """The same where partial tiles come backwards; and how many tiles are hidden from the copy's rows, up to which they are masked."""
-        lines = [f"{cls}_tiles = {self._number(ranges)}" for cls, ranges in (("partial", op.partial), ("full", op.full))]
-        for first, end in op.own_partial:
+    def _counted_backwards(self, op: PipelinedLoop) -> dict[str, Any]:
+        """The same where partial tiles come backwards; and how many tiles are hidden from the copy's rows, up to
+        which they are masked."""
+        lines = [
+            f"{cls}_tiles = {self._number(ranges)}" for cls, ranges in (("partial", op.partial), ("full", op.full))
+        ]
+        for first, end in op.instance_partial:
             last = self.scalar(op.partial[0][1])
             lines += [f"own_end = {self._of_copy(end)}", f"own_full_end = {self._of_copy(first)}"]
             lines += [f"hidden_tiles = {last} - own_end", f"masked_tiles = {last} - own_full_end"]
@@ -102,12 +110,12 @@ class PipelineContext(SoftmaxContext):
 
     def _of_copy(self, e: Expr) -> str:
         """An expression in a copy's own rows."""
-        return re.sub(rf"\b{AXIS_DIM[self.kernel.own_axis]}\b", "ROWS", self.scalar(e))
+        return re.sub(rf"\b{AXIS_DIM[self.kernel.program_axis]}\b", "ROWS", self.scalar(e))
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
-        return {**super()._mask(op, cls), "cut": "" if op.cut is None else self._of_copy(op.cut)}
+        return {**super()._mask(op, cls), "cut": "" if op.unswitch is None else self._of_copy(op.unswitch)}
 
-    def _backwards(self, op: Pipeline, at: str, partial: str) -> str:
+    def _backwards(self, op: PipelinedLoop, at: str, partial: str) -> str:
         """The tile of a turn; of one that is partial, if `partial` is empty."""
         lo, hi = self._term(op.full[0][0]), self._term(op.partial[0][1])
         full = f"{at} - partial_tiles" if lo == "0" else f"{lo} + {at} - partial_tiles"
@@ -130,28 +138,39 @@ class PipelineContext(SoftmaxContext):
             for (_, end), (lo, _) in pairs
         ]
 
-    def _bodies(self, op: Pipeline, text: dict[str, Any]) -> list[Node]:
-        """What comes before the first tile; the first tile; a loop over those that are left of each class; the last product."""
+    def _bodies(self, op: PipelinedLoop, text: dict[str, Any]) -> list[Node]:
+        """What comes before the first tile; the first tile; a loop over those that are left of each class; the last
+        product."""
         if op.odd or op.pair:
             text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
             return [Node("body", {}, []), *self._loop_by_twos(op)]
         first = self.block(op.first, "partial") if op.first else []
         words = names_in(first)
-        start = [self._told(op) if op.places else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
+        start = [self._told(op) if op.tile_indices else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
         start += [f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
         text["start"] = start if words & self._where(op) else []
-        if op.listed and text["start"]:  # its number comes with the tile, or from device memory: nothing waits for that before it is needed
-            early = 0 if op.places else 1
+        if (
+            op.listed and text["start"]
+        ):  # its number comes with the tile, or from device memory: nothing waits for that before it is needed
+            early = 0 if op.tile_indices else 1
             at = next(i for i, node in enumerate(first) if names_in([node]) & self._where(op))
             first.insert(at, Node("lines", {"lines": text["start"][early:]}))
             text["start"] = text["start"][:early]
         text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
         skipped = []
         if op.skip:
-            over = {"before": [], "steps": [], "var": "_", "range": "hidden_tiles", "comment": self.kernel.block(op.skip).about}
+            over = {
+                "before": [],
+                "steps": [],
+                "var": "_",
+                "range": "hidden_tiles",
+                "comment": self.kernel.block(op.skip).about,
+            }
             skipped = [Node("loop", over, self.block(op.skip, "full"))]
-        joined = self._loop_backwards(op) if op.backwards else self._loop_in_order(op) if op.in_order else self._one_loop(op)
+        joined = (
+            self._loop_backwards(op) if op.reversed else self._loop_in_order(op) if op.in_order else self._one_loop(op)
+        )
         loops = [joined] if joined else []
         for cls, ranges in (("partial", op.partial), ("full", op.full)):
             if not ranges or joined or (op.first and cls == "partial" and self._is_one(ranges)):
@@ -161,31 +180,35 @@ class PipelineContext(SoftmaxContext):
             header: dict[str, Any] = self._loop(loop, cls)
             (lo, hi), *more = header["ranges"]
             later = "1" if cls == "partial" or not op.partial else "gl.where(partial_tiles > 0, 0, 1)"
-            header["ranges"] = [(later if lo == "0" else f"{lo} + {later}", hi), *more] if op.first else header["ranges"]
+            header["ranges"] = (
+                [(later if lo == "0" else f"{lo} + {later}", hi), *more] if op.first else header["ranges"]
+            )
             self._loop_header(loop, header, body)
             header["comment"] = LOOP_COMMENTS[cls]
             self._name_counter(loop, header, body)
-            loops.append(Node("loop", gluon(header), self._dealt(op, body)))
+            loops.append(Node("loop", gluon(header), self._round_robin(op, body)))
         last = self.block(op.last, "full") if op.last else []
         loops = [self._of_heads(op, loops)] if op.heads and not op.by_tile else loops
         return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
 
-    def _dealt(self, op: Pipeline, body: list[Node]) -> list[Node]:
+    def _round_robin(self, op: PipelinedLoop, body: list[Node]) -> list[Node]:
         """The views of a turn. If turns are dealt to copies, of one that has the next slot; all copies count that."""
-        if not op.dealt:
+        if not op.round_robin:
             return body
-        ring = self.kernel.op(op.dealt)
-        assert isinstance(ring, Ring)
-        return [Node("dealt", {"ring": self._short(op.dealt), "slots": self.scalar(ring.slots)}, body)]
+        pipeline = self.kernel.op(op.round_robin)
+        assert isinstance(pipeline, Pipeline)
+        return [
+            Node("round_robin", {"pipeline": self._short(op.round_robin), "stages": self.scalar(pipeline.stages)}, body)
+        ]
 
-    def _of_heads(self, op: Pipeline, loops: list[Node]) -> Node:
+    def _of_heads(self, op: PipelinedLoop, loops: list[Node]) -> Node:
         """A loop over the query heads of a group that the program has, around those over tiles."""
         ((first, end),) = op.heads
         var = MEMBER if MEMBER in names_in(loops) else "_"
         span = f"{self.scalar(first)}, {self.scalar(end)}"
         return Node("loop", {"before": [], "steps": [], "var": var, "range": span, "comment": OF_HEADS}, loops)
 
-    def _loop_backwards(self, op: Pipeline) -> Node:
+    def _loop_backwards(self, op: PipelinedLoop) -> Node:
         """One loop over the tiles of both classes, of which the partial ones come backwards."""
         begin = ("hidden_tiles + 1" if op.first else "hidden_tiles") if op.skip else "0"
         body, own, _ = parts = self._differing(op)
@@ -193,8 +216,9 @@ class PipelineContext(SoftmaxContext):
         places = [f"{op.var}_tile = {self._backwards(op, 'at', 'partial_tiles' if always else '')}"]
         return self._loop_of_both(op, parts, places, "at < masked_tiles", begin, always)
 
-    def _loop_in_order(self, op: Pipeline) -> Node:
-        """One loop over the tiles of both classes, by their numbers. Where classes cannot be told apart, all tiles are masked."""
+    def _loop_in_order(self, op: PipelinedLoop) -> Node:
+        """One loop over the tiles of both classes, by their numbers. Where classes cannot be told apart, all tiles
+        are masked."""
         whole, tile = whole_range((*op.partial, *op.full)), f"{op.var}_tile"
         assert whole is not None
         body, own, _ = parts = self._differing(op)
@@ -205,22 +229,30 @@ class PipelineContext(SoftmaxContext):
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
         if op.recompute and self.places_rows:
-            axis, cut = self.kernel.own_axis, next((node for node in loop.body if node.kind == "cut"), None)
+            axis, cut = self.kernel.program_axis, next((node for node in loop.body if node.kind == "unswitch"), None)
             lines = cut.text["lines"] if cut else loop.text["steps"]
             lines.append(f"{axis}_idx = {axis}_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         first, end, comment = self._term(whole[0]), self.scalar(whole[1]), IN_ORDER if own else "tiles in their order"
         text: dict[str, Any] = {"var": at, "range": end if first == "0" else f"{first}, {end}", "comment": comment}
         if op.listed:
             text["before"] = gluon([self._ahead(op, first, f"{end} > {first}")])
-            text["steps"] = [f"{tile} = {op.var}_ahead", *gluon([self._ahead(op, "at + 1", f"{end} > at + 1")]), *loop.text["steps"]]
-        if self.kernel.grid[0].mirrored:
+            text["steps"] = [
+                f"{tile} = {op.var}_ahead",
+                *gluon([self._ahead(op, "at + 1", f"{end} > at + 1")]),
+                *loop.text["steps"],
+            ]
+        if self.kernel.grid[0].reversed_group:
             last = f"{end} - 1" if first == "0" else f"{first} + {end} - 1"
-            turned = f"{tile} = gl.where({MIRRORED} > 0, {last} - at, at)"
-            text |= {"var": "at", "steps": [turned, *loop.text["steps"]], "comment": f"{comment}; in mirrored heads backwards"}
-        made = Node("loop", {**loop.text, **text, "recompute": op.recompute}, self._dealt(op, loop.body))
+            turned = f"{tile} = gl.where({REVERSED_GROUP} > 0, {last} - at, at)"
+            text |= {
+                "var": "at",
+                "steps": [turned, *loop.text["steps"]],
+                "comment": f"{comment}; in mirrored heads backwards",
+            }
+        made = Node("loop", {**loop.text, **text, "recompute": op.recompute}, self._round_robin(op, loop.body))
         return self._by_tile(op, made, first, end) if op.by_tile else made
 
-    def _by_tile(self, op: Pipeline, loop: Node, first: str, end: str) -> Node:
+    def _by_tile(self, op: PipelinedLoop, loop: Node, first: str, end: str) -> Node:
         """The loop over tiles, as one over the tiles for each head: a loop of two turns inside would take longer."""
         ((low, high),) = op.heads
         at, begin, past = loop.text["var"], self.scalar(low), self.scalar(high)
@@ -235,24 +267,31 @@ class PipelineContext(SoftmaxContext):
         return Node("loop", {**loop.text, **text}, [*loop.body, after])
 
     def _loop_of_both(
-        self, op: Pipeline, parts: tuple[list[Node], list[Node], int], tile: list[str], condition: str, begin: str, always: bool = False
+        self,
+        op: PipelinedLoop,
+        parts: tuple[list[Node], list[Node], int],
+        tile: list[str],
+        condition: str,
+        begin: str,
+        always: bool = False,
     ) -> Node:
-        """One loop over tiles of both classes. Masks are under a condition, and so is the tile's place, unless turns need it `always`."""
+        """One loop over tiles of both classes. Masks are under a condition, and so is the tile's place, unless turns
+        need it `always`."""
         body, own, at = parts
         places = [*tile, f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         places += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(body) else []
-        cut = [Node("cut", gluon({"condition": condition, "lines": [] if always else places}), own)] if own else []
+        cut = [Node("unswitch", gluon({"condition": condition, "lines": [] if always else places}), own)] if own else []
         end = "partial_tiles + full_tiles"
         header = {"before": [], "steps": places if always else [], "var": "at", "comment": BOTH_CLASSES}
         header["range"] = end if begin == "0" else f"{begin}, {end}"
         return Node("loop", gluon(header), [*body[:at], *cut, *body[at + len(own) :]])
 
     @staticmethod
-    def _where(op: Pipeline) -> set[str]:
+    def _where(op: PipelinedLoop) -> set[str]:
         """The names of a tile's place."""
         return {f"{op.var}_start", f"{op.var}_idx"}
 
-    def _differing(self, op: Pipeline) -> tuple[list[Node], list[Node], int]:
+    def _differing(self, op: PipelinedLoop) -> tuple[list[Node], list[Node], int]:
         """The views of @step in partial tiles, those of them that only partial tiles need, and where these start."""
         return self._differing_in(op.step)
 
@@ -265,11 +304,14 @@ class PipelineContext(SoftmaxContext):
             else:
                 own.append(node)
         at = body.index(own[0]) if own else 0
-        apart = {node.kind for node in own} <= {"map", "mask", "read", "clear"} and body[at : at + len(own)] == own
+        apart = {node.kind for node in own} <= {"map", "mask", "read_metadata", "zero_out_of_bounds"} and body[
+            at : at + len(own)
+        ] == own
         return (body, own, at) if apart and not left else (body, [], 0)
 
     def _is_one(self, ranges: Any) -> bool:
-        """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over others is needed."""
+        """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over
+        others is needed."""
         if len(ranges) > 1 or turns(self.kernel) > ROOMY:
             return False
         lo, hi = (self._made(bound) for bound in ranges[0])
@@ -280,11 +322,12 @@ class PipelineContext(SoftmaxContext):
         made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
         return made.expr if isinstance(made, Map) else bound
 
-    def _one_loop(self, op: Pipeline) -> Node | None:
+    def _one_loop(self, op: PipelinedLoop) -> Node | None:
         """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
 
-        None where threads load a number for each score, or tiles of several ranges read where they are. Nor where copies take turns: of
-        three, which share the registers, ptxas spills some as soon as a loop is left out. With two it was not tried.
+        None where threads load a number for each score, or tiles of several ranges read where they are. Nor where
+        copies take turns: of three, which share the registers, ptxas spills some as soon as a loop is left out. With
+        two it was not tried.
         """
         apart = op.first and (turns(self.kernel) or self._is_one(op.partial))
         if not op.partial or not op.full or apart or (op.listed and len(op.partial) > 1):
@@ -295,7 +338,7 @@ class PipelineContext(SoftmaxContext):
             return None
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"
         places = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
-        if op.places:
+        if op.tile_indices:
             places = [self._told(op)]
         elif op.listed:
             following = self._ahead(op, "at + 1" if lo == "0" else f"{lo} + at + 1", "at + 1 < partial_tiles")
@@ -305,28 +348,28 @@ class PipelineContext(SoftmaxContext):
             rest = "at - partial_tiles" if full == "0" else f"{full} + at - partial_tiles"
             places = [f"{tile} = gl.where(at < partial_tiles, {'at' if lo == '0' else f'{lo} + at'}, {rest})"]
         loop = self._loop_of_both(op, parts, places, "at < partial_tiles", "1" if op.first else "0", always)
-        if op.listed and not op.places:
+        if op.listed and not op.tile_indices:
             loop.text["before"] += gluon([self._ahead(op, "1" if lo == "0" else f"{lo} + 1", "partial_tiles > 1")])
         return loop
 
-    def _told(self, op: Pipeline) -> str:
+    def _told(self, op: PipelinedLoop) -> str:
         """The number of a listed tile, from beside the tile."""
-        ring = self.kernel.op(str(op.places))
-        assert isinstance(ring, Ring)
-        slot = "0" if ring.slots == 1 else f"{self._short(str(ring.beside))}_slot"
-        return f"{op.var}_tile = told({self._short(ring.name)}_ring.index({slot}))"
+        pipeline = self.kernel.op(str(op.tile_indices))
+        assert isinstance(pipeline, Pipeline)
+        stage = "0" if pipeline.stages == 1 else f"{self._short(str(pipeline.beside))}_stage"
+        return f"{op.var}_tile = read_index({self._short(pipeline.name)}_smem.index({stage}))"
 
     @staticmethod
-    def _short(ring: str) -> str:
-        """`k` for %K_ring."""
-        return ring.removesuffix("_ring").lower()
+    def _short(pipeline: str) -> str:
+        """`k` for %K_pipeline."""
+        return pipeline.removesuffix("_pipeline").lower()
 
-    def _ahead(self, op: Pipeline, at: str, listed: str) -> str:
+    def _ahead(self, op: PipelinedLoop, at: str, listed: str) -> str:
         """The listed tile at a position, read a turn ahead."""
         assert op.listed
         return f"{op.var}_ahead = tile_at({self.var(op.listed)}, {at}, {listed}, BLOCK // {AXIS_DIM[op.var]})"
 
-    def _tile(self, op: Pipeline, at: str) -> str:
+    def _tile(self, op: PipelinedLoop, at: str) -> str:
         if not op.listed:
             return at
         return f"tile_at({self.var(op.listed)}, {at}, True, BLOCK // {AXIS_DIM[op.var]})"

@@ -8,11 +8,12 @@ from attngen.targets.printing.views import Node
 
 
 @dataclass
-class RingView:
-    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, or by barriers that count arrivals."""
+class PipelineView:
+    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, or by barriers that count
+    arrivals."""
 
     name: str
-    slots: str
+    stages: str
     shape: str  # of a buffer: a tile, or a piece of one
     descriptor: str
     buffers: str  # of all copies
@@ -21,15 +22,15 @@ class RingView:
     numbers: str = ""  # how many, of a ring of places or of numbers of keys
     of: str = "gl.int32"  # their type
     emptied: bool = False  # copies share what is in it, and who takes it says by a barrier when a slot is free
-    counted: int = 0  # arrivals that free a slot, where its barriers count them
+    mbarrier_release: int = 0  # arrivals that free a slot, where its barriers count them
 
 
 @dataclass
-class RoleView:
+class WarpGroupView:
     """A role as a function of its own."""
 
     name: str
-    copies: int
+    instances: int
     warps: int
     registers: int
     params: list[str]
@@ -41,7 +42,7 @@ class RoleView:
 
 
 @dataclass
-class DividedView:
+class WarpSpecializedView:
     """A divided kernel as its template prints it."""
 
     name: str
@@ -52,12 +53,13 @@ class DividedView:
     learns: bool
     prologue: list[str]
     nodes: list[Node]
-    rings: list[RingView]
-    roles: list[RoleView]
+    pipelines: list[PipelineView]
+    warp_groups: list[WarpGroupView]
     words: set[str]  # that occur in it
-    copies: int  # of the role whose rows are the program's
+    instances: int  # of the role whose rows are the program's
     dtype: str  # the Python expression for the tensors' element type
-    resident: int  # programs that share a multiprocessor
+    ctas_per_sm: int  # programs that share a multiprocessor
     stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
-    # of the tensors that the copy engine reads and writes: position, rows, and of parts columns too, of what it copies at once
+    # of the tensors that the copy engine reads and writes: position, rows, and of parts columns too, of what it copies
+    # at once
     described: list[tuple[str, ...]]

@@ -9,10 +9,10 @@ from typing import Any
 import sympy
 
 from attngen.ir.expr import exp2
-from attngen.ir.graph import Kernel, Module, Row
+from attngen.ir.graph import Config, Kernel, Module
 from attngen.ir.ops import Block, Map, SoftmaxStep
-from attngen.ir.pipe import HALVES, Await, Issue, Pipeline, Put, SoftmaxRows, Weigh
-from attngen.targets.common.base import Reading
+from attngen.ir.pipe import HALVES, PipelinedLoop, SoftmaxStats, SoftmaxWeights, TmaStore, Wgmma, WgmmaWait
+from attngen.targets.common.base import CompileReport
 from attngen.targets.hopper.configs.common import multipliers, overlaps, room_of
 from attngen.targets.hopper.configs.fused_backward import is_signed
 from attngen.targets.hopper.configs.mla_decode import is_of_latents
@@ -20,17 +20,18 @@ from attngen.targets.hopper.configs.sm90 import FORWARD, LANES, MOST_REGISTERS
 from attngen.targets.hopper.toolchain.resources import sram_bytes
 from attngen.tiles.launches import groups, lane_registers, launch_registers
 
-# Bytes that may spill outside loops, as stores and loads, of numbers that loops do not need: where sums, or dropout beside them, take most
-# of the registers, and where in the backward a loop over heads, or over the program's tiles, is around that over tiles.
+# Bytes that may spill outside loops, as stores and loads, of numbers that loops do not need: where sums, or dropout
+# beside them, take most of the registers, and where in the backward a loop over heads, or over the program's tiles, is
+# around that over tiles.
 OUTSIDE = 64
 
 
-def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
+def faults(module: Module, kernel: Kernel, config: Config, reading: CompileReport) -> Iterator[str]:
     """Why a row gets no certificate: the ends of sentences about its kernel, each with what was expected."""
-    predicted, has = sram_bytes(module, kernel, row), room_of(kernel.resident)
-    recomputes = any(isinstance(op, Pipeline) and op.recompute for op in kernel.ops())
-    by_head = any(isinstance(op, Pipeline) and op.heads and not op.by_tile for op in kernel.ops())
-    nested = by_head or (kernel.stays and kernel.adds)
+    predicted, has = sram_bytes(module, kernel, config), room_of(kernel.ctas_per_sm)
+    recomputes = any(isinstance(op, PipelinedLoop) and op.recompute for op in kernel.ops())
+    by_head = any(isinstance(op, PipelinedLoop) and op.heads and not op.by_tile for op in kernel.ops())
+    nested = by_head or (kernel.is_persistent and kernel.adds)
     most = OUTSIDE if recomputes or nested or is_signed(module, kernel) else 0
     if reading.spilled_bytes > most:
         yield f"spills {reading.spilled_bytes:,} bytes; expected {f'{most} at most' if most else 'none'}"
@@ -38,25 +39,25 @@ def faults(module: Module, kernel: Kernel, row: Row, reading: Reading) -> Iterat
         yield f"needs {reading.shared_bytes:,} bytes of shared memory; expected the {predicted:,} of the closed form"
     if reading.shared_bytes > has:
         yield f"needs {reading.shared_bytes:,} bytes of shared memory, and has {has:,}"
-    if kernel.resident > 1:
-        yield from _launch(kernel, row, reading)
+    if kernel.ctas_per_sm > 1:
+        yield from _launch(kernel, config, reading)
     if reading.machine is not None:
         yield from _instructions(kernel, reading.machine)
-        yield from _registers(kernel, row, reading.machine)
-        yield from _overlap(kernel, row, reading.machine)
+        yield from _registers(kernel, config, reading.machine)
+        yield from _overlap(kernel, config, reading.machine)
 
 
-def _launch(kernel: Kernel, row: Row, reading: Reading) -> Iterator[str]:
+def _launch(kernel: Kernel, config: Config, reading: CompileReport) -> Iterator[str]:
     """A program starts with so few registers that the others of its multiprocessor have theirs."""
-    most = launch_registers(kernel, row)
+    most = launch_registers(kernel, config)
     if reading.registers > most:
-        yield f"starts with {reading.registers} registers for each thread; expected {most} at most, as {kernel.resident} programs share"
+        yield f"starts with {reading.registers} registers for each thread; expected {most} at most, as {kernel.ctas_per_sm} programs share"
 
 
 def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
     """Products of warp groups alone, which do not wait for each other; loads and stores of the copy engine."""
     expected = {"HGMMA": "products of groups of warps", "UTMALDG": "loads by the copy engine"}
-    expected |= {"UTMASTG": "stores by the copy engine"} if any(isinstance(op, Put) for op in kernel.ops()) else {}
+    expected |= {"UTMASTG": "stores by the copy engine"} if any(isinstance(op, TmaStore) for op in kernel.ops()) else {}
     for op, what in expected.items():
         if not code[op]:
             yield f"has no {op} in its machine code; expected {what}"
@@ -72,10 +73,10 @@ def _instructions(kernel: Kernel, code: dict[str, Any]) -> Iterator[str]:
         yield f"writes a register of a product in flight ({code['reused'][0]}); expected its operands and sum left alone until its wait"
 
 
-def _registers(kernel: Kernel, row: Row, code: dict[str, Any]) -> Iterator[str]:
+def _registers(kernel: Kernel, config: Config, code: dict[str, Any]) -> Iterator[str]:
     """Each copy of a role has the registers that its role says, and names no others."""
     for name, found in code["roles"].items():
-        expected = given(name, kernel, row)
+        expected = given(name, kernel, config)
         if sorted(found["registers"]) != expected:
             yield f"gives its copies of @{name} {_listed(found['registers'])} registers; expected {_listed(expected)}"
         for has, used in zip(found["registers"], found["used"]):
@@ -83,24 +84,25 @@ def _registers(kernel: Kernel, row: Row, code: dict[str, Any]) -> Iterator[str]:
                 yield f"has a copy of @{name} that uses {used} registers; expected {has} at most"
 
 
-def given(name: str, kernel: Kernel, row: Row) -> list[int]:
-    """The registers that the copies of a role have, least first; of one that issues products, with those of all that do.
+def given(name: str, kernel: Kernel, config: Config) -> list[int]:
+    """The registers that the copies of a role have, least first; of one that issues products, with those of all that
+    do.
 
-    Groups of four warps have what their roles say. The first group, of the role with the most warps, has what the others leave, which is
-    more where a program has few warps.
+    Groups of four warps have what their roles say. The first group, of the role with the most warps, has what the
+    others leave, which is more where a program has few warps.
     """
-    roles = {block.name: block.role for block in kernel.roles if block.role}
-    first = max(roles, key=lambda role: roles[role].warps)
-    left = lane_registers(kernel, row) - sum(groups(kernel)) + roles[first].registers
+    warp_groups = {block.name: block.warp_group for block in kernel.warp_groups if block.warp_group}
+    first = max(warp_groups, key=lambda warp_group: warp_groups[warp_group].warps)
+    left = lane_registers(kernel, config) - sum(groups(kernel)) + warp_groups[first].registers
     alike = multipliers(kernel) if name in multipliers(kernel) else [name]
-    own = [roles[role].registers for role in alike for _ in range(roles[role].copies)]
+    own = [warp_groups[warp_group].registers for warp_group in alike for _ in range(warp_groups[warp_group].instances)]
     return sorted([*own[1:], min(MOST_REGISTERS, left // 8 * 8)] if name == first else own)
 
 
-def _overlap(kernel: Kernel, row: Row, code: dict[str, Any]) -> Iterator[str]:
+def _overlap(kernel: Kernel, config: Config, code: dict[str, Any]) -> Iterator[str]:
     """Exponentials of loops stand where the kernel's ops say: under a product of weights and V, or after it."""
     total, under = code["exponentials"], code["under"]
-    least, most = under_product(kernel, row)
+    least, most = under_product(kernel, config)
     if not total:
         yield "has no exponentials in loops over products of weights; expected those of the softmax"
     elif not least * total <= under <= most * total:
@@ -108,28 +110,29 @@ def _overlap(kernel: Kernel, row: Row, code: dict[str, Any]) -> Iterator[str]:
         yield f"has {share}; expected {float(least):.0%} to {float(most):.0%}"
 
 
-def under_product(kernel: Kernel, row: Row) -> tuple[Fraction, Fraction]:
-    """The shares of a loop's exponentials, least and most, that stand between the issue of a product of weights and its await.
+def under_product(kernel: Kernel, config: Config) -> tuple[Fraction, Fraction]:
+    """The shares of a loop's exponentials, least and most, that stand between the issue of a product of weights and its
+    await.
 
-    Those of rows, which rescale sums, may stand anywhere: each thread computes one for all of its columns. Modifiers come before weights,
-    so more exponentials stand under the product by them; how many, the compiler decides. Where programs share a multiprocessor, products of
-    other consumers run beside the exponentials, and any share is right.
+    Those of rows, which rescale sums, may stand anywhere: each thread computes one for all of its columns. Modifiers
+    come before weights, so more exponentials stand under the product by them; how many, the compiler decides. Where
+    programs share a multiprocessor, products of other consumers run beside the exponentials, and any share is right.
     """
     if not overlaps(kernel) or not (kernel.stands_for == FORWARD or is_of_latents(kernel)):
         return Fraction(0), Fraction(1)
     under = outside = rows = others = 0
-    columns = {"BLOCK_KV": row.block_kv, **dict.fromkeys(HALVES.values(), row.block_kv // 2)}
+    columns = {"BLOCK_KV": config.block_kv, **dict.fromkeys(HALVES.values(), config.block_kv // 2)}
     for step in _turns(kernel):
         flying = False
         for op in step.ops:
-            flying |= isinstance(op, Issue) and op.over == "BLOCK_KV"
-            flying &= not (isinstance(op, Await) and _is_of_weights(kernel, op))
-            if isinstance(op, (SoftmaxStep, Weigh)):
+            flying |= isinstance(op, Wgmma) and op.over == "BLOCK_KV"
+            flying &= not (isinstance(op, WgmmaWait) and _is_of_weights(kernel, op))
+            if isinstance(op, (SoftmaxStep, SoftmaxWeights)):
                 count = columns[op.type.dims[-1]]
                 under, outside = (under + count, outside) if flying else (under, outside + count)
-            rows += LANES * isinstance(op, (SoftmaxStep, SoftmaxRows))
+            rows += LANES * isinstance(op, (SoftmaxStep, SoftmaxStats))
             if isinstance(op, Map) and op.type.dims[1:] == ("BLOCK_KV",):
-                others += row.block_kv * len(op.expr.atoms(exp2, sympy.Pow))
+                others += config.block_kv * len(op.expr.atoms(exp2, sympy.Pow))
     total = under + outside + rows
     return Fraction(under, total), 1 - Fraction(outside, total + others)
 
@@ -137,13 +140,13 @@ def under_product(kernel: Kernel, row: Row) -> tuple[Fraction, Fraction]:
 def _turns(kernel: Kernel) -> Iterator[Block]:
     """The bodies of turns of loops over tiles, but for a first and a last turn: two where even and odd turns differ."""
     for op in kernel.ops():
-        if isinstance(op, Pipeline):
+        if isinstance(op, PipelinedLoop):
             yield from (kernel.block(body) for body in (op.step, op.odd, op.pair) if body)
 
 
-def _is_of_weights(kernel: Kernel, op: Await) -> bool:
+def _is_of_weights(kernel: Kernel, op: WgmmaWait) -> bool:
     issue = kernel.op(op.value)
-    return isinstance(issue, Issue) and issue.over == "BLOCK_KV"
+    return isinstance(issue, Wgmma) and issue.over == "BLOCK_KV"
 
 
 def _listed(numbers: list[int]) -> str:

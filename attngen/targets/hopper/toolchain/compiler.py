@@ -1,4 +1,5 @@
-"""Divided kernels compiled ahead of time, for a GPU that need not be here: what the compiler says, and what its machine code holds."""
+"""Divided kernels compiled ahead of time, for a GPU that need not be here: what the compiler says, and what its
+machine code holds."""
 
 from __future__ import annotations
 
@@ -12,10 +13,20 @@ from typing import Any
 
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
-from attngen.ir.graph import Kernel, Module, Row
-from attngen.ir.pipe import Fill
-from attngen.targets.common.ahead import FLAGS, TYPES, code_bytes, compile_each, compiled, disassembled, load, said_by_ptxas, triton_version
-from attngen.targets.common.base import Reading, short_digest
+from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.pipe import ProducerLoad
+from attngen.targets.common.ahead import (
+    FLAGS,
+    TYPES,
+    code_bytes,
+    compile_each,
+    compiled,
+    disassembled,
+    load,
+    said_by_ptxas,
+    triton_version,
+)
+from attngen.targets.common.base import CompileReport, short_digest
 from attngen.targets.common.instructions import parse
 from attngen.targets.common.unset import unset
 from attngen.targets.hopper.configs.common import multipliers
@@ -26,7 +37,12 @@ from attngen.targets.hopper.toolchain.sass import Part, parts
 from attngen.tiles.launches import launch_options
 from attngen.tiles.sizes import tile_width
 
-COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG")  # instructions: products of warp groups and of warps, loads and stores of the copy engine
+COUNTED = (
+    "HGMMA",
+    "HMMA",
+    "UTMALDG",
+    "UTMASTG",
+)  # instructions: products of warp groups and of warps, loads and stores of the copy engine
 
 
 @dataclass(frozen=True)
@@ -49,12 +65,14 @@ class Job:
     @property
     def digest(self) -> str:
         """A short digest of all that the compiler is given; modules that have the same kernel share it."""
-        return short_digest({key: value for key, value in vars(self).items() if key != "file" and (key != "sums" or value)})
+        return short_digest(
+            {key: value for key, value in vars(self).items() if key != "file" and (key != "sums" or value)}
+        )
 
 
-def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
+def job(module: Module, kernel: Kernel, config: Config, file: Path) -> Job:
     """The job that compiles a kernel of a generated hopper.py under a schedule row."""
-    device, element = CLASSES[row.device], of_size(module.dtypes, row.elem_bytes)
+    device, element = CLASSES[config.device], of_size(module.dtypes, config.elem_bytes)
     types = []
     for arg in kernel.args:
         dtype = TYPES.get(arg.type.dtype, element)
@@ -66,9 +84,13 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
         kernel.name,
         element,
         tuple(types),
-        tuple((arg.name, widths[arg.type.dims[-1]]) for arg in kernel.args if arg.type.dims and arg.type.dims[-1] in widths),
-        (("BLOCK_Q", row.block_q), ("BLOCK_KV", row.block_kv), ("SLOTS", row.num_stages)),
-        tuple(launch_options(kernel, row).items()),
+        tuple(
+            (arg.name, widths[arg.type.dims[-1]])
+            for arg in kernel.args
+            if arg.type.dims and arg.type.dims[-1] in widths
+        ),
+        (("BLOCK_Q", config.block_q), ("BLOCK_KV", config.block_kv), ("STAGES", config.num_stages)),
+        tuple(launch_options(kernel, config).items()),
         device.arch,
         device.threads_per_warp,
         tuple(marks(kernel)),
@@ -78,17 +100,18 @@ def job(module: Module, kernel: Kernel, row: Row, file: Path) -> Job:
 
 
 def marks(kernel: Kernel) -> Iterator[tuple[str, str]]:
-    """Roles, and an instruction that only the code of each has: a product of a role that issues some, a load of one that fills rings.
+    """Roles, and an instruction that only the code of each has: a product of a role that issues some, a load of one
+    that fills rings.
 
     Of several roles that issue products, the first one stands for all.
     """
     multiplying = multipliers(kernel)
-    for block in kernel.roles:
+    for block in kernel.warp_groups:
         ops = list(kernel.within(block.name))
         if block.name in multiplying:
             if block.name == multiplying[0]:
                 yield block.name, "HGMMA"
-        elif any(isinstance(op, Fill) for op in ops):
+        elif any(isinstance(op, ProducerLoad) for op in ops):
             yield block.name, "UTMALDG"
 
 
@@ -99,24 +122,24 @@ def source_digest(text: str, name: str) -> str:
     return short_digest("\n".join([name, *text.splitlines()[first.end_lineno or 0 :]]))
 
 
-def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[Reading | str]:
+def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[CompileReport | str]:
     """The readings of jobs, in order; see compile_each."""
     return compile_each(_compile, jobs, workers)
 
 
-def _compile(j: Job) -> Reading | str:
-    from triton.backends.compiler import GPUTarget
-
-    done = compiled(_source(j), GPUTarget("cuda", j.arch, j.warp_size), dict(j.options))
+def _compile(j: Job) -> CompileReport | str:
+    done = compiled(source(j), j)
     if isinstance(done, str):
         return done
     made, said, seconds = done
     binary = made.asm["cubin"]
     code = machine_code(disassembled(binary), said, j.marks, j.sums)
-    return Reading(made.metadata.shared, *said_by_ptxas(said), code_bytes(binary), triton_version(), seconds, j.digest, code)
+    return CompileReport(
+        made.metadata.shared, *said_by_ptxas(said), code_bytes(binary), triton_version(), seconds, j.digest, code
+    )
 
 
-def _source(j: Job) -> Any:
+def source(j: Job) -> Any:
     """The kernel with the types of a call whose tensors are aligned. Flags are on: that is the heavier kernel."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -144,20 +167,24 @@ def _source(j: Job) -> Any:
 def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: int = 0) -> dict[str, Any]:
     """What the machine code of a kernel holds, as JSON can hold it.
 
-    roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised: the numbers of
-    ptxas' warnings that products wait for each other. reused: what writes a register of a product in flight. unset: what reads a uniform
-    register that a path to it has not written. under: how many of the `exponentials` in loops stand under a product of weights. reloads:
-    loads and stores of spilled registers in such loops.
+    roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised:
+    the numbers of ptxas' warnings that products wait for each other. reused: what writes a register of a product in
+    flight. unset: what reads a uniform register that a path to it has not written. under: how many of the
+    `exponentials` in loops stand under a product of weights. reloads: loads and stores of spilled registers in such
+    loops.
     """
     code = parse(text)
-    of: dict[str, list[Part]] = {role: [] for role, _ in marks}
+    of: dict[str, list[Part]] = {warp_group: [] for warp_group, _ in marks}
     for part in parts(code, sums):
-        role = next((role for role, op in marks if part.ops[op]), None)
-        if role is not None:
-            of[role].append(part)
+        warp_group = next((warp_group for warp_group, op in marks if part.ops[op]), None)
+        if warp_group is not None:
+            of[warp_group].append(part)
     all_parts = [part for found in of.values() for part in found]
     return {
-        "roles": {role: {"registers": [p.registers for p in found], "used": [p.used for p in found]} for role, found in of.items()},
+        "roles": {
+            warp_group: {"registers": [p.registers for p in found], "used": [p.used for p in found]}
+            for warp_group, found in of.items()
+        },
         **{op: sum(instruction.op == op for instruction in code) for op in COUNTED},
         "serialised": sorted(set(re.findall(r"\bC75\d\d\b", log))),
         "reused": reused(code),

@@ -1,8 +1,9 @@
 """Reads Hopper's machine code, as nvdisasm prints it: are the registers of products in flight left alone?
 
-A product (HGMMA) reads its left operand and adds to its sum while the instructions after it run, until a wait (WARPGROUP.DEPBAR) that
-retires its group. Until then nothing else may write these registers, or read the sum. ptxas before 13.3 can give those of the operand to
-others (triton#11781, and the release notes of CUDA 13.3), and it says nothing. So what it made is read.
+A product (HGMMA) reads its left operand and adds to its sum while the instructions after it run, until a wait
+(WARPGROUP.DEPBAR) that retires its group. Until then nothing else may write these registers, or read the sum. ptxas
+before 13.3 can give those of the operand to others (triton#11781, and the release notes of CUDA 13.3), and it says
+nothing. So what it made is read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Flight = tuple[Group, ...]  # the groups in flight, oldest first; products join 
 
 
 def reused(code: list[Instruction]) -> list[str]:
-    """A sentence for each instruction that touches registers of a product in flight, on any path through the code; none if all is well."""
+    """A sentence for each instruction that touches registers of a product in flight, on any path through the code;
+    none if all is well."""
     found: dict[int, str] = {}
     seen: set[tuple[int, Flight]] = set()
     left: list[tuple[int, Flight]] = [(0, (Group(),))]
@@ -75,8 +77,12 @@ def _wrong(op: Instruction, flight: Flight) -> str:
     operands = frozenset[int]().union(*(group.operands for group in flight))
     sums = frozenset[int]().union(*(group.sums for group in flight))
     if op.is_product:  # it may add to a sum in flight: the matrix units keep the order
-        return _sentence("writes", _sum(op) & operands, "an operand") or _sentence("reads", _operand(op) & sums, "a sum")
-    return _sentence("writes", _written(op) & operands, "an operand") or _sentence("touches", _touched(op) & sums, "a sum")
+        return _sentence("writes", _sum(op) & operands, "an operand") or _sentence(
+            "reads", _operand(op) & sums, "a sum"
+        )
+    return _sentence("writes", _written(op) & operands, "an operand") or _sentence(
+        "touches", _touched(op) & sums, "a sum"
+    )
 
 
 def _sentence(verb: str, registers: frozenset[int], what: str) -> str:

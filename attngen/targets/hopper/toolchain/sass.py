@@ -1,8 +1,9 @@
-"""Reads machine code of Hopper, as nvdisasm prints it: what the parts of a kernel hold, and what stands under a product.
+"""Reads machine code of Hopper, as nvdisasm prints it: what the parts of a kernel hold, and what stands under a
+product.
 
-A part begins where warps say how many registers they have (USETMAXREG), and ends where they say so again. Each role is one part for each
-of its copies. A product is a group of HGMMA instructions, of which the last names the group's counter (gsb0). It is in flight until a wait
-(WARPGROUP.DEPBAR) leaves fewer groups than were issued since.
+A part begins where warps say how many registers they have (USETMAXREG), and ends where they say so again. Each role is
+one part for each of its copies. A product is a group of HGMMA instructions, of which the last names the group's counter
+(gsb0). It is in flight until a wait (WARPGROUP.DEPBAR) leaves fewer groups than were issued since.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Part:
     used: int  # that its instructions name
     ops: Counter[str]
     exponentials: int  # in loops over products of weights
-    under: int  # those of them that stand between the issue of such a product and the wait for it, whichever way they are reached
+    # those of them that stand between the issue of such a product and the wait for it, whichever way they are reached
+    under: int
     reloads: int  # of spilled registers, and stores of these, in the same loops
 
 
@@ -59,10 +61,24 @@ def parts(code: list[Instruction], sums: int = 0) -> Iterator[Part]:
 
 def registers_named(one: Instruction) -> int:
     """One more than the highest register that it names: wide results and data take several, and wide addresses two."""
-    wide = one.width if one.is_product else 4 if ".128" in one.name else 2 if re.search(r"\.64|\.WIDE|^CS2R$", one.name) else 1
-    found = [int(n) + (2 if pair else 1) for place in _PLACES.findall(one.text) for n, pair in re.findall(r"\bR(\d+)(\.64)?", place)]
+    wide = (
+        one.width
+        if one.is_product
+        else 4
+        if ".128" in one.name
+        else 2
+        if re.search(r"\.64|\.WIDE|^CS2R$", one.name)
+        else 1
+    )
+    found = [
+        int(n) + (2 if pair else 1)
+        for place in _PLACES.findall(one.text)
+        for n, pair in re.findall(r"\bR(\d+)(\.64)?", place)
+    ]
     named = [int(n) for n in re.findall(r"\bR(\d+)\b", _PLACES.sub("", one.text))]
-    return max([*found, *(n + (wide if i == 0 else 4 if one.is_product else 1) for i, n in enumerate(named))], default=0)
+    return max(
+        [*found, *(n + (wide if i == 0 else 4 if one.is_product else 1) for i, n in enumerate(named))], default=0
+    )
 
 
 def _next(code: list[Instruction], at: int, start: int) -> Iterator[int]:
@@ -87,7 +103,9 @@ def _graph(code: list[Instruction], inside: set[int]) -> nx.DiGraph[int]:
     return graph
 
 
-def _loops(code: list[Instruction], graph: nx.DiGraph[int], inside: set[int], weights: re.Pattern[str]) -> Iterator[set[int]]:
+def _loops(
+    code: list[Instruction], graph: nx.DiGraph[int], inside: set[int], weights: re.Pattern[str]
+) -> Iterator[set[int]]:
     """The innermost loops that hold a product of weights; loops in which barriers are awaited are part of them."""
     for loop in nx.strongly_connected_components(graph.subgraph(inside)):
         if len(loop) > 1 and any(weights.match(code[i].text) for i in loop):

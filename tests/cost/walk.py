@@ -1,0 +1,182 @@
+"""Runs a kernel of the IR in numpy, turn by turn, and counts what its loads and stores move and its products
+compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import sympy
+
+from attngen.ir.expr import Expr
+from attngen.ir.graph import Kernel
+from attngen.ir.ops import (
+    AXIS_DIM,
+    AXIS_EXTENT,
+    Access,
+    Base,
+    Dot,
+    Gather,
+    Init,
+    Load,
+    Loop,
+    Map,
+    Mask,
+    Reduce,
+    SoftmaxStep,
+    Store,
+    Type,
+    Yield,
+)
+
+FUNCTIONS = {
+    "floordiv": lambda a, b: a // b,
+    "cdiv": lambda a, b: -(-a // b),
+    "mod": lambda a, b: a % b,
+    "select": np.where,
+    "exp2": np.exp2,
+    "log2": np.log2,
+}
+Values = dict[str, Any]
+
+
+@cache
+def compiled(e: Expr) -> tuple[list[str], Callable[..., Any]]:
+    symbols = sorted(e.free_symbols, key=str)
+    return [str(s) for s in symbols], sympy.lambdify(symbols, e, modules=[FUNCTIONS, "numpy"])
+
+
+class Walk:
+    """One launch. `tensors` are read and written in place; `sizes` name every scalar of the kernel and every tile
+    size."""
+
+    def __init__(self, kernel: Kernel, tensors: dict[str, np.ndarray], sizes: Values) -> None:
+        self.kernel, self.tensors = kernel, tensors
+        self.moved = self.moved_bytes = self.flops = 0
+        constants = {"LOG2E": np.log2(np.e), "LN2": np.log(2)}
+        start = {**constants, **sizes}
+        with np.errstate(all="ignore"):
+            for ids in product(*(range(int(self.number(axis.extent, start))) for axis in kernel.grid)):
+                at = dict(start)
+                for axis, i in zip(kernel.grid, ids):
+                    self.place(at, axis.var, i)
+                self.run("entry", {}, at)
+
+    @staticmethod
+    def place(at: Values, axis: str, i: int) -> None:
+        at[f"{axis}_start" if axis in AXIS_DIM else axis] = i * at[AXIS_DIM[axis]] if axis in AXIS_DIM else i
+
+    def number(self, e: Expr, at: Values) -> Any:
+        names, function = compiled(e)
+        return function(*(at[name] for name in names))
+
+    def tile(self, e: Expr, at: Values, t: Type, uses: Values) -> Any:
+        """An expression over a tile: every operand and position is broadcast to it by the names of its dimensions."""
+        dims = [d.removesuffix("_PAD") for d in t.dims]
+        shape = tuple(at[d] for d in dims)
+
+        def spread(value: np.ndarray, of: list[str]) -> np.ndarray:
+            return np.broadcast_to(value.reshape([at[d] if d in of else 1 for d in dims]), shape)
+
+        named = dict(at)
+        for axis in ("q", "kv"):
+            if AXIS_DIM[axis] in dims and f"{axis}_start" in at:
+                named[f"{axis}_idx"] = spread(at[f"{axis}_start"] + np.arange(at[AXIS_DIM[axis]]), [AXIS_DIM[axis]])
+        for name, (value, of) in uses.items():
+            named[name] = spread(value, of) if of else value
+        return np.broadcast_to(self.number(e, named), shape).astype(float)
+
+    def access(self, access: Access, at: Values) -> tuple[np.ndarray, list[Any]]:
+        """The tensor, and an index or the rows of a tile for each of its dimensions."""
+        source = self.kernel.op(access.tensor)
+        name, index = (
+            (source.src.tensor, source.src.index + access.index)
+            if isinstance(source, Base)
+            else (source.name, access.index)
+        )
+        found: list[Any] = []
+        for i in index:
+            axis = str(i)
+            if axis in AXIS_DIM:
+                rows = at.get(f"{axis}_start", 0) + np.arange(at[AXIS_DIM[axis]])
+                found.append(rows[rows < at[AXIS_EXTENT[axis]]])
+            else:
+                found.append(int(self.number(i, at)))
+        return self.tensors[name], found
+
+    def count(self, t: Type, at: Values) -> None:
+        size = int(np.prod([at[d.removesuffix("_PAD")] for d in t.dims]))
+        self.moved += size
+        self.moved_bytes += size * (at["elem"] if t.dtype == "T" else 4)
+
+    def run(self, block: str, env: Values, at: Values) -> Values:
+        """Runs a block; env has the tiles, `at` the numbers. Returns what it yields."""
+        of = self.kernel.type_of
+        env, at = dict(env), dict(at)
+        for op in self.kernel.block(block).ops:
+            uses = {k: (env[r] if of(r).dims else at[r], list(of(r).dims)) for k, r in getattr(op, "uses", ())}
+            uses = {k: (v, [d.removesuffix("_PAD") for d in dims]) for k, (v, dims) in uses.items()}
+            match op:
+                case Init():
+                    env[op.name] = self.tile(op.value, at, op.type, {})
+                case Load():
+                    tensor, where = self.access(op.src, at)
+                    if not op.type.dims:
+                        at[op.name] = tensor[tuple(where)]
+                        continue
+                    tile = np.full([at[d.removesuffix("_PAD")] for d in op.type.dims], float(op.other))
+                    part = tensor[tuple(i for i in where if isinstance(i, int))]
+                    rows = [i for i in where if not isinstance(i, int)]
+                    tile[tuple(slice(len(r)) for r in rows)] = part[np.ix_(*rows)]
+                    env[op.name] = tile
+                    self.count(op.type, at)
+                case Gather():
+                    tensor, inside = self.tensors[op.src.tensor], self.tile(op.where, at, op.type, uses) > 0
+                    places = tuple(
+                        np.where(inside, self.tile(e, at, op.type, uses), 0).astype(int) for e in op.src.index
+                    )
+                    env[op.name] = np.where(inside, tensor[places], 0)
+                case Store():
+                    tensor, where = self.access(op.dst, at)
+                    rows = [i for i in where if not isinstance(i, int)]
+                    part = tensor[tuple(i for i in where if isinstance(i, int))]
+                    part[np.ix_(*rows)] = env[op.value][tuple(slice(len(r)) for r in rows)]
+                    self.count(of(op.value), at)
+                case Map() if op.type.dims:
+                    env[op.name] = self.tile(op.expr, at, op.type, uses)
+                case Map():
+                    at[op.name] = self.number(op.expr, {**at, **{k: v for k, (v, _) in uses.items()}})
+                case Mask():
+                    seen = self.tile(op.where, at, op.type, uses)
+                    env[op.name] = np.where(seen > 0, env[op.value], -np.inf)
+                case Dot():
+                    a, b = of(op.a).dims, of(op.b).dims
+                    letters = {d: chr(97 + i) for i, d in enumerate(dict.fromkeys((*a, *b)))}
+                    term = ["".join(letters[d] for d in dims) for dims in (a, b, op.type.dims)]
+                    env[op.name] = np.einsum(f"{term[0]},{term[1]}->{term[2]}", env[op.a], env[op.b])
+                    self.flops += 2 * env[op.name].size * at[op.over.removesuffix("_PAD")]
+                    if op.acc:
+                        env[op.name] = env[op.name] + env[op.acc]
+                case SoftmaxStep():
+                    scale = at[op.scale] if op.scale else 1.0
+                    m = np.maximum(env[op.m], env[op.s].max(axis=1))
+                    seen = np.where(m == -np.inf, 0, m)
+                    env[f"{op.name}.p"] = np.exp2(scale * (env[op.s] - seen[:, None]))
+                    env[f"{op.name}.alpha"] = np.exp2(scale * (env[op.m] - seen))
+                    env[f"{op.name}.m"] = m
+                case Reduce():
+                    env[op.name] = getattr(env[op.value], op.op)(axis=of(op.value).dims.index(op.over))
+                case Loop():
+                    carried = {field: env[ref] for field, ref in op.carry}
+                    for lo, hi in op.ranges:
+                        for i in range(int(self.number(lo, at)), int(self.number(hi, at))):
+                            inside = dict(at)
+                            self.place(inside, op.var, i)
+                            carried = self.run(op.body, {**env, **carried}, inside)
+                    env |= {f"{op.name}.{field}": value for field, value in carried.items()}
+                case Yield():
+                    return {field: env[ref] for field, ref in op.values}
+        return {}

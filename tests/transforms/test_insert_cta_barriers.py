@@ -1,0 +1,63 @@
+"""insert-cta-barriers: programs wait before they load again what they have stored."""
+
+from __future__ import annotations
+
+import pytest
+
+from attngen.errors import VerifyError
+from attngen.ir.text import parse_module, print_module
+from attngen.transforms.insert_cta_barriers import InsertCtaBarriers
+from attngen.verify import verify
+from attngen.verify.structure import rewrites
+from tests.helpers import SMALL, WALKS, changes, edit, lowered, module, target, unverified
+
+SPLIT = edit(WALKS, ("body(@step)", "body(@step) cls(partial)"))
+
+
+def test_a_loop_that_rewrites_tiles_follows_a_barrier():
+    assert changes(InsertCtaBarriers(), module(SPLIT, "scheduled")) == ["+ barrier"]
+    text = print_module(InsertCtaBarriers().run(module(SPLIT, "scheduled")))
+    assert "    barrier\n    %queries = loop q" in text
+    assert print_module(parse_module(text)) == text
+
+
+def test_each_of_two_loops_does():
+    before, after = (print_module(lowered("causal_fa1")[step]) for step in ("use-block-lists", "insert-cta-barriers"))
+    assert (before.count("barrier"), after.count("barrier")) == (
+        0,
+        4,
+    )  # the full and the partial loop of fwd and of bwd
+    for name in ("queries_full", "queries_partial", "total_full", "total_partial"):
+        assert f"    barrier\n    %{name} = loop q" in after
+
+
+def test_kernels_that_rewrite_nothing_stay():
+    assert changes(InsertCtaBarriers(), module(SMALL)) == []
+    assert "    barrier\n" not in print_module(target("causal_gqa"))
+
+
+def test_without_a_barrier_a_kernel_is_refused():
+    text = print_module(target("causal_fa1"))
+    assert print_module(verify(parse_module(text))) == text
+    with pytest.raises(
+        VerifyError, match="rule `ordered`: kernel @fwd: %queries_partial loads tiles that others have stored"
+    ):
+        verify(parse_module(edit(text, ("    barrier\n    %queries_partial", "    %queries_partial"))))
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        (
+            "    store %O_ACC[h, q, d_qk] %next check(q if partial)\n",
+            "",
+            "%O_ACC has 1 loads and stores; expected one load, and then one",
+        ),
+        ("store %O_ACC[h, q", "store %O_ACC[0, q", "%O_ACC is loaded at one place and stored at another"),
+        ("body(@step)", "body(@step) cls(all)", "%O_ACC is rewritten outside of a loop over its tiles"),
+    ],
+)
+def test_what_is_rewritten_has_one_place_and_one_turn(old, new, reason):
+    made = unverified(edit(WALKS, (old, new)))
+    (said,) = rewrites(made, made.kernels[0])
+    assert said.startswith(reason)

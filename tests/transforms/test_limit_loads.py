@@ -1,0 +1,90 @@
+"""limit-loads: loads of partial tiles have the bounds that data gives, and the rule that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attngen.ir.graph import Module
+from attngen.ir.ops import Load
+from attngen.ir.text import parse_module, print_module
+from attngen.lowering.pipeline import lower
+from attngen.spec import make_spec
+from attngen.transforms.limit_loads import LimitLoads
+from tests.helpers import SPECS, changes, target
+
+
+def before(mask: Any, **more: Any) -> Module:
+    """A small module as it is before the pass."""
+    return lower(make_spec({"name": "small", "head_dim": 16, "mask": mask, **more}), "drop-unspecialized")
+
+
+def limits(module: Module) -> dict[str, set[str]]:
+    """The loads of each kernel that are limited, by the kernel's name."""
+    found = {k.name: {op.name for op in k.ops() if isinstance(op, Load) and op.needed} for k in module.kernels}
+    return {name: loads for name, loads in found.items() if loads}
+
+
+def lines(mask: Any, **more: Any) -> list[str]:
+    """What the pass changes in a small module."""
+    return changes(LimitLoads(), before(mask, **more))
+
+
+def test_keys_behind_a_length_are_not_loaded() -> None:
+    assert lines({"key_padding": {"lengths": True}}, backward=False) == [
+        "+ %kv_needed_end = map expr(min(Nk, kv_lengths)) uses(kv_lengths=%kv_lengths) : i32[] @reg",
+        "- %k = load %K[b, h, kv, d_qk] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_QK] @sram",
+        "+ %k = load %K[b, h, kv, d_qk] check(kv if partial) via(descriptor) needed(0 .. kv_needed_end) : T[BLOCK_KV, D_QK] @sram",
+        "- %v = load %V[b, h, kv, d_v] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_V] @sram",
+        "+ %v = load %V[b, h, kv, d_v] check(kv if partial) via(descriptor) needed(0 .. kv_needed_end) : T[BLOCK_KV, D_V] @sram",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "found"),
+    [
+        ("causal", {}, {}),
+        ({"sliding_window": {"left": 30}}, {}, {}),
+        ("prefix_lm", {}, {}),
+        ({"any_of": ["causal", {"key_padding": {"lengths": True}}]}, {}, {}),
+        (
+            {"all_of": ["causal", {"key_padding": {"lengths": True}}]},
+            {},
+            {"fwd": ["k", "v"], "dq": ["k", "v"], "jvp": ["k", "v", "tk", "tv"]},
+        ),
+        (
+            {"document": {"packed": True}},
+            {},
+            {
+                "fwd": ["k", "v"],
+                "dq": ["k", "v"],
+                "dkdv": ["q", "do", "lse2", "delta"],
+                "bwd": ["q", "do", "lse2", "delta"],
+                "jvp": ["k", "v", "tk", "tv"],
+            },
+        ),
+        ("causal", {"cache": "contiguous", "backward": False}, {}),
+        (
+            {"sliding_window": {"left": 30, "right": 0}},
+            {"cache": "contiguous", "backward": False},
+            {"decode": ["k", "v"], "prefill": ["k", "v"]},
+        ),
+    ],
+    ids=str,
+)
+def test_which_loads_are_limited(mask: Any, more: dict[str, Any], found: dict[str, list[str]]) -> None:
+    """Where data says which rows there are. Of a cache, sequences have lengths, and a window leaves keys behind."""
+    assert limits(LimitLoads().run(before(mask, **more))) == {kernel: set(names) for kernel, names in found.items()}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_warp_specialized_kernels_have_no_limits(name: str) -> None:
+    assert not limits(replace(target(name), kernels=target(name).warp_specialized))
+
+
+def test_the_text_is_read_again() -> None:
+    text = print_module(target("packed_document_gqa"))
+    assert "needed(document_first_least .. kv_needed_end)" in text
+    assert print_module(parse_module(text, "again.ir")) == text

@@ -1,0 +1,231 @@
+"""split-d: programs share the columns of wide sums; and the rule of those that do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from attngen.builders import build_module
+from attngen.errors import VerifyError
+from attngen.ir.text import parse_module, print_module
+from attngen.lowering.pipeline import passes
+from attngen.spec import parse_spec
+from attngen.tiles.sizes import column_choices
+from attngen.transforms.split_d import SplitD
+from attngen.transforms.split_dkdv import SplitDkdv
+from attngen.verify import verify
+from tests.helpers import changes, edit, module
+from tests.transforms.test_equality import Call, check_steps
+
+# A sum over values, and a number of each query, which is the same in all programs of a tile.
+FORWARD = """
+kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
+  about Sums of values, one program per query tile.
+  block @entry
+    %Q = arg in : T[B, Hq, Nq, D_QK] @?
+    %K = arg in : T[B, Hkv, Nk, D_QK] @?
+    %V = arg in : T[B, Hkv, Nk, D_V] @?
+    %O = arg out : T[B, Hq, Nq, D_V] @?
+    %DELTA = arg out : f32[B, Hq, Nq] @?
+    %Hq = arg scalar : i32[] @?
+    %Nq = arg scalar : i32[] @?
+    %Nk = arg scalar : i32[] @?
+    %q = load %Q[b, h, q, d_qk] check(q) : T[BLOCK_Q, D_QK] @?
+    %l_init = init 0 : f32[BLOCK_Q] @?
+    %acc_init = init 0 : f32[BLOCK_Q, D_V] @?
+    %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(l=%l_init, acc=%acc_init) body(@step)
+    %o = map expr(x) uses(x=%keys.acc) : T[BLOCK_Q, D_V] @?
+    store %O[b, h, q, d_v] %o check(q)
+    store %DELTA[b, h, q] %keys.l check(q)
+  block @step
+    %l = arg carry : f32[BLOCK_Q] @?
+    %acc = arg carry : f32[BLOCK_Q, D_V] @?
+    %k = load %K[b, h, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @?
+    %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @?
+    %masked = mask %s where(kv_idx < Nk) : f32[BLOCK_Q, BLOCK_KV] @?
+    %v = load %V[b, h, kv, d_v] check(kv if partial) : T[BLOCK_KV, D_V] @?
+    %acc_next = dot %masked %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @?
+    %sum = reduce sum %masked over(BLOCK_KV) : f32[BLOCK_Q] @?
+    %l_next = map expr(l + sum) uses(l=%l, sum=%sum) : f32[BLOCK_Q] @?
+    yield values(l=%l_next, acc=%acc_next)
+"""
+# A sum over keys, which scores need as a whole.
+GRADIENT = """
+kernel @dq grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
+  block @entry
+    %Q = arg in : T[B, Hq, Nq, D_QK] @?
+    %K = arg in : T[B, Hkv, Nk, D_QK] @?
+    %dQ = arg out : T[B, Hq, Nq, D_QK] @?
+    %Hq = arg scalar : i32[] @?
+    %Nq = arg scalar : i32[] @?
+    %Nk = arg scalar : i32[] @?
+    %q = load %Q[b, h, q, d_qk] check(q) : T[BLOCK_Q, D_QK] @?
+    %dq_init = init 0 : f32[BLOCK_Q, D_QK] @?
+    %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(dq=%dq_init) body(@step)
+    %dq_out = map expr(x) uses(x=%keys.dq) : T[BLOCK_Q, D_QK] @?
+    store %dQ[b, h, q, d_qk] %dq_out check(q)
+  block @step
+    %dq = arg carry : f32[BLOCK_Q, D_QK] @?
+    %k = load %K[b, h, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @?
+    %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @?
+    %masked = mask %s where(kv_idx < Nk) : f32[BLOCK_Q, BLOCK_KV] @?
+    %dq_next = dot %masked %k over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, D_QK] @?
+    yield values(dq=%dq_next)
+"""
+
+
+def added(text, head_dim=512):
+    return [line[2:] for line in changes(SplitD(), module(text, head_dim=head_dim)) if line.startswith("+")]
+
+
+def test_each_program_has_columns_of_its_own():
+    """And what no column differs in is stored by the first of them."""
+    assert added(FORWARD) == [
+        "kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), own_v in cdiv(D_V, OWN_V), h in Hq, b in B)",
+        "about Sums of values, one program per query tile; OWN_V columns each.",
+        "%acc_init = init 0 : f32[BLOCK_Q, OWN_V] @?",
+        "%o = map expr(x) uses(x=%keys.acc) : T[BLOCK_Q, OWN_V] @?",
+        "store %O[b, h, q, own_v] %o check(q)",
+        "store %DELTA[b, h, q] %keys.l check(q) first_along(own_v)",
+        "%acc = arg carry : f32[BLOCK_Q, OWN_V] @?",
+        "%v = load %V[b, h, kv, own_v] check(kv if partial) : T[BLOCK_KV, OWN_V] @?",
+        "%acc_next = dot %masked %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, OWN_V] @?",
+    ]
+
+
+def test_a_tile_that_scores_need_stays_whole():
+    """The program's columns of it stand beside it."""
+    assert added(GRADIENT) == [
+        "kernel @dq grid(q in cdiv(Nq, BLOCK_Q), own_qk in cdiv(D_QK, OWN_QK), h in Hq, b in B)",
+        "%dq_init = init 0 : f32[BLOCK_Q, OWN_QK] @?",
+        "%dq_out = map expr(x) uses(x=%keys.dq) : T[BLOCK_Q, OWN_QK] @?",
+        "store %dQ[b, h, q, own_qk] %dq_out check(q)",
+        "%dq = arg carry : f32[BLOCK_Q, OWN_QK] @?",
+        "%k_own = load %K[b, h, kv, own_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, OWN_QK] @?",
+        "%dq_next = dot %masked %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, OWN_QK] @?",
+    ]
+
+
+def test_columns_that_fill_no_power_of_two_are_checked():
+    assert "store %O[b, h, q, own_v] %o check(q, own_v)" in added(FORWARD, 320)
+    assert "%v = load %V[b, h, kv, own_v] check(kv if partial, own_v) : T[BLOCK_KV, OWN_V] @?" in added(FORWARD, 320)
+
+
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_narrower_sums_stay_whole(head_dim):
+    assert changes(SplitD(), module(FORWARD, head_dim=head_dim)) == []
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "shared"),
+    [
+        ("512", {"fwd": "own_v", "dq": "own_qk", "dk": "own_qk", "dv": "own_v", "jvp": "own_v"}),
+        ("{qk: 512, v: 64}", {"dq": "own_qk", "dk": "own_qk"}),
+        ("{qk: 64, v: 264}", {"fwd": "own_v", "dv": "own_v", "jvp": "own_v"}),
+        ("{qk: 256, v: 256}", {}),
+    ],
+)
+def test_it_is_the_sums_that_count(head_dim, shared):
+    spec = parse_spec(f"name: wide\nhead_dim: {head_dim}\nmask: causal\n")
+    made = verify(SplitD().run(SplitDkdv().run(build_module(spec))))
+    assert {k.name: k.shared_columns.var for k in made.kernels if k.shared_columns} == shared
+    choices = {k.name: column_choices(made, k) for k in made.kernels}
+    assert set(choices.values()) == {(0,)} | ({(512, 256, 128)} if shared else set())
+
+
+def test_kernels_over_a_cache_and_latents_stay_whole():
+    wide = "head_dim: 512\n"
+    latent = "heads: {sharing: mqa}\nhead_dim: {qk: 576, v: 512}\nkv: {latent: {rope: 64}}\n"
+    for text, expected in ((wide, {"fwd"}), (latent, set())):
+        spec = parse_spec(f"name: served\nmask: causal\ncache: contiguous\nbackward: false\n{text}")
+        made = verify(SplitD().run(build_module(spec)))
+        assert {k.name for k in made.kernels if k.shared_columns} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "rule", "reason"),
+    [
+        (
+            FORWARD,
+            "in cdiv(D_V, OWN_V)",
+            "in 2",
+            "columns",
+            "expected one such axis, behind tiles, in cdiv(D_V, OWN_V)",
+        ),
+        (
+            FORWARD,
+            " first_along(own_v)",
+            "",
+            "indexing",
+            "rows of %DELTA that the other programs along own_v write, too",
+        ),
+        (
+            FORWARD,
+            "store %O[b, h, q, own_v] %o check(q)",
+            "store %O[b, h, q, own_v] %o check(q) first_along(own_v)",
+            "columns",
+            "none of its columns",
+        ),
+        (FORWARD, "%V[b, h, kv, own_v]", "%V[b, h, kv, d_v]", "types", "the access is of [BLOCK_KV, D_V]"),
+        (GRADIENT, "%K[b, h, kv, own_qk]", "%Q[b, h, kv, own_qk]", "indexing", "indexes Nq of %Q by `kv`"),
+        (GRADIENT, "check(kv if partial) columns_of(%k)", "check(kv) columns_of(%k)", "columns", "is no part of %k"),
+        (GRADIENT, "columns_of(%k)", "columns_of(%q)", "columns", "is no part of %q"),
+        (
+            GRADIENT,
+            "%dq_next = dot %masked %k_own",
+            "%dq_next = dot %masked %k",
+            "types",
+            "the product is f32[BLOCK_Q, D_QK]",
+        ),
+    ],
+)
+def test_what_is_no_part_of_all_columns_is_refused(text, old, new, rule, reason):
+    after = print_module(SplitD().run(module(text, head_dim=512)))
+    with pytest.raises(VerifyError) as error:
+        verify(parse_module(edit(after, (old, new)), "edited.ir"))
+    assert error.value.rule == rule and reason in error.value.reason
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("COLUMNS=512", "COLUMNS=96", "COLUMNS=96; expected a power of two from 128 to 512"),
+        ("COLUMNS=512", "COLUMNS=64", "COLUMNS=64; expected a power of two from 128 to 512"),
+        ("COLUMNS=512 ", "", "COLUMNS=0; expected a power of two"),
+        ("check(q, own_v)", "check(q)", "does not check own_v"),
+    ],
+)
+def test_rows_that_leave_columns_out_are_refused(old, new, reason):
+    """A row gives a part for the kernel's sums; where parts may pass the end of the columns, they are checked."""
+    rows = "\nschedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=16 BLOCK_KV=16 COLUMNS=512 num_warps=4 num_stages=1\n"
+    after = print_module(SplitD().run(module(FORWARD, head_dim=320)))
+    with pytest.raises(VerifyError) as error:
+        verify(parse_module(edit(after + rows, (old, new)), "edited.ir"))
+    assert error.value.rule == "columns" and reason in error.value.reason
+
+
+def test_a_kernel_whose_programs_share_nothing_takes_no_columns():
+    rows = "\nschedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=16 BLOCK_KV=16 COLUMNS=64 num_warps=4 num_stages=1\n"
+    with pytest.raises(VerifyError, match="its programs do not share columns"):
+        module(FORWARD + rows)
+    with pytest.raises(VerifyError, match="stores something alone, and no axis of the grid is of such parts"):
+        module(edit(FORWARD, ("%keys.l check(q)", "%keys.l check(q) first_along(own_v)")))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "head_dim: 264\nmask: causal\n",
+        "head_dim: {qk: 320, v: 40}\nheads: {sharing: gqa}\nmask: {sliding_window: {left: 9, right: 2}}\nscore: {softcap: 2.0}\n",
+        "head_dim: {qk: 16, v: 384}\ndropout: true\noutputs: [lse, entropy, max_score]\n",
+        "head_dim: {qk: 264, v: 272}\nheads: {sharing: mqa}\nmask: {block_sparse: {block: 16}}\n"
+        "score:\n  expr: s * t[q_idx] + bias[h, q_idx - kv_idx + 64]\n"
+        "  params: {t: {tensor: [Nq], grad: true}, bias: {tensor: [H, 129], grad: true}}\n",
+    ],
+)
+def test_every_pass_keeps_what_wide_modules_compute(more):
+    """On NumPy, where programs have half of the columns: results and all gradients, also those that are added to."""
+    spec = parse_spec(f"name: wide\n{more}")
+    made = verify(build_module(spec))
+    assert check_steps(spec, made, Call.random(random.Random(3), spec, made), passes(spec, made)) > 3
