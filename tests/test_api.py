@@ -280,6 +280,23 @@ def test_of_many_processes_one_compiles(cache: Path) -> None:
     assert sorted(rendered for _, rendered in found) == ["False"] * 2 + ["True"]
 
 
+def test_two_threads_that_make_a_folder_keep_what_is_in_it(cache: Path) -> None:
+    """Neither removes the folder that the other has just made, with the lock in it."""
+    for step in range(100):
+        ready = threading.Barrier(2)
+
+        def make(name: str, folder: Path = cache / str(step), ready: threading.Barrier = ready) -> None:
+            ready.wait()
+            (store._own_folder(folder) / name).touch()
+
+        threads = [threading.Thread(target=make, args=(name,)) for name in ("one", "two")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(path.name for path in (cache / str(step)).iterdir()) == ["one", "two"]
+
+
 KILLED = """
 import os, signal, attngen
 from attngen.codegen import files

@@ -37,7 +37,7 @@ from attngen.errors import AttngenError
 VARIABLE = "ATTNGEN_CACHE_DIR"  # in the environment: the folder that holds modules/
 TRUST = "ATTNGEN_TRUST_CACHE"  # in the environment: 1 where a folder that others own or can write is trusted
 PATIENCE = 5.0  # seconds of waiting for another build, after which a line says so
-# which tells programs that make backups what is a cache (https://bford.info/cachedir/), and us that it is ours
+# The tag tells backup programs that the folder is a cache (https://bford.info/cachedir/), and us that attngen made it.
 _TAG = "CACHEDIR.TAG"
 _TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Modules that attngen has built. `attngen cache --clear` removes them.\n"
 _NAME = re.compile(r"[A-Za-z0-9_]+_([0-9a-f]{16})")  # of a module's folder
@@ -262,12 +262,18 @@ def _writing() -> Iterator[None]:
 
 
 def _own_folder(path: Path) -> Path:
-    """A folder of the cache's own, in place of whatever else has its name. The cache is made if need be, for this
-    user alone."""
+    """Make a folder of the cache for this user alone, in place of any file or link of that name, and return it.
+
+    One look at the path decides: a folder that another process makes after it must not be removed with the locks in it.
+    """
     root().mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.is_symlink() or not path.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        is_folder = True  # mkdir makes it
+    if not is_folder:
         _remove(path)
-        path.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
