@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # read when numpy is first imported; the interpreter's products are small
+# NumPy reads it at its first import. The interpreter's matrices are small: more threads would only wait.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 
@@ -22,9 +21,8 @@ from attngen.conformance.interpreter import check_interpreter, lighten
 from attngen.errors import AttngenError
 from attngen.lowering import pipeline
 
-gc.set_threshold(
-    50_000, 20, 100
-)  # sympy's caches are large and stay; to look through them again and again takes a tenth of the time
+# SymPy's caches are large and stay; the default thresholds would spend a tenth of the time on looking through them.
+gc.set_threshold(50_000, 20, 100)
 CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -38,14 +36,8 @@ except AttngenError as error:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lowering verifies the last module alone, but for nightly runs and tests that use `verify_each`."""
+    """Lowering verifies the last module only, except in nightly runs."""
     pipeline.VERIFY_EACH = config.option.markexpr != "not nightly"
-
-
-@pytest.fixture
-def verify_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowering verifies the module after every pass, as it does for users."""
-    monkeypatch.setattr(pipeline, "VERIFY_EACH", True)
 
 
 _SPECS = {path.stem for path in (Path(__file__).parent.parent / "specs").glob("*.yaml")}

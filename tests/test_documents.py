@@ -249,8 +249,8 @@ BROKEN = [
     ("types", "op(min)", "op(max)", "writes i32 to %LEFT by `max`; expected i32, and an output of that"),
     (
         "host-written",
-        "scatter %LEFT[b, side, last_stage]",
-        "scatter %DOCUMENT_KV[b, last_stage]",
+        "scatter %LEFT[b, side, last_slot]",
+        "scatter %DOCUMENT_KV[b, last_slot]",
         "@document_spans reads %DOCUMENT_KV, which is not written on every path to it",
     ),
     (
@@ -275,8 +275,8 @@ BROKEN = [
     # places
     (
         "indexing",
-        "where(ends and last_stage >= 0 and last_stage < Nk)",
-        "where(ends and last_stage >= 0)",
+        "where(ends and last_slot >= 0 and last_slot < Nk)",
+        "where(ends and last_slot >= 0)",
         "may write %LEFT past its end",
     ),
     ("indexing", "%DOCUMENT_FIRST[b, Nq - kv_idx - 1]", "%DOCUMENT_FIRST[b, max(0, Nq - kv_idx - 1)]", "may put two"),

@@ -1,16 +1,16 @@
 """drop-unspecialized: what runs divided alone goes where nothing divides it, and so does what a call would do around
 it.
 
-before:  host @backward                                    after:  host @backward
-           block @entry                                              block @entry
-             %In_one_pass = if then(@one_pass)                         %By_query = if then(@queries) ...
-               where(... fused > 0) orelse(@apart)                     %By_key = if then(@keys) ...
+before:  host @backward                                  after:  host @backward
+           block @entry                                            block @entry
+             %In_one_pass = if then(@one_pass)                       %By_query = if then(@queries) ...
+               where(... fused > 0) orelse(@apart)                   %By_key = if then(@keys) ...
            block @one_pass
              launch @delta; launch @bwd; launch @dq_end
            block @apart
              %By_query = if then(@queries) ...
              %By_key = if then(@keys) ...
-         kernel @bwd ...; kernel @dq_end ...                       (gone)
+         kernel @bwd ...; kernel @dq_end ...                     (gone)
 """
 
 from __future__ import annotations

@@ -10,17 +10,21 @@ after:   %s_flight = wgmma %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight
 
 A product that is added to another one of the same block goes on from that one in flight, and one await is for both:
 
-before:  %s_rope = dot %q_rope %k_rope over(D_ROPE)        after:  %s_rope_flight = wgmma %q_rope %k_rope over(D_ROPE)
-         %s = dot %q %k over(D_V) acc(%s_rope)                     %s_flight = wgmma %q %k over(D_V) acc(%s_rope_flight)
-                                                                   %s = wgmma_wait %s_flight
+before:  %s_rope = dot %q_rope %k_rope over(D_ROPE)  after:  %s_rope_flight = wgmma %q_rope %k_rope over(D_ROPE)
+         %s = dot %q %k over(D_V) acc(%s_rope)               %s_flight = wgmma %q %k over(D_V) acc(%s_rope_flight)
+                                                             %s = wgmma_wait %s_flight
 
 Where programs share a multiprocessor, a consumer does not overlap its own products. What needs no second product, such
 as the sum of the weights, moves before it: there additions run beside exponentials.
 
-before:  %v = consumer_wait %V_pipeline                                 after:  %p_sum = reduce sum %soft.p over(BLOCK_KV)
-         %acc_flight = wgmma %p_cast %v ...                        %v = consumer_wait %V_pipeline
-         %acc_next = wgmma_wait %acc_flight keep_alive(%p_cast)              %acc_flight = wgmma %p_cast %v ...
-         %p_sum = reduce sum %soft.p over(BLOCK_KV)                %acc_next = wgmma_wait %acc_flight keep_alive(%p_cast)
+before:  %v = consumer_wait %V_pipeline
+         %acc_flight = wgmma %p_cast %v ...
+         %acc_next = wgmma_wait %acc_flight keep_alive(%p_cast)
+         %p_sum = reduce sum %soft.p over(BLOCK_KV)
+after:   %p_sum = reduce sum %soft.p over(BLOCK_KV)
+         %v = consumer_wait %V_pipeline
+         %acc_flight = wgmma %p_cast %v ...
+         %acc_next = wgmma_wait %acc_flight keep_alive(%p_cast)
 
 An operand in registers is cast to the tensors' element type. It stays an operand of the await, so that nothing takes
 its registers while the product reads them; so do those of products that go on from one another.

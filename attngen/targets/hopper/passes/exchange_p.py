@@ -1,25 +1,25 @@
 """exchange-p: of two roles with half of a latent's columns each, one computes the weights of even tiles, and one those
 of odd tiles.
 
-before:  warp_group @left ...                                   warp_group @right ...
-           %keys_full_left = loop kv ... body(@step_left)   %keys_full_right = loop kv ... body(@step_right)
+before:  warp_group @left ...                                    warp_group @right ...
+           %keys_full_left = loop kv ... body(@step_left)          %keys_full_right = loop kv ... body(@step_right)
 after:   warp_group @producer ...
            %copy_keys = pipelined_loop kv partial(...) full(...) step(@copy_even) odd(@copy_odd)
-         warp_group @left ...                                   warp_group @right ...
-           %keys_left = pipelined_loop kv ...                     %keys_right = pipelined_loop kv ...
-             step(@own) odd(@told)                            step(@lone) pair(@both)
-           producer_store %L_left_pipeline %keys_left_l                  producer_store %L_right_pipeline %keys_right_l
-           consumer_wait %L_right_pipeline                               consumer_wait %L_left_pipeline
-         block @own                                       block @both
-           take K of an even tile                           take K of an odd tile
-           S; give back; softmax                            S; give back
-           share weights, their maximum and factor          take weights of the even tile, and their factor
-           O += P V; give back                              O += P V of the even tile; give back
-         block @told                                        softmax of the odd tile, from that maximum on
-           take weights of an odd tile, and their factor    share weights, their maximum and factor
-           O += P V; give back                              O += P V; give back
-                                                          block @lone
-                                                            the same as @told, of an even tile
+         warp_group @left ...                                    warp_group @right ...
+           %keys_left = pipelined_loop kv ...                      %keys_right = pipelined_loop kv ...
+             step(@own) odd(@told)                                   step(@lone) pair(@both)
+           producer_store %L_left_pipeline %keys_left_l            producer_store %L_right_pipeline %keys_right_l
+           consumer_wait %L_right_pipeline                         consumer_wait %L_left_pipeline
+         block @own                                              block @both
+           wait for K of an even tile                              wait for K of an odd tile
+           S; release K; softmax                                   S; release K
+           store P, its maximum and its factor                     wait for P of the even tile, and its factor
+           O += P V; release V                                     O += P V of the even tile; release V
+         block @told                                               softmax of the odd tile, from that maximum on
+           wait for P of an odd tile, and its factor               store P, its maximum and its factor
+           O += P V; release V                                     O += P V; release V
+                                                                 block @lone
+                                                                   the same as @told, of an even tile
 
 The running maximum passes from tile to tile with the weights, so that no weights are rescaled. Sums of rows are those
 of a role's own tiles, rescaled at every tile, and added up at the end. The role on the right comes to two tiles in one

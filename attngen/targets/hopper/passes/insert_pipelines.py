@@ -1,18 +1,24 @@
 """insert-pipelines: the producer fills rings with the tiles that consumers load.
 
-before:  warp_group @producer ...                          warp_group @consumer ...
-                                                       %keys = loop kv ranges(0 .. kv_end) ... body(@step) cls(full)
-                                                     block @step
-                                                       %k = load %K[b, h, kv, d_qk] via(descriptor) : T[BLOCK_KV, D_QK] @sram
-                                                       %s = dot %q %k over(D_QK)
+before:  warp_group @producer ...
+         warp_group @consumer ...
+           %keys = loop kv ranges(0 .. kv_end) ... body(@step) cls(full)
+         block @step
+           %k = load %K[b, h, kv, d_qk] via(descriptor) : T[BLOCK_KV, D_QK] @sram
+           %s = dot %q %k over(D_QK)
 after:   block @entry
            %K_pipeline = pipeline stages(num_stages) : T[BLOCK_KV, D_QK] @sram
-         warp_group @producer ...                          warp_group @consumer ...
-           %copy_keys = loop kv ranges(0 .. kv_end)    %keys = loop kv ranges(0 .. kv_end) ... body(@step) cls(full)
-             body(@copy) cls(full)                   block @step
-           producer_tail %K_pipeline                               %k = consumer_wait %K_pipeline : T[BLOCK_KV, D_QK] @sram
-         block @copy                                   %s = dot %q %k over(D_QK)
-           producer_load %K_pipeline %K[b, h, kv, d_qk]             consumer_release %k
+         warp_group @producer ...
+           %copy_keys = loop kv ranges(0 .. kv_end) body(@copy) cls(full)
+           producer_tail %K_pipeline
+         block @copy
+           producer_load %K_pipeline %K[b, h, kv, d_qk]
+         warp_group @consumer ...
+           %keys = loop kv ranges(0 .. kv_end) ... body(@step) cls(full)
+         block @step
+           %k = consumer_wait %K_pipeline : T[BLOCK_KV, D_QK] @sram
+           %s = dot %q %k over(D_QK)
+           consumer_release %k
 
 The producer runs over the tiles that consumers run over, in their order. A tile that is loaded once, such as that of
 queries, has a ring of one slot for each consumer, with its rows; it is filled once, so it is never given back.
@@ -20,7 +26,8 @@ queries, has a ring of one slot for each consumer, with its rows; it is filled o
 Numbers of keys, such as the documents that they belong to, lie beside the tile of keys. Consumers would wait longer for
 device memory:
 
-         %k = load %K[...] ; %ids = load %IDS[b, kv]        %k = consumer_wait %K_pipeline ; %ids = read_metadata %IDS_pipeline beside(%k)
+before:  %k = load %K[...] ; %ids = load %IDS[b, kv]
+after:   %k = consumer_wait %K_pipeline ; %ids = read_metadata %IDS_pipeline beside(%k)
 
 The copy engine fills buffers of powers of two. Tiles whose width is none, such as 192 columns, lie in pieces:
 

@@ -1,24 +1,36 @@
 """persistent-scheduler: programs that stay, and take one tile of the grid after another.
 
-before:  block @entry                                after:  block @entry
-           (arguments, rings)                                  (arguments, rings)
-           %kv_end = map expr(...)                             %Work_pipeline = pipeline stages(2) : i32[] @sram
-         warp_group @producer ...                                  warp_group @producer ...
-    producer_load %Q_pipeline %Q[b, h, q, d_qk]    %drawn = work_loop %Work_pipeline of(@tile) body(@produce) draws(yes)
-    %copy_keys = loop kv ...    producer_tail of each pipeline
-           producer_tail %K_pipeline; producer_tail %V_pipeline                      warp_group @consumer ...
-         warp_group @consumer ...                                    %work = work_loop %Work_pipeline of(@tile) body(@consume)
-           %q = consumer_wait %Q_pipeline                                 block @tile
-           %keys = pipelined_loop kv ...                             %kv_end = map expr(...)
-           store %O[b, h, q, d_v] ...                        block @produce
-                                                               producer_load %Q_pipeline %Q[b, h, q, d_qk]
-                                                               %copy_keys = loop kv ...
-                                                             block @consume
-                                                               %q = consumer_wait %Q_pipeline
-                                                               %keys = pipelined_loop kv ...
-                                                               consumer_release %q
-                                                               reload_tile %Work_pipeline
-                                                               store %O[b, h, q, d_v] ...
+before:  block @entry
+           (arguments, pipelines)
+           %kv_end = map expr(...)
+         warp_group @producer ...
+           producer_load %Q_pipeline %Q[b, h, q, d_qk]
+           %copy_keys = loop kv ...
+           producer_tail %K_pipeline; producer_tail %V_pipeline
+         warp_group @consumer ...
+           %q = consumer_wait %Q_pipeline
+           %keys = pipelined_loop kv ...
+           store %O[b, h, q, d_v] ...
+after:   block @entry
+           (arguments, pipelines)
+           %Work_pipeline = pipeline stages(2) : i32[] @sram
+         warp_group @producer ...
+           %drawn = work_loop %Work_pipeline of(@tile) body(@produce) draws(yes)
+           producer_tail %Q_pipeline; producer_tail %K_pipeline; producer_tail %V_pipeline
+           producer_tail %Work_pipeline
+         warp_group @consumer ...
+           %work = work_loop %Work_pipeline of(@tile) body(@consume)
+         block @tile
+           %kv_end = map expr(...)
+         block @produce
+           producer_load %Q_pipeline %Q[b, h, q, d_qk]
+           %copy_keys = loop kv ...
+         block @consume
+           %q = consumer_wait %Q_pipeline
+           %keys = pipelined_loop kv ...
+           consumer_release %q
+           reload_tile %Work_pipeline
+           store %O[b, h, q, d_v] ...
 
 The producer runs ahead: it fills the rings for a program's next tile while consumers end the one before, so the ring of
 queries gets more slots. It is worth most where tiles are short. Where rings leave no room for that, each tile keeps a

@@ -1,18 +1,18 @@
 """ping-pong: copies of the consumer issue their products in turns, so that the softmax of one runs while the products
 of another do.
 
-before:  warp_group @consumer instances(3) ...                after:  warp_group @consumer instances(3) ...
-                                                       scheduler_barrier init
-           %work = work_loop %Work_pipeline ...                 %work = work_loop %Work_pipeline ...
-                                                       scheduler_barrier tail
-         block @step                                 block @step
-           %k = consumer_wait %K_pipeline                           %k = consumer_wait %K_pipeline
-                                                       scheduler_barrier sync
-           %s_flight = wgmma %q %k ...                 %s_flight = wgmma %q %k ...
-           %v = consumer_wait %V_pipeline                           %v = consumer_wait %V_pipeline
-           %acc_flight = wgmma %weights %v ...         %acc_flight = wgmma %weights %v ...
-                                                       scheduler_barrier arrive
-           %s = wgmma_wait %s_flight                        %s = wgmma_wait %s_flight
+before:  warp_group @consumer instances(3) ...   after:  warp_group @consumer instances(3) ...
+                                                   scheduler_barrier init
+           %work = work_loop %Work_pipeline ...    %work = work_loop %Work_pipeline ...
+                                                   scheduler_barrier tail
+         block @step                             block @step
+           %k = consumer_wait %K_pipeline          %k = consumer_wait %K_pipeline
+                                                   scheduler_barrier sync
+           %s_flight = wgmma %q %k ...             %s_flight = wgmma %q %k ...
+           %v = consumer_wait %V_pipeline          %v = consumer_wait %V_pipeline
+           %acc_flight = wgmma %weights %v ...     %acc_flight = wgmma %weights %v ...
+                                                   scheduler_barrier arrive
+           %s = wgmma_wait %s_flight               %s = wgmma_wait %s_flight
 
 A turn is from the first product that a body issues to the last. @first and @step have one each, and @skip has one
 without products, so all copies have as many turns as tiles. @last has none: after it no softmax runs that another's

@@ -1,30 +1,38 @@
 """reduce-dq: consumers write what each has of a sum to shared memory, multiply parts of all, and a writer adds the
 products.
 
-before:  block @entry                                    after:  block @entry
-           %K_pipeline = pipeline stages(1) per_instance(consumer)                  %K_pipeline = pipeline stages(1)
-             : T[BLOCK_KV, D_QK]                                     : T[TILE_KV, D_QK]
-                                                                   %dS_pipeline = pipeline stages(num_stages) : T[TILE_KV, BLOCK_Q]
-                                                                   %dQ_pipeline = pipeline stages(2) : f32[BLOCK_Q, D_QK]
-         warp_group @consumer ...                                      warp_group @consumer ...
-           %k = consumer_wait %K_pipeline                                       %k_all = consumer_wait %K_pipeline
-                                                                   %k = slice_rows %k_all
-         block @step                                             block @step
-           %dk_next = dot %ds %q ...                               %ds_cast = pack %ds
-           %dq = dot %ds %k over(BLOCK_KV)                         producer_store %dS_pipeline %ds_cast
-           ordered_add %DQ_ACC[b, h, q, d_qk] %dq ...                      %dk_next = dot %ds_cast %q ...
-                                                                   %ds_all = consumer_wait %dS_pipeline
-                                                                   %dq_flight = wgmma %ds_all %k_all over(TILE_KV)
-                                                                   %dq = wgmma_wait %dq_flight : f32[BLOCK_Q, PART_QK]
-                                                                   consumer_release %ds_all
-                                                                   producer_store %dQ_pipeline %dq
-         warp_group @writer ...                                        warp_group @writer ...
-                                                                   %write_total = loop q ranges(...) body(@write)
-                                                                 block @write
-                                                                   %dq_tile = consumer_wait %dQ_pipeline
-                                                                   ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
-                                                                   consumer_release %dq_tile
-                                                                   semaphore_release %DQ_SEMAPHORE[b, h, q_start]
+before:  block @entry
+           %K_pipeline = pipeline stages(1) per_instance(consumer) : T[BLOCK_KV, D_QK]
+         warp_group @consumer ...
+           %k = consumer_wait %K_pipeline
+         block @step
+           %dk_next = dot %ds %q ...
+           %dq = dot %ds %k over(BLOCK_KV)
+           ordered_add %DQ_ACC[b, h, q, d_qk] %dq ...
+         warp_group @writer ...
+after:   block @entry
+           %K_pipeline = pipeline stages(1) : T[TILE_KV, D_QK]
+           %dS_pipeline = pipeline stages(num_stages) : T[TILE_KV, BLOCK_Q]
+           %dQ_pipeline = pipeline stages(2) : f32[BLOCK_Q, D_QK]
+         warp_group @consumer ...
+           %k_all = consumer_wait %K_pipeline
+           %k = slice_rows %k_all
+         block @step
+           %ds_cast = pack %ds
+           producer_store %dS_pipeline %ds_cast
+           %dk_next = dot %ds_cast %q ...
+           %ds_all = consumer_wait %dS_pipeline
+           %dq_flight = wgmma %ds_all %k_all over(TILE_KV)
+           %dq = wgmma_wait %dq_flight : f32[BLOCK_Q, PART_QK]
+           consumer_release %ds_all
+           producer_store %dQ_pipeline %dq
+         warp_group @writer ...
+           %write_total = loop q ranges(...) body(@write)
+         block @write
+           %dq_tile = consumer_wait %dQ_pipeline
+           ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
+           consumer_release %dq_tile
+           semaphore_release %DQ_SEMAPHORE[b, h, q_start]
 
 A tile of dQ sums over the keys of all consumers. So each writes its rows of dS to shared memory, and multiplies those
 of all for its part of dQ: half of the columns, or of the rows of tiles of more than 64 queries. What it would wait for,

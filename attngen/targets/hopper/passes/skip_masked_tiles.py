@@ -1,15 +1,17 @@
 """skip-masked-tiles: a copy of the consumer passes over tiles of keys that its own rows do not see.
 
-before:  warp_group @consumer instances(2) rows(64)           after:  warp_group @consumer instances(2) rows(64)
-           %keys = pipelined_loop kv                                 %keys = pipelined_loop kv
-             partial(kv_full_end .. kv_end)                      partial(kv_full_end .. kv_end)
-             full(0 .. kv_full_end)                              full(0 .. kv_full_end)
-             first(@first) step(@step) last(@last)               first(@first) step(@step) last(@last)
-                                                                 reversed(yes) skip(@skip) instance_partial(... //
-                                                                 BLOCK_KV .. cdiv(..., BLOCK_KV))
-         warp_group @producer                                      warp_group @producer
-           loop kv ranges(kv_full_end .. kv_end) ...           pipelined_loop kv partial(...) full(...) step(@copy) reversed(yes)
+before:  warp_group @consumer instances(2) rows(64)
+           %keys = pipelined_loop kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end)
+             first(@first) step(@step) last(@last)
+         warp_group @producer
+           loop kv ranges(kv_full_end .. kv_end) ...
            loop kv ranges(0 .. kv_full_end) ...
+after:   warp_group @consumer instances(2) rows(64)
+           %keys = pipelined_loop kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end)
+             first(@first) step(@step) last(@last) reversed(yes) skip(@skip)
+             instance_partial(... // BLOCK_KV .. cdiv(..., BLOCK_KV))
+         warp_group @producer
+           pipelined_loop kv partial(...) full(...) step(@copy) reversed(yes)
 
 A program's tiles of keys are those that any of its rows sees. Under a causal mask the last of them may be hidden from
 its upper rows, if tiles of keys are shorter than the program's tile of queries. Its first copy then does nothing with

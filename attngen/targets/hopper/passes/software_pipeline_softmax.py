@@ -1,10 +1,10 @@
 """software-pipeline-softmax: the softmax of a tile runs while the product of the tile before runs.
 
-before:  block @step                                 after:  block @step
-           take K; issue S; await S                            take K; issue S
-           softmax of S                                        take V; issue O with P of the tile before
-           take V; issue O with P; await O                     await S; softmax of S
-                                                               await O; rescale O
+before:  block @step                        after:  block @step
+           take K; issue S; await S                   take K; issue S
+           softmax of S                               take V; issue O with P of the tile before
+           take V; issue O with P; await O            await S; softmax of S
+                                                      await O; rescale O
 
 The loops over full and partial tiles become one `pipeline`. Its @first does the first tile's part before O, its @last
 the last tile's O. Partial tiles come first: @first masks its tile, so that where one tile is partial, as under a causal

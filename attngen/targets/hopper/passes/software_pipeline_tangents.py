@@ -1,15 +1,15 @@
 """software-pipeline-tangents: in forward mode weights are computed while products of tangents of scores run, and these
 while sums are added to.
 
-before:  block @step                                 after:  block @step
-           take K; take tK                                     take K; issue S
-           issue tS with tQ and K, then with Q and tK          take tK; issue tS with tQ and K, then with Q and tK
-           await tS                                            await S; weights P of S
-           issue S; await S; give K; give tK                   take tV; issue O with P
-           weights P of S; changes tP of P and tS              await tS; give K; give tK
-           take tV; issue O with P                             changes tP of P and tS
-           take V; issue O with tP                             take V; issue O with tP
-           await O; give tV; give V                            await O; give tV; give V
+before:  block @step                                   after:  block @step
+           take K; take tK                                       take K; issue S
+           issue tS with tQ and K, then with Q and tK            take tK; issue tS with tQ and K, then with Q and tK
+           await tS                                              await S; weights P of S
+           issue S; await S; give K; give tK                     take tV; issue O with P
+           weights P of S; changes tP of P and tS                await tS; give K; give tK
+           take tV; issue O with P                               changes tP of P and tS
+           take V; issue O with tP                               take V; issue O with tP
+           await O; give tV; give V                              await O; give tV; give V
 
 So a consumer has a product in flight while it computes, and nothing waits for a product before the last one of a turn
 is issued but what is computed of it.

@@ -1,11 +1,11 @@
 """software-pipeline-weights: the softmax of an odd tile runs beside the product of the even tile before.
 
-before:  block @both                                 after:  block @both
-           S of the odd tile                                   S of the odd tile
-           take P of the even tile; issue O; await O           take P of the even tile; issue O
-           give P; give V                                      masks and softmax of the odd tile, and its sums of rows
-           masks and softmax of the odd tile                   await O; give P; give V
-           share P; issue O; await O                           share P; issue O; await O
+before:  block @both                                  after:  block @both
+           S of the odd tile                                    S of the odd tile
+           take P of the even tile; issue O; await O            take P of the even tile; issue O
+           give P; give V                                       masks and softmax of the odd tile, and its sums of rows
+           masks and softmax of the odd tile                    await O; give P; give V
+           share P; issue O; await O                            share P; issue O; await O
 
 The sums of rows are held before the await: no compiler moves what they are computed of past it.
 """

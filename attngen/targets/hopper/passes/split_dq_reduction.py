@@ -1,14 +1,20 @@
 """split-dq-reduction: two copies of the writer take tiles of sums in turn, so that one waits while the other adds.
 
-before:  warp_group @writer instances(1) ...                  after:  warp_group @writer instances(2) ...
-           %write_total = pipelined_loop q ...                       %write_total = pipelined_loop q ... round_robin(%dQ_pipeline)
-             step(@write)                                        step(@write)
-         block @write                                        block @write
-           %dq_tile = consumer_wait %dQ_pipeline                            semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(...)
-           ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...             %dq_tile = consumer_wait %dQ_pipeline
-           consumer_release %dq_tile                                       ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
-           semaphore_release %DQ_SEMAPHORE[b, h, q_start]                      consumer_release %dq_tile
-                                                               semaphore_release %DQ_SEMAPHORE[b, h, q_start]
+before:  warp_group @writer instances(1) ...
+           %write_total = pipelined_loop q ... step(@write)
+         block @write
+           %dq_tile = consumer_wait %dQ_pipeline
+           ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
+           consumer_release %dq_tile
+           semaphore_release %DQ_SEMAPHORE[b, h, q_start]
+after:   warp_group @writer instances(2) ...
+           %write_total = pipelined_loop q ... step(@write) round_robin(%dQ_pipeline)
+         block @write
+           semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(...)
+           %dq_tile = consumer_wait %dQ_pipeline
+           ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
+           consumer_release %dq_tile
+           semaphore_release %DQ_SEMAPHORE[b, h, q_start]
 
 What a writer does for a tile takes about as long as consumers take to compute one: it reads whose turn it is, has the
 copy engine add, and waits until that has been added. One that falls behind stays so, and with it all programs whose

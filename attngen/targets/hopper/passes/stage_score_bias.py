@@ -1,19 +1,19 @@
 """stage-score-bias: what is read and written for each score of the backward goes through shared memory, by the copy
 engine.
 
-before:  block @step                                     after:  block @entry
-           %bias = load %BIAS[b, h, q, kv]                         %BIAS_pipeline = pipeline stages(num_stages) per_instance(consumer)
-             : T[BLOCK_KV, BLOCK_Q]                                  mbarrier_release(yes) : T[BLOCK_Q, BLOCK_KV]
-           ...                                                   block @copy
-           store %dBIAS[b, h, q, kv] %dbias                        producer_load %BIAS_pipeline %BIAS[b, h, q, kv]
-           ...                                                   block @step
-                                                                   %bias_tile = consumer_wait %BIAS_pipeline
-                                                                   %bias = local_load %bias_tile : T[BLOCK_KV, BLOCK_Q]
-                                                                   ...
-                                                                   tma_store %dBIAS[b, h, q, kv] %dbias staging(%BIAS_pipeline)
-                                                                   ...
-                                                                   tma_store_wait %BIAS_pipeline
-                                                                   consumer_release %bias_tile
+before:  block @step                         after:  block @entry
+           %bias = load %BIAS[b, h, q, kv]             %BIAS_pipeline = pipeline stages(num_stages) per_instance(consumer)
+             : T[BLOCK_KV, BLOCK_Q]                      mbarrier_release(yes) : T[BLOCK_Q, BLOCK_KV]
+           ...                                       block @copy
+           store %dBIAS[b, h, q, kv] %dbias            producer_load %BIAS_pipeline %BIAS[b, h, q, kv]
+           ...                                       block @step
+                                                       %bias_tile = consumer_wait %BIAS_pipeline
+                                                       %bias = local_load %bias_tile : T[BLOCK_KV, BLOCK_Q]
+                                                       ...
+                                                       tma_store %dBIAS[b, h, q, kv] %dbias staging(%BIAS_pipeline)
+                                                       ...
+                                                       tma_store_wait %BIAS_pipeline
+                                                       consumer_release %bias_tile
 
 Scores are transposed in the backward, so that neighbours in registers are far apart in the tensor: addresses alone
 would take as many registers as the scores. A gradient leaves through the slot of the tile that it belongs to, once that
