@@ -1,4 +1,4 @@
-# make demo: build a spec, test its kernels, show what happened.    make test: the whole test suite.
+# make demo: build a spec, test its kernels, show what happened.    make test: the tests of a push.
 # Both set up .venv on a machine with Python alone. TORCH_INDEX=URL is the package index that torch is taken from.
 # VENV=DIR reuses an environment that has a torch of its own; VENV=system uses the python3 on the PATH as it is and installs nothing.
 
@@ -28,13 +28,13 @@ SELENIUM := $(shell grep -o 'selenium>=[0-9.]*' pyproject.toml)
 
 help:
 	@echo "make demo      build $(SPEC), test it against naive attention, show it"
-	@echo "make test      the test suite (CPU: Triton's interpreter; with CUDA: on the device)"
+	@echo "make test      the tests of a push (CPU: Triton's interpreter; with CUDA: on the device)"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      the site of the docs, into site/; a link that leads nowhere fails it"
 	@echo "make docs-check  look at the site in Chromium: 400 and 1400 pixels wide, light and dark"
 	@echo "make verify    compile, without a GPU, the kernels that changed and a share of the others"
 	@echo "make verify-all  compile every kernel for every target"
-	@echo "make nightly   verify-all, the test suite with what only repeats, a million checks of random masks"
+	@echo "make nightly   verify-all, all tests, a million checks of random masks, the mutations; writes tests/record.json"
 	@echo "make versions  a short suite under each supported torch and Triton, in environments of their own (VERSIONS=DIR, 6 GB each)"
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
@@ -95,8 +95,9 @@ verify-all: $(READY)
 
 # Other masks every night: the date is the seed.
 nightly: verify-all
-	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly"
+	$(PYTHON) -m pytest -n auto --dist worksteal -m "nightly or not nightly" --write-record
 	$(PYTHON) -m tests.transforms.test_random_masks --checks 1000000 --seed $$(date +%Y%m%d)
+	$(PYTHON) -m tests.mutations
 
 # Each pair of torch and Triton is installed once, with the default package index: a build for CUDA, which runs on a CPU too.
 versions:

@@ -1,8 +1,8 @@
 """attngen: a compiler from declarative attention specs to Triton forward and backward kernels.
 
 `attngen.build` compiles a spec and imports the module; `attngen.load` imports a module that `attngen build` has
-written. `attngen.flex_attention` is FlexAttention's call; `attngen.spec_from_mods` writes the spec that FlexAttention's
-functions say.
+written. `attngen.flex_attention` is FlexAttention's call; `attngen.spec_from_mods` writes the spec of FlexAttention's
+functions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ _HOMES = {
     "spec_from_mods": "attngen.frontends.specs",
 }
 
-os.environ.setdefault(
-    "SYMPY_CACHE_SIZE", "100000"
-)  # read when sympy is first imported; 1,000 by default, which one module exceeds
+# Sympy reads this when it is first imported. The default is 1,000, which one module exceeds.
+os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")
 
 if TYPE_CHECKING:
     from attngen.api import build as build
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import what the API gives when it is first asked for, so that `import attngen` stays cheap."""
+        """Import a function of the API on first access, so that `import attngen` is cheap."""
         if name not in _HOMES:
             raise AttributeError(f"module `attngen` has no attribute `{name}`")
         import importlib

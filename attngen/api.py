@@ -1,7 +1,6 @@
-"""What Python calls: `attngen.build` and `attngen.load`.
+"""The Python API: `attngen.build` and `attngen.load`.
 
-Nothing here imports the compiler unless it has to compile: a module that is in the cache is imported in the time that
-its kernels take.
+This file imports the compiler only if it has to compile, so a module of the cache is imported as fast as its kernels.
 """
 
 from __future__ import annotations
@@ -28,56 +27,59 @@ from attngen.errors import AttngenError, SpecError, last_line
 if TYPE_CHECKING:
     from attngen.spec import Spec
 
-FILES = ("__init__.py", "kernels.py", "runtime.py")  # of every generated module
-_LOADED: dict[bytes, ModuleType] = {}  # by what was asked for
-MOST = 64  # modules of traced functions that are held; what was used longest ago is forgotten
-_RECENT: OrderedDict[ModuleType, set[bytes]] = OrderedDict()  # these, that used last at the end, and what was asked for
-_STAYING: set[ModuleType] = set()  # the others: callers or graphs may hold something of them
+FILES = ("__init__.py", "kernels.py", "runtime.py")  # every generated module has these
+_LOADED: dict[bytes, ModuleType] = {}  # by request
+MOST = 64  # number of modules of traced functions that are held; one more drops the least recently used
+_RECENT: OrderedDict[ModuleType, set[bytes]] = (
+    OrderedDict()
+)  # these modules, the latest at the end, with their requests
+_STAYING: set[ModuleType] = set()  # the other modules: callers or graphs may hold parts of them
 _LOCK = threading.RLock()
 
 
 def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
-    """The module of a spec, compiled and imported. A later call, in this or another process, takes it from the cache.
+    """Compile a spec and import the module. A later call, in this or another process, takes it from the cache.
 
     Args:
-        spec: plain data, as in {"name": "mine", "head_dim": 64, "mask": "causal"}; the path of a YAML file; or a Spec.
+        spec: plain data, such as {"name": "mine", "head_dim": 64, "mask": "causal"}; the path of a YAML file; or a
+            Spec.
 
     Returns:
-        the generated module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module. Equal code is one
-        module.
+        The generated module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module. Specs with equal
+        code share a module.
 
     Raises:
-        SpecError: the spec is wrong, or cannot be built; one sentence per mistake, with the file and the line where
-        there is one. AttngenError: the cache cannot be written, or others can write it, or the module cannot be
-        imported.
+        SpecError: the spec is wrong, or cannot be built; one sentence per mistake, with the file and the line if there
+            is one.
+        AttngenError: the cache cannot be written, or others can write it, or the module cannot be imported.
 
-    Compiling takes seconds, needs no GPU, and warns of what in the spec may not be what its author means. The cache is
-    ~/.cache/attngen, or what the user's system has instead; the environment variable ATTNGEN_CACHE_DIR names another
-    folder. One that other users own or can write is refused, as its modules are code, unless ATTNGEN_TRUST_CACHE=1 is
-    set. Modules are found in it by the spec and by attngen's own files, so that another version, or an edited one,
-    compiles anew. Processes that ask for one spec at once wait for the first, which compiles it. The cache keeps the
-    512 modules that were used last. `attngen cache` shows it and clears it.
+    Compiling takes seconds, needs no GPU, and warns about parts of the spec that may not mean what its author intended.
+    The cache is ~/.cache/attngen, or the equivalent of the user's system; the environment variable ATTNGEN_CACHE_DIR
+    names another folder. A folder that other users own or can write is refused, because its modules are code, unless
+    ATTNGEN_TRUST_CACHE=1 is set. The key of a module consists of the spec and of attngen's own files, so another
+    version, or an edited one, compiles again. Of concurrent processes with the same spec one compiles, and the others
+    wait for it. The cache keeps the 512 most recently used modules. `attngen cache` shows it and clears it.
     """
     with _alone():
         return stay(_built(*_request(spec)))
 
 
 def build_completed(data: dict[str, Any], complete: Callable[[dict[str, Any]], dict[str, Any]]) -> ModuleType:
-    """The module of the spec `complete(data)`, as `build` gives it. One that is in the cache is found by `data`, and
-    nothing is completed.
+    """Return the module of the spec `complete(data)`, like `build`. A module of the cache is found by `data`, without a
+    call of `complete`.
 
-    It is held while it is among the MOST that were used last. Who keeps it asks `is_held` at each use, and builds it
-    again if it is not.
+    It is held while it is among the MOST that were used last. A caller that stores it checks `is_held` at each use, and
+    builds it again if it is not held.
 
     Args:
         data: plain data.
-        complete: adds to a spec what follows from its data, and may need the compiler for it.
+        complete: returns the complete spec of the data, and may need the compiler for that.
     """
-    asked = b"part" + marshal.dumps(data, 2)
+    request = b"part" + marshal.dumps(data, 2)
     with _alone():
-        module = _built(asked, lambda: _spec_of(complete(data)), None)
+        module = _built(request, lambda: _spec_of(complete(data)), None)
         if module not in _STAYING:
-            _RECENT.setdefault(module, set()).add(asked)
+            _RECENT.setdefault(module, set()).add(request)
             _RECENT.move_to_end(module)
             while len(_RECENT) > MOST:
                 _forget(*_RECENT.popitem(last=False))
@@ -85,7 +87,7 @@ def build_completed(data: dict[str, Any], complete: Callable[[dict[str, Any]], d
 
 
 def is_held(module: ModuleType) -> bool:
-    """Whether a module of `build_completed` is still held, and note that it is used."""
+    """Return whether a module of `build_completed` is still held, and mark it as used."""
     try:
         _RECENT.move_to_end(module)
     except KeyError:
@@ -94,33 +96,33 @@ def is_held(module: ModuleType) -> bool:
 
 
 def stay(module: ModuleType) -> ModuleType:
-    """Hold a module until the process ends: a caller has it, or a graph that holds its operators or its memory and
-    not the module."""
+    """Hold a module until the process ends, because a caller has it, or a graph that holds its operators or its memory
+    but not the module. Return it."""
     with _LOCK:
         _RECENT.pop(module, None)
         _STAYING.add(module)
     return module
 
 
-def _forget(module: ModuleType, asked: set[bytes]) -> None:
-    """Hold a module no longer, nor its operators. Calls that autograd recorded still do."""
-    for request in asked:
+def _forget(module: ModuleType, requests: set[bytes]) -> None:
+    """Release a module and its operators. Calls that autograd recorded still hold them."""
+    for request in requests:
         _LOADED.pop(request, None)
     forget(module.__name__)
     module.OPERATORS.release()
 
 
-def _built(asked: bytes, read: Callable[[], Spec], path: Path | None) -> ModuleType:
-    """The module of what `_request` says. Call it under `_alone`."""
-    if asked not in _LOADED:
-        key = store.key_of(asked)
-        _LOADED[asked] = _import(*(store.find(key) or _compile(key, read(), path)))
-    return _LOADED[asked]
+def _built(request: bytes, read: Callable[[], Spec], path: Path | None) -> ModuleType:
+    """Return the module of a request, as `_request` returns it. Call it under `_alone`."""
+    if request not in _LOADED:
+        key = store.key_of(request)
+        _LOADED[request] = _import(*(store.find(key) or _compile(key, read(), path)))
+    return _LOADED[request]
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold the lock of this process, and say so once if another thread has it for long."""
+    """Hold the lock of this process, and print a line if another thread holds it for long."""
     if not _LOCK.acquire(timeout=store.PATIENCE):
         print("attngen: waits for another thread of this process that builds or loads a module", file=sys.stderr)
         _LOCK.acquire()
@@ -131,19 +133,19 @@ def _alone() -> Iterator[None]:
 
 
 def load(path: str | os.PathLike[str]) -> ModuleType:
-    """Import a generated folder, as `attngen build` writes it, from anywhere: no folder has to be on sys.path.
+    """Import a folder that `attngen build` has written. It may be anywhere: it does not have to be on sys.path.
 
-    The folder is imported as its code is now: after `attngen build` has changed it, `load` gives a new module. Equal
-    code is one module.
+    The folder's current code is imported: after `attngen build` has changed it, `load` returns a new module. Folders
+    with equal code share a module.
 
     Args:
-        path: the folder, as in "generated/causal_mqa".
+        path: the folder, such as "generated/causal_mqa".
 
     Returns:
-        the module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module.
+        The module: `module.attention(q, k, v)`, and `module.Attention`, a torch.nn.Module.
 
     Raises:
-        AttngenError: the path is no generated module, or it cannot be imported; one sentence.
+        AttngenError: the path is not a generated module, or it cannot be imported; one sentence.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise AttngenError(
@@ -151,10 +153,10 @@ def load(path: str | os.PathLike[str]) -> ModuleType:
         )
     folder = Path(path)
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
+        problem = "is not a folder" if folder.exists() else "does not exist"
         hint = "; `attngen.build` takes specs" if folder.suffix in (".yaml", ".yml") else ""
         raise AttngenError(
-            f"{folder} {what}; expected the folder of a generated module, as in `generated/causal_mqa`{hint}"
+            f"{folder} {problem}; expected the folder of a generated module, as in `generated/causal_mqa`{hint}"
         )
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise AttngenError(
@@ -171,25 +173,23 @@ def load(path: str | os.PathLike[str]) -> ModuleType:
 
 
 def _request(spec: Any) -> tuple[bytes, Callable[[], Spec], Path | None]:
-    """What a caller asks for: as bytes that are equal only for equal specs, as a function that reads the spec, and
-    the file that has it."""
+    """Return a caller's request as bytes that are equal only for equal specs, a function that reads the spec, and the
+    spec's file if there is one."""
     if isinstance(spec, dict):
-        with suppress(ValueError):  # of what is no plain data
-            return (
-                b"data" + marshal.dumps(spec, 2),
-                lambda: _spec_of(spec),
-                None,
-            )  # 2: what is written depends on values alone
+        with suppress(ValueError):  # it is not plain data
+            # With version 2 the bytes depend only on values.
+            return b"data" + marshal.dumps(spec, 2), lambda: _spec_of(spec), None
         spec = _spec_of(spec)
     elif isinstance(spec, (str, os.PathLike)):
         path = Path(spec)
         with suppress(OSError, ValueError):
             with path.open("rb") as file:
-                data = file.read(2**20)  # a spec is shorter, and what is longer is refused
+                data = file.read(2**20)  # specs are shorter; longer files are refused
             return b"file" + data, lambda: _spec_in(data, path), path
         if "\n" in str(spec):
             raise SpecError(
-                "attngen.build: the text is not a path; expected the path of a YAML file, or plain data, as yaml.safe_load gives"
+                "attngen.build: the text is not a path; expected the path of a YAML file, or plain data, "
+                "as yaml.safe_load gives"
             )
         spec = _spec_at(path)
     from attngen.spec import Spec
@@ -224,24 +224,24 @@ def _spec_at(path: Path) -> Spec:
 
 
 def _compile(key: str, spec: Spec, path: Path | None) -> store.Kept:
-    """A spec's module in the cache, where another form of the spec or another process may have put it; else compiled
-    now."""
+    """Return a spec's module from the cache, where another form of the spec or another process may have put it;
+    otherwise compile it."""
     own = store.key_of(b"spec" + spec.hash().encode())
     found = store.find(own)
     if found is None:
         with store.building(spec.hash()):
-            found = store.find(own)  # of a process that held the lock before
+            found = store.find(own)  # a process that held the lock before may have built it
             if found is None:
                 found = store.keep(spec.name, _render(spec, path))
                 store.note(own, found.folder)
     if key != own:
-        with suppress(AttngenError):  # a cache that can only be read has no more to say
+        with suppress(AttngenError):  # a read-only cache gets no receipt
             store.note(key, found.folder)
     return found
 
 
 def _render(spec: Spec, path: Path | None) -> dict[str, str]:
-    """The files of a spec's module."""
+    """Compile a spec, and return the files of its module."""
     with paused():
         from attngen.codegen.render import render
         from attngen.lowering.pipeline import lower
@@ -254,11 +254,12 @@ def _render(spec: Spec, path: Path | None) -> dict[str, str]:
 
 
 def _import(folder: Path, code: dict[str, bytes]) -> ModuleType:
-    """Import a generated module under its name and a digest of its code; AttngenError, in one sentence, if that fails.
+    """Import a generated module under its name and a digest of its code. Raise AttngenError, in one sentence, if that
+    fails.
 
     Args:
-        folder: where it is said to be.
-        code: the bytes of its Python files, by name. They are what runs: nothing is read from the folder.
+        folder: the path that its `__file__` and tracebacks show.
+        code: the bytes of its Python files, by name. These run: nothing is read from the folder.
     """
     from attngen import built
 

@@ -1,6 +1,6 @@
-"""Facts about GPUs, each with its source. Nothing else in attngen knows a device's numbers.
+"""Facts about GPUs, each with its source. No other file of attngen has a device's numbers.
 
-A *device class* is what schedules are chosen for; a *device* is what `explain` prints rooflines for.
+Schedules are chosen for a *device class*; `explain` prints rooflines for a *device*.
 """
 
 from __future__ import annotations
@@ -12,60 +12,55 @@ KIB = 1024
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceClass:
-    """What the generated code tells apart at run time: limits of one program and of one SM (compute unit), and how
-    Triton keeps tiles on chip there (read off compiled kernels: docs/perf-log.md)."""
+    """A class of devices that generated code distinguishes at run time: limits of one program and of one SM (compute
+    unit), and how Triton keeps tiles on chip there (read off compiled kernels: docs/perf-log.md)."""
 
-    name: str  # for HIP devices, the architecture's own name
-    arch: (
-        int | str
-    )  # what stands for the class where kernels are compiled without a GPU: a compute capability, a HIP architecture
+    name: str  # for HIP devices, the architecture's name
+    arch: int | str  # target to compile for without a GPU: a compute capability or a HIP architecture
     capabilities: tuple[tuple[int, int], ...] = ()  # of CUDA devices
-    smem_per_block: int  # bytes of shared memory one program may have, at most
+    smem_per_block: int  # maximum bytes of shared memory of one program
     smem_per_sm: int  # bytes
-    smem_reserved: int = KIB  # bytes that the system takes of it for each program
+    smem_reserved: int = KIB  # bytes of shared memory that the system reserves for each program
     registers_per_sm: int = 65536  # of 32 bits
     registers_per_thread: int = 255
     threads_per_warp: int = 32
-    matrix_rows: int  # least rows of a matrix instruction's accumulator
-    flops_per_cycle: dict[str, int]  # dense, of one SM, by how products are computed; of those that it has
-    converts: bool = False  # has an instruction that makes fp16 of a pair of 8-bit numbers (e4m3)
-    tma: bool = False  # has an engine that copies tiles by descriptors of tensors, made by the host
-    overlaps: bool = False  # programs of a launch may start beside those of the one before, and wait for its end
-    reads_shared: bool = (
-        False  # matrix instructions read operands from shared memory, so each stage of a ring has a buffer
-    )
-    keeps_reused: bool = False  # a streamed tile that several products read has one buffer more
-    tensor_columns: int = (
-        0  # of memory for sums of matrix instructions, 128 rows of 32 bits each; 0 where they are in registers
-    )
+    matrix_rows: int  # minimum rows of a matrix instruction's accumulator
+    flops_per_cycle: dict[str, int]  # dense FLOPs of one SM, by the precision of products that it supports
+    converts: bool = False  # has an instruction that converts a pair of 8-bit numbers (e4m3) to fp16
+    tma: bool = False  # copies tiles by tensor descriptors, which the host makes
+    overlaps: bool = False  # programmatic dependent launch: programs may start before the previous launch has ended
+    reads_shared: bool = False  # matrix instructions read operands from shared memory: a buffer for each stage
+    keeps_reused: bool = False  # a streamed tile that several products read has an additional buffer
+    tensor_columns: int = 0  # columns of tensor memory for accumulators, each of 128 rows of 32 bits; 0: in registers
     moves_random: bool = True  # dropout's random words may change layout on their way to the scores
-    shares_stationary: bool = False  # tiles loaded once go on to registers and leave their room to the ring
-    tuned_on: str = ""  # the device whose measured schedules (attngen/schedule) the class takes, where there are any
+    shares_stationary: bool = False  # tiles loaded once move to registers, so that the pipeline reuses their memory
+    tuned_on: str = ""  # the device whose measured schedules (attngen/schedule) the class uses, if there are any
     source: str
 
     @property
     def backend(self) -> str:
-        """Triton's name of the maker's toolchain."""
+        """Triton's name of the vendor's toolchain."""
         return "hip" if isinstance(self.arch, str) else "cuda"
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU's roofs: dense FLOP/s by element type, bytes/s of device memory, and the cache before it."""
+    """One GPU's peak rates: dense FLOP/s by element type, bytes/s of device memory; and its last-level cache."""
 
     name: str
     cls: str
     sms: int
     hbm_bytes_per_s: float
-    cache_bytes: float  # of the last level of cache, which all SMs share
+    cache_bytes: float  # size of the last-level cache, which all SMs share
     flops: dict[str, float]
     source: str
 
 
 _CUDA = (
     "CUDA C++ Programming Guide 13.0, technical specifications per compute capability; "
-    "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block; Tensor Memory Accelerator from 9.0 on; "
-    "PTX ISA 8.1: cvt.rn.f16x2.e4m3x2 from 8.9 on; PTX ISA 7.8: griddepcontrol from 9.0 on"
+    "Ampere, Hopper and Blackwell tuning guides: 1 KB of shared memory is reserved per block; "
+    "Tensor Memory Accelerator from 9.0 on; PTX ISA 8.1: cvt.rn.f16x2.e4m3x2 from 8.9 on; "
+    "PTX ISA 7.8: griddepcontrol from 9.0 on"
 )
 
 CLASSES = {
@@ -118,7 +113,8 @@ CLASSES = {
             arch="gfx942",
             smem_per_block=64 * KIB,
             smem_per_sm=64 * KIB,
-            # nothing is; kept until tiles are timed there, as it counts no program that might not fit
+            # Nothing is reserved. The default is kept until tiles are measured there: it never assumes a program that
+            # might not fit.
             smem_reserved=KIB,
             registers_per_sm=131072,
             registers_per_thread=512,
@@ -126,10 +122,10 @@ CLASSES = {
             matrix_rows=16,
             flops_per_cycle={"16-bit": 2048, "tf32": 1024, "ieee": 256},
             shares_stationary=True,
-            source="AMD CDNA 3 whitepaper, 2023: LDS, VGPRs and matrix rates of a compute unit; AMD Instinct MI300 ISA guide: "
-            "512 VGPRs of a lane, AccVGPRs counted",
+            source="AMD CDNA 3 whitepaper, 2023: LDS, VGPRs and matrix rates of a compute unit; "
+            "AMD Instinct MI300 ISA guide: 512 VGPRs of a lane, AccVGPRs counted",
         ),
-        # The least that NVIDIA GPUs from compute capability 8.0 on have. Before 8.0 Triton copies operands of products
+        # The minimum of NVIDIA GPUs from compute capability 8.0 on. Before 8.0 Triton copies operands of products
         # through shared memory, so that tiles need more than is counted here.
         DeviceClass(
             name="any",
@@ -138,12 +134,13 @@ CLASSES = {
             smem_per_sm=100 * KIB,
             matrix_rows=16,
             flops_per_cycle={"16-bit": 512, "tf32": 128, "ieee": 128},
-            source=f"{_CUDA}: compute capability 8.6, as 8.9 and 12.0; NVIDIA GA102 whitepaper, 2020: 16-bit rate with fp32 sums",
+            source=f"{_CUDA}: compute capability 8.6, as 8.9 and 12.0; "
+            "NVIDIA GA102 whitepaper, 2020: 16-bit rate with fp32 sums",
         ),
     )
 }
-# What GPUs without a class of their own take: NVIDIA's the least, AMD's the class whose LDS (64 KB) theirs has the size
-# of (AMD CDNA 2 and RDNA 3 ISA guides).
+# The classes of unlisted GPUs: the minimum for NVIDIA's; for AMD's the class with the same size of LDS, 64 KB (AMD
+# CDNA 2 and RDNA 3 ISA guides).
 FALLBACK_CUDA, FALLBACK_HIP = "any", "gfx942"
 
 DEVICES = {
@@ -199,8 +196,8 @@ DEVICES = {
 
 
 def class_of(arch: tuple[int, int] | str) -> DeviceClass:
-    """The class whose schedules a GPU takes: one of CUDA by its compute capability, one of HIP by its architecture,
-    as gfx942:sramecc+."""
+    """Return the class whose schedules a GPU uses: of a CUDA device by its compute capability, of a HIP device by its
+    architecture, such as gfx942:sramecc+."""
     if isinstance(arch, str):
         return CLASSES.get(arch.partition(":")[0], CLASSES[FALLBACK_HIP])
     return next((c for c in CLASSES.values() if arch in c.capabilities), CLASSES[FALLBACK_CUDA])

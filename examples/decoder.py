@@ -1,4 +1,4 @@
-"""What the two language-model examples share: attention picked by name, and the decoder around it."""
+"""What the language-model examples share: attention chosen by name, and a decoder that calls it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Attend = Callable[..., torch.Tensor]  # of q, k, v [B, H, N, D]; `dropout_p` where there is dropout
+Attend = Callable[..., torch.Tensor]  # arguments are q, k, v [B, H, N, D], and `dropout_p` if there is dropout
 
 
 def stop(message: str) -> Any:
@@ -26,11 +26,8 @@ def stop(message: str) -> Any:
     sys.exit(f"{Path(sys.argv[0]).stem}: {message}")
 
 
-# ---------------------------------------------------------------------------------------------- attention
-
-
 def visible(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys each query sees, bool [Nq, Nk]: none after it, and with a window at most that many before it."""
+    """Which keys each query sees, bool [Nq, Nk]: none after it, and with a window at most `window` before it."""
     distance = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance <= window)
 
@@ -60,7 +57,7 @@ PLAIN: dict[str, Attend] = {"naive": naive, "sdpa": sdpa}
 
 @dataclass(frozen=True)
 class Variant:
-    """What the model needs to know of an attention variant: its function, head counts and head dimensions."""
+    """An attention variant as the model needs it: its function, head counts and head dimensions."""
 
     name: str
     attend: Attend
@@ -93,12 +90,14 @@ def variant(name: str, heads: int) -> Variant:
     inputs = parameters - {"q", "k", "v", "plan", "scale", "return_lse", "check", "unknown", "dropout_p", "seed"}
     if inputs:
         stop(
-            f"--attention {name}: it takes inputs ({', '.join(sorted(inputs))}), which a language model on packed text has none of"
+            f"--attention {name}: it takes inputs ({', '.join(sorted(inputs))}), which a language model on "
+            f"packed text has none of"
         )
     mask = re.fullmatch(r"causal(?:\(.*\))?|sliding_window\(left=(\d+), right=0\)", module.MASK)
     if not mask:
         stop(
-            f"--attention {name}: its mask is {module.MASK}; a language model needs `causal` or a window with `right: 0`"
+            f"--attention {name}: its mask is {module.MASK}; a language model needs `causal` or a window with "
+            f"`right: 0`"
         )
     kv_heads = {"mha": heads, "mqa": 1, "gqa": max(1, heads // 4)}[module.SHARING]
     window = int(mask[1]) if mask[1] else None
@@ -106,11 +105,8 @@ def variant(name: str, heads: int) -> Variant:
     return Variant(folder.name, module.attention, *sizes, module.DTYPES, "dropout_p" in parameters)
 
 
-# ---------------------------------------------------------------------------------------------- model
-
-
 class Block(nn.Module):
-    """Attention and a two-layer network, each on normalised input and added to it."""
+    """Attention and a two-layer network, each applied to normalised input and added to the input."""
 
     def __init__(self, d_model: int, heads: int, variant: Variant) -> None:
         super().__init__()
@@ -124,16 +120,14 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         counts = (self.heads, self.variant.kv_heads, self.variant.kv_heads)
         parts = self.qkv(self.norm_attention(x)).split(self.widths, -1)
-        q, k, v = (
-            part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in zip(parts, counts)
-        )  # [B, H, N, D] views: no copies
+        # Views [B, H, N, D]: no copies.
+        q, k, v = (part.unflatten(-1, (n, -1)).transpose(1, 2) for part, n in zip(parts, counts))
         x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_mlp(x))
 
 
 class Decoder(nn.Module):
-    """Logits of the next token at each position; with `checkpointed`, blocks are computed again in the backward
-    pass."""
+    """Logits of the next token at each position; with `checkpointed`, the backward pass computes blocks again."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
-"""A small language model that is trained on bytes of real text, and then serves many requests over a cache of pages.
+"""Train a small language model on bytes of real text, then serve many requests with a paged KV cache.
 
-    python examples/generate.py                       # train a little, serve, and say how many tokens a second beside SDPA
+    python examples/generate.py                       # train a little, serve, and compare tokens a second with SDPA
     python examples/generate.py --requests 256 --slots 64 --room 8192
     python examples/generate.py --data my.txt --steps 1000 --show 3
 
-Requests wait in a line. One gets a slot and pages as soon as there are some; its prompt is read in chunks; then all
-slots generate together, a token each in a replay of one CUDA graph, whatever their lengths are. The pages of a request
-that is done go to the next one. Every token is held against what the model says of the whole sequence with naive
-attention. Last, drafted trees of tokens are verified in one call each. Without a GPU the kernels run in Triton's
-interpreter, which is slow: sizes are tiny there.
+Requests wait in a queue. Each gets a slot and pages as soon as they are free, and its prompt is prefilled in chunks.
+All slots generate together: a replay of one CUDA graph adds a token to each, whatever their lengths are. The pages of
+a finished request go to the next one. All tokens are compared with those that the model gives for the whole sequence
+with naive attention. Last, drafted trees of tokens are verified in one call each. Without a GPU the kernels run in
+Triton's interpreter, which is slow, so sizes are tiny there.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from decoder import DTYPES, ROOT, Attend, Decoder, Variant, naive, sdpa, stop
 from tiny_lm import read_text, train
 from torch.nn import functional as F
 
-SIZES = {  # what a flag that is not given defaults to, by device
-    "cuda": {"layers": 8, "d_model": 1024, "heads": 16, "steps": 200, "seq": 512, "batch": 16, "slots": 32, "room": 4096, "requests": 96,
-             "prompt": 3000, "new": 512, "chunk": 512},
-    "cpu": {"layers": 1, "d_model": 64, "heads": 4, "steps": 2, "seq": 32, "batch": 2, "slots": 2, "room": 192, "requests": 3,
-            "prompt": 80, "new": 4, "chunk": 48},
+SIZES = {  # the defaults of options, by device
+    "cuda": {"layers": 8, "d_model": 1024, "heads": 16, "steps": 200, "seq": 512, "batch": 16,
+             "slots": 32, "room": 4096, "requests": 96, "prompt": 3000, "new": 512, "chunk": 512},
+    "cpu": {"layers": 1, "d_model": 64, "heads": 4, "steps": 2, "seq": 32, "batch": 2,
+            "slots": 2, "room": 192, "requests": 3, "prompt": 80, "new": 4, "chunk": 48},
 }  # fmt: skip
 HELP = {
-    "slots": "sequences that generate together", "room": "tokens of a sequence, at most", "prompt": "tokens of a prompt, at most",
-    "new": "tokens of an answer, at most", "chunk": "tokens of a prompt that are read at a time",
+    "slots": "sequences that generate together", "room": "tokens of a sequence, at most",
+    "prompt": "tokens of a prompt, at most", "new": "tokens of an answer, at most",
+    "chunk": "tokens of a prompt that are read at a time",
 }  # fmt: skip
-PAGE, DIM = 64, 128  # rows of a page and columns of a head, as in specs/decode_paged_gqa.yaml
-WIDE, DEEP = 2, 3  # a drafted tree: so many guesses after each token, so many tokens after the last one
-CLOSE = 0.1  # how far a logit may be below the largest one where both are rounded in another order
+PAGE, DIM = 64, 128  # page size and head_dim, as in specs/decode_paged_gqa.yaml
+WIDTH, DEPTH = 2, 3  # of a drafted tree: guesses after each token, and tokens after the last known one
+CLOSE = 0.1  # how far rounding may put the logit of a token below the largest one
 TREE = f"""
 name: drafted_gqa
 heads: {{sharing: gqa}}
@@ -53,14 +54,10 @@ backward: false
 """
 
 
-# ---------------------------------------------------------------------------------------------- caches
-
-
 class Pages:
-    """Keys and values of all layers in pages, which a table names for each slot. Page 0 is that of slots with nothing
-    to do.
+    """Keys and values of all layers in pages, and a page table for each slot. Slots without a request use page 0.
 
-    attend: the module's `attention.with_kvcache`; verify: that of a module whose mask is a tree of new tokens.
+    attend: the module's `attention.with_kvcache`; verify: the same of a module whose mask is a tree of new tokens.
     """
 
     title = "attngen, pages of 64"
@@ -68,38 +65,37 @@ class Pages:
     def __init__(
         self, attend: Callable[..., Any], verify: Callable[..., Any], like: torch.Tensor, args: argparse.Namespace
     ) -> None:
-        self.attend, self.verify, self.of_slot = attend, verify, args.room // PAGE
-        count = 1 + max(
-            self.of_slot, args.slots * self.of_slot // 2
-        )  # half of what all slots could fill: requests wait for pages, too
+        self.attend, self.verify, self.pages_per_slot = attend, verify, args.room // PAGE
+        # Half of the pages that all slots could fill, so that requests also wait for pages.
+        count = 1 + max(self.pages_per_slot, args.slots * self.pages_per_slot // 2)
         shape = (args.layers, count, PAGE, args.heads // 4, DIM)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
-        self.table = torch.zeros(args.slots, self.of_slot, dtype=torch.int32, device=like.device)
+        self.table = torch.zeros(args.slots, self.pages_per_slot, dtype=torch.int32, device=like.device)
         self.free = list(range(1, count))
-        self.taken: dict[int, list[int]] = {}
+        self.pages_of: dict[int, list[int]] = {}
 
-    def take(self, slot: int, tokens: int) -> bool:
-        """Give a slot the pages for so many tokens, if there are enough."""
+    def allocate(self, slot: int, tokens: int) -> bool:
+        """Give a slot pages for `tokens` tokens, if enough are free."""
         count = -(-tokens // PAGE)
         if count > len(self.free):
             return False
-        self.taken[slot], self.free = self.free[:count], self.free[count:]
-        self.table[slot, :count] = torch.tensor(self.taken[slot], dtype=torch.int32)
+        self.pages_of[slot], self.free = self.free[:count], self.free[count:]
+        self.table[slot, :count] = torch.tensor(self.pages_of[slot], dtype=torch.int32)
         return True
 
-    def give(self, slot: int) -> None:
-        """Take a slot's pages back."""
-        self.free += self.taken.pop(slot)
+    def release(self, slot: int) -> None:
+        """Free the pages of a slot."""
+        self.free += self.pages_of.pop(slot)
         self.table[slot] = 0
 
-    def over(self, layer: int, slots: slice, lengths: torch.Tensor, stop: int, **tree: torch.Tensor) -> Attend:
-        """Attention of new queries over what slots have, after their keys and values are stored behind that."""
+    def attention(self, layer: int, slots: slice, lengths: torch.Tensor, stop: int, **tree: torch.Tensor) -> Attend:
+        """Attention of new tokens to the cache of some slots, to which it first appends their keys and values."""
         fixed = {"cache_seqlens": lengths, "page_table": self.table[slots], **tree}
         attend = self.verify if tree else self.attend
         return lambda q, k, v: attend(q, self.keys[layer], self.values[layer], k=k, v=v, **fixed)
 
     def move(self, slot: int, rows: torch.Tensor, to: int) -> None:
-        """Move rows of a slot to consecutive ones, from `to` on."""
+        """Move rows of a slot to consecutive rows from `to` on."""
         places = torch.arange(to, to + len(rows), device=rows.device)
         pages, target = self.table[slot].long(), self.table[slot].long()[places // PAGE]
         for x in (self.keys, self.values):
@@ -107,7 +103,7 @@ class Pages:
 
 
 class Rows:
-    """The same with SDPA: a row for each token that a slot may have, and a mask of those that are there."""
+    """The same with SDPA: contiguous rows for the longest sequence in each slot, and a mask of those in use."""
 
     title = "SDPA, contiguous"
 
@@ -115,13 +111,13 @@ class Rows:
         shape = (args.layers, args.slots, args.heads // 4, args.room, DIM)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
-    def take(self, slot: int, tokens: int) -> bool:
+    def allocate(self, slot: int, tokens: int) -> bool:
         return True
 
-    def give(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         pass
 
-    def over(self, layer: int, slots: slice, lengths: torch.Tensor, stop: int) -> Attend:
+    def attention(self, layer: int, slots: slice, lengths: torch.Tensor, stop: int) -> Attend:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             rows = lengths[:, None].long() + torch.arange(q.shape[2], device=q.device)
             seen = torch.arange(stop, device=q.device) <= rows[:, :, None]
@@ -135,12 +131,9 @@ class Rows:
         return attend
 
 
-# ---------------------------------------------------------------------------------------------- serving
-
-
 @dataclass
 class Request:
-    """A prompt, how many tokens are wanted after it, and in the end all of them."""
+    """A prompt, the number of tokens to generate after it, and in the end all tokens."""
 
     prompt: torch.Tensor
     new: int
@@ -148,31 +141,30 @@ class Request:
 
 
 class Server:
-    """A model, its cache, and the slots whose sequences generate together. Nothing waits for the device but the end
-    of a request."""
+    """A model, its cache, and the slots whose sequences generate together. The host waits for the device only at the
+    end of a request."""
 
     def __init__(self, model: Decoder, cache: Pages | Rows, args: argparse.Namespace) -> None:
         self.model, self.cache, self.args = model, cache, args
         self.device = model.head.weight.device
         self.lengths = torch.zeros(args.slots, dtype=torch.int32, device=self.device)
         self.active = torch.zeros_like(self.lengths)  # 1 where a slot has a request
-        self.known = torch.zeros(
-            args.slots, args.room + 1, dtype=torch.long, device=self.device
-        )  # the tokens of each slot
-        self.requests: dict[int, tuple[Request, int]] = {}  # by slot, with the tokens that are left
+        # The tokens of each slot.
+        self.known = torch.zeros(args.slots, args.room + 1, dtype=torch.long, device=self.device)
+        self.requests: dict[int, tuple[Request, int]] = {}  # by slot, with the number of tokens left to generate
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: slice, lengths: torch.Tensor, stop: int, **tree: Any
     ) -> torch.Tensor:
-        """What follows each of the new tokens [B, new], which are at `positions` of their sequences."""
+        """Logits of the next token after each of the new tokens [B, new] at `positions` of their sequences."""
         x = self.model.embed(tokens) + self.model.position(positions)
         for layer, block in enumerate(self.model.blocks):
-            x = block(x, self.cache.over(layer, slots, lengths, stop, **tree))
+            x = block(x, self.cache.attention(layer, slots, lengths, stop, **tree))
         return self.model.head(self.model.norm(x))
 
     def prefill(self, slot: int, prompt: torch.Tensor) -> torch.Tensor:
-        """Read a prompt in chunks; the token that follows it."""
+        """Read a prompt in chunks, and return the next token."""
         for start in range(0, len(prompt), self.args.chunk):
             chunk = prompt[None, start : start + self.args.chunk]
             positions = torch.arange(start, start + chunk.shape[1], device=self.device)
@@ -181,9 +173,9 @@ class Server:
         return found[0, -1].argmax()
 
     def admit(self, slot: int, request: Request) -> bool:
-        """Start a request, if there is room for it."""
+        """Start a request, if the cache has room for it."""
         prompt = request.prompt.to(self.device)
-        if not self.cache.take(slot, len(prompt) + request.new):
+        if not self.cache.allocate(slot, len(prompt) + request.new):
             return False
         self.known[slot, : len(prompt)] = prompt
         self.known[slot, len(prompt)] = self.prefill(slot, prompt)
@@ -192,7 +184,7 @@ class Server:
         return True
 
     def step(self) -> None:
-        """One more token for each slot; those of slots without a request are of no use, and go nowhere."""
+        """Generate a token for each slot; tokens of slots without a request are not stored."""
         at = self.lengths[:, None].long()
         found = self.logits(self.known.gather(1, at), at, slice(None), self.lengths, self.args.room)
         self.known.scatter_(
@@ -201,7 +193,7 @@ class Server:
         self.lengths += self.active
 
     def captured(self) -> Callable[[], None]:
-        """`step` as a replay of a CUDA graph, captured while no slot has a request; as it is without a GPU."""
+        """`step` as a replay of a CUDA graph, captured while no slot has a request; `step` itself without a GPU."""
         if self.device.type != "cuda":
             return self.step
         stream = torch.cuda.Stream()
@@ -216,7 +208,7 @@ class Server:
         return self.graph.replay
 
     def serve(self, requests: list[Request], step: Callable[[], None]) -> None:
-        """Continuous batching: requests come and go between steps, each as soon as it can."""
+        """Continuous batching: requests start and end between steps, each as early as possible."""
         waiting = list(requests)
         while waiting or self.requests:
             for slot in range(self.args.slots):
@@ -230,39 +222,34 @@ class Server:
                 request, _ = self.requests.pop(slot)
                 request.tokens = self.known[slot, : len(request.prompt) + request.new].clone()
                 self.lengths[slot] = self.active[slot] = 0
-                self.cache.give(slot)
-
-
-# ---------------------------------------------------------------------------------------------- drafts
+                self.cache.release(slot)
 
 
 class Drafts:
-    """Trees of guesses: after each token the WIDE ones that follow it most often in the text, DEEP tokens ahead."""
+    """Trees of guesses, DEPTH tokens ahead: after each token the WIDTH tokens that follow it most often in the text."""
 
     def __init__(self, text: torch.Tensor, device: torch.device) -> None:
         pairs = torch.zeros(256 * 256).index_add_(
             0, text[:-1].long() * 256 + text[1:].long(), torch.ones(len(text) - 1)
         )
-        self.follows = pairs.view(256, 256).topk(WIDE, 1).indices.tolist()
-        self.parents = [-1] + [parent for parent in range(sum(WIDE**d for d in range(DEEP))) for _ in range(WIDE)]
+        self.follows = pairs.view(256, 256).topk(WIDTH, 1).indices.tolist()
+        self.parents = [-1] + [parent for parent in range(sum(WIDTH**d for d in range(DEPTH))) for _ in range(WIDTH)]
         count = len(self.parents)
         sees = torch.eye(count, dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], 1):
             sees[node] |= sees[parent]
-        self.sees, self.depths = (
-            sees[None].to(device),
-            (sees.sum(1) - 1).to(device),
-        )  # a node sees itself and what it comes after
+        # A node sees itself and its ancestors.
+        self.sees, self.depths = sees[None].to(device), (sees.sum(1) - 1).to(device)
 
     def tokens(self, last: int) -> list[int]:
-        """The tokens of the tree after a token, which is its first one."""
+        """The tokens of the tree whose root is the token `last`."""
         found = [last]
         for node, parent in enumerate(self.parents[1:], 1):
-            found.append(self.follows[found[parent]][(node - 1) % WIDE])
+            found.append(self.follows[found[parent]][(node - 1) % WIDTH])
         return found
 
     def path(self, tokens: list[int], said: list[int]) -> list[int]:
-        """The nodes from the first one on that the model says itself, each after the one before."""
+        """The nodes, from the root on, whose tokens the model itself gives (`said`), each a child of the one before."""
         nodes = [0]
         while True:
             children = (
@@ -275,10 +262,10 @@ class Drafts:
 
 
 def draft(server: Server, drafts: Drafts, request: Request) -> tuple[torch.Tensor, int]:
-    """The tokens of a request, and by how many calls: each verifies a tree, and keeps what the model says itself."""
+    """The tokens of a request and the number of calls; each call verifies a tree and keeps the model's own tokens."""
     cache: Any = server.cache
     prompt = request.prompt.to(server.device)
-    cache.take(0, len(prompt) + request.new + len(drafts.parents))
+    cache.allocate(0, len(prompt) + request.new + len(drafts.parents))
     found, length, calls = [int(server.prefill(0, prompt))], len(prompt), 0
     while len(found) < request.new:
         tokens = drafts.tokens(found[-1])
@@ -292,16 +279,13 @@ def draft(server: Server, drafts: Drafts, request: Request) -> tuple[torch.Tenso
         cache.move(0, length + torch.tensor(path, device=server.device), length)
         found += [answers[node] for node in path]
         length, calls = length + len(path), calls + 1
-    cache.give(0)
+    cache.release(0)
     return torch.cat([prompt, torch.tensor(found[: request.new], device=server.device)]), calls
 
 
-# ---------------------------------------------------------------------------------------------- the example
-
-
-def compared(model: Decoder, requests: list[Request]) -> tuple[int, int, float]:
-    """How many tokens there are, how many of them the whole sequence gives with naive attention, and by how much
-    others are below that."""
+def compare(model: Decoder, requests: list[Request]) -> tuple[int, int, float]:
+    """The number of tokens, how many of them the model gives for the whole sequence with naive attention, and by how
+    much the logits of the others are below the largest."""
     total = same = 0
     worst = 0.0
     for request in requests:
@@ -312,14 +296,14 @@ def compared(model: Decoder, requests: list[Request]) -> tuple[int, int, float]:
     return total, same, worst
 
 
-def agreed(total: int, same: int, worst: float) -> str:
-    """How many tokens are the best ones, for people."""
+def agreement_text(total: int, same: int, worst: float) -> str:
+    """The result of `compare` as text."""
     rest = f", the others at most {worst:.3f} below in their logit" if same < total else ""
     return f"{same:,} of {total:,} are those of the whole sequence{rest}"
 
 
 def built(spec: str, folder: Path) -> Any:
-    """The module of a spec, built now."""
+    """Build the module of a spec, and import it."""
     path = folder / "spec.yaml"
     path.write_text(spec)
     command = [sys.executable, "-m", "attngen", "build", str(path), "--out", str(folder)]
@@ -333,14 +317,14 @@ def built(spec: str, folder: Path) -> Any:
     return importlib.import_module("drafted_gqa")
 
 
-def told(title: str, requests: list[Request], seconds: float) -> str:
-    """Tokens a second, for people."""
+def rate_text(title: str, requests: list[Request], seconds: float) -> str:
+    """Tokens a second as text."""
     made, read = sum(r.new for r in requests), sum(len(r.prompt) for r in requests)
     return f"{title:<24} {made / seconds:10,.0f} tokens/s generated, {read:,} read before, {seconds:.2f} s"
 
 
-def timed(server: Server, requests: list[Request]) -> float:
-    """Seconds in which a server answers requests, once its step is captured and its kernels are compiled."""
+def seconds_to_serve(server: Server, requests: list[Request]) -> float:
+    """Seconds in which a server answers requests, after its step is captured and its kernels are compiled."""
     step = server.captured()
     server.serve([Request(request.prompt, 1) for request in requests[: server.args.slots]], step)
     wait = torch.cuda.synchronize if server.device.type == "cuda" else (lambda: None)
@@ -384,27 +368,27 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 @torch.no_grad()
-def answer(args: argparse.Namespace, model: Decoder, text: torch.Tensor, folder: Path) -> None:
-    """Serve the same requests over pages and with SDPA, hold tokens against the whole sequence, and verify drafts."""
+def serve_and_compare(args: argparse.Namespace, model: Decoder, text: torch.Tensor, folder: Path) -> None:
+    """Serve the same requests with pages and with SDPA, compare their tokens with the whole sequence, verify drafts."""
     served = importlib.import_module("generated.decode_paged_gqa").attention.with_kvcache
     like = model.head.weight
     generator = torch.Generator().manual_seed(args.seed)
 
-    def drawn() -> Request:
+    def random_request() -> Request:
         length = int(torch.randint(1, args.prompt + 1, (1,), generator=generator))
         start = int(torch.randint(0, len(text) - length, (1,), generator=generator))
         return Request(
             text[start : start + length].long(), int(torch.randint(1, args.new + 1, (1,), generator=generator))
         )
 
-    requests = [drawn() for _ in range(args.requests)]
+    requests = [random_request() for _ in range(args.requests)]
     pages = Pages(served, built(TREE, folder).attention.with_kvcache, like, args)
     for cache in (pages, Rows(like, args)):
         asked = [Request(r.prompt, r.new) for r in requests]
-        seconds = timed(Server(model, cache, args), asked)
-        total, same, worst = compared(model, asked)
-        print(told(cache.title, asked, seconds), flush=True)
-        print(f"{'':<24} {agreed(total, same, worst)}", flush=True)
+        seconds = seconds_to_serve(Server(model, cache, args), asked)
+        total, same, worst = compare(model, asked)
+        print(rate_text(cache.title, asked, seconds), flush=True)
+        print(f"{'':<24} {agreement_text(total, same, worst)}", flush=True)
         if not worst <= CLOSE:
             stop(f"{cache.title}: a token is {worst:.3f} below the best one; expected at most {CLOSE}")
         if cache is pages:
@@ -416,8 +400,8 @@ def answer(args: argparse.Namespace, model: Decoder, text: torch.Tensor, folder:
                 )
     one = Request(requests[0].prompt[: args.room // 2], min(args.new, args.room // 4))
     one.tokens, calls = draft(Server(model, pages, args), Drafts(text, like.device), one)
-    total, same, worst = compared(model, [one])
-    print(f"{'drafted trees':<24} {total} tokens by {calls} calls; {agreed(total, same, worst)}")
+    total, same, worst = compare(model, [one])
+    print(f"{'drafted trees':<24} {total} tokens by {calls} calls; {agreement_text(total, same, worst)}")
     if not worst <= CLOSE:
         stop(f"drafted trees: a token is {worst:.3f} below the best one; expected at most {CLOSE}")
 
@@ -436,7 +420,7 @@ def main(argv: list[str] | None = None) -> None:
     train(model, sdpa, text, args, "training")
     model = model.to(DTYPES["bf16" if args.device == "cuda" else "fp16"]).eval()
     with tempfile.TemporaryDirectory() as folder:
-        answer(args, model, text, Path(folder))
+        serve_and_compare(args, model, text, Path(folder))
 
 
 if __name__ == "__main__":

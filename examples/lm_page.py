@@ -1,4 +1,4 @@
-"""What the runs of train_lm.py say: whether an attention learns as naive attention does, as a page and a plot."""
+"""The page and the plot of train_lm.py: whether each attention learns as naive attention does."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ import torch
 from decoder import PLAIN, stop
 
 Run = dict[str, Any]
-WAYS = {
-    "kept": "as they are",
-    "checkpointed": "checkpointed",
-    "graph": "in a CUDA graph",
-}  # of steps whose speed is measured
-COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # of what is beside naive
-
-
-# ---------------------------------------------------------------------------------------------- verdict
+# How the steps run whose speed is measured.
+WAYS = {"kept": "as they are", "checkpointed": "checkpointed", "graph": "in a CUDA graph"}
+COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # of all attentions except naive
 
 
 @dataclass(frozen=True)
@@ -35,12 +29,12 @@ class Verdict:
 
     @property
     def difference(self) -> float:
-        """Of the means."""
+        """The difference of the means."""
         return statistics.fmean(self.ours) - statistics.fmean(self.naive)
 
     @property
     def spread(self) -> float:
-        """Of naive's own seeds: the largest less the smallest."""
+        """The largest perplexity of naive attention less the smallest."""
         return max(self.naive) - min(self.naive)
 
     @property
@@ -50,13 +44,13 @@ class Verdict:
     def sentence(self) -> str:
         return (
             f"{self.attention}, dropout {self.dropout:g}: perplexity {statistics.fmean(self.ours):.2f} beside naive's "
-            f"{statistics.fmean(self.naive):.2f}, {self.difference:+.2f}; naive's {len(self.naive)} seeds spread over {self.spread:.2f}: "
-            f"{'agrees' if self.agrees else 'DIFFERS'}"
+            f"{statistics.fmean(self.naive):.2f}, {self.difference:+.2f}; naive's {len(self.naive)} seeds spread over "
+            f"{self.spread:.2f}: {'agrees' if self.agrees else 'DIFFERS'}"
         )
 
 
 def verdicts(runs: list[Run]) -> list[Verdict]:
-    """One for each attention and dropout that shares at least two seeds with naive attention."""
+    """A verdict for each attention and dropout with at least two seeds in common with naive attention."""
     found = []
     for dropout in unique(runs, "dropout"):
         last = {
@@ -72,14 +66,13 @@ def verdicts(runs: list[Run]) -> list[Verdict]:
 
 
 def false_alarm(seeds: int) -> float:
-    """How often two attentions that are the same would be found to differ, if nothing but chance set the perplexity
-    of each run."""
+    """The probability that two equal attentions are found to differ, if the perplexity of each run were only chance."""
     ours, naive = torch.randn(2, 200_000, seeds, generator=torch.Generator().manual_seed(0))
     return ((ours.mean(1) - naive.mean(1)).abs() > naive.amax(1) - naive.amin(1)).double().mean().item()
 
 
 def unique(records: list[Run], key: str) -> list[Any]:
-    """The values of a key, in the order of their first record."""
+    """The distinct values of a key, in the order of their first record."""
     return list(dict.fromkeys(record[key] for record in records))
 
 
@@ -87,11 +80,8 @@ def select(runs: list[Run], attention: str, dropout: float) -> list[Run]:
     return [r for r in runs if (r["attention"], r["dropout"]) == (attention, dropout)]
 
 
-# ---------------------------------------------------------------------------------------------- results
-
-
 def load(folders: list[Path]) -> dict[str, Any]:
-    """The results of several folders as one; all must have the same settings, text and machine."""
+    """The merged results of several folders, which must have the same settings, text and machine."""
     merged: dict[str, Any] = {}
     for folder in folders:
         try:
@@ -100,7 +90,8 @@ def load(folders: list[Path]) -> dict[str, Any]:
             stop(f"--from {folder}: no results.json that can be read ({error})")
         if "graph" not in results["settings"]:
             stop(
-                f"--from {folder}: its results are of an earlier train_lm.py, which did not say how steps ran; measure them again"
+                f"--from {folder}: its results are of an earlier train_lm.py, which did not say how steps ran; "
+                f"measure them again"
             )
         for key in ("settings", "data", "environment"):
             if merged and results[key] != merged[key]:
@@ -113,72 +104,86 @@ def load(folders: list[Path]) -> dict[str, Any]:
     return merged
 
 
-# ---------------------------------------------------------------------------------------------- page
-
-
 def write(results: dict[str, Any], page: Path) -> None:
-    """The page, and the plot beside it under the same name."""
+    """Write the page, and the plot in the same folder under the same name."""
     plot(results, page.with_suffix(".svg"))
     page.write_text(text(results, page.with_suffix(".svg").name))
 
 
 def text(results: dict[str, Any], picture: str) -> str:
-    """The page: what was trained, the verdicts, the perplexities, speed and memory."""
-    settings, data, machine, runs = (results[key] for key in ("settings", "data", "environment", "runs"))
-    found = verdicts(runs)
+    """The page: the setting, the verdicts, the perplexities, speed and memory."""
+    machine, runs = results["environment"], results["runs"]
+    parts = [
+        "# A language model trained with each attention",
+        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}. Written by "
+        "`examples/train_lm.py --report`.",
+        setting(results["settings"], results["data"]),
+        f"![Validation perplexity by epoch, and its difference from naive attention's]({picture})",
+        "## Does it learn as naive attention does?",
+        *verdict_parts(runs),
+        "## Perplexity by epoch",
+        "Means over the seeds; epoch 0 is before training.",
+        epoch_table(runs),
+    ]
+    if results["speed"]:
+        parts += speed_parts(results["speed"])
+    return "\n\n".join(parts) + "\n"
+
+
+def setting(settings: dict[str, Any], data: dict[str, Any]) -> str:
+    """The paragraph on the model, the text and the training."""
     heads = f"{settings['heads']} heads" + (
         "" if settings["kv_heads"] == settings["heads"] else f" ({settings['kv_heads']} of K and V)"
     )
     dims = str(settings["qk"]) if settings["qk"] == settings["v"] else f"{settings['qk']} and {settings['v']}"
     seen = "" if settings["window"] is None else f" that sees {settings['window']} tokens back"
     numbers = "bf16 autocast over fp32 weights" if settings["dtype"] == "bf16" else "fp32"
-    parts = [
-        "# A language model trained with each attention",
-        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}. Written by `examples/train_lm.py --report`.",
+    checkpointing = "on" if settings["checkpoint"] else "off"
+    graph = "; steps replayed from a CUDA graph" if settings["graph"] else ""
+    return paragraph(
+        f"A decoder of {settings['layers']} layers, {heads} of dimension {dims}, width",
+        f"{settings['d_model']}{seen}, predicts the next token of {data['name']} ({data['files']} files,",
+        f"{data['bytes'] / 1e6:.1f} MB, sha256 {data['sha256']}). A vocabulary of {settings['vocabulary']} makes that",
+        f"{data['train_tokens']:,} tokens to train on and {data['held_tokens']:,} held out, of which every validation",
+        f"reads the same {settings['val_tokens']:,}. {settings['epochs']} epochs of {settings['epoch_tokens']:,}",
+        f"tokens in batches of {settings['batch']} sequences of {settings['seq']}; AdamW at {settings['lr']:g} after a",
+        f"short warm-up, then a cosine to a tenth of it; gradients clipped to 1; {numbers}; activation checkpointing",
+        f"{checkpointing}{graph}. Dropout is on the attention's probabilities alone, and off in validation. A seed",
+        "fixes the initial weights and the batches, for every attention alike; what dropout drops is each",
+        "attention's own.",
+    )
+
+
+def verdict_parts(runs: list[Run]) -> list[str]:
+    """The rule by which attentions agree, the verdicts, and the effect of dropout."""
+    found = verdicts(runs)
+    if not found:
+        return ["No verdict: it takes naive attention and another, with two seeds or more in common."]
+    chance = " and ".join(
+        f"{false_alarm(n):.1%} of studies with {n} seeds" for n in sorted({len(v.naive) for v in found})
+    )
+    rule = paragraph(
+        "Two attentions agree where the means over the seeds of their last validation perplexities differ by no more",
+        "than naive attention's seeds do among themselves, largest less smallest. If seeds had nothing in common,",
+        f"chance alone would have an attention differ from itself in {chance}; weights and batches in common make it",
+        "rarer. SDPA is held to the rule as a control.",
+    )
+    effect = dropout_effect(runs)
+    return [rule, verdict_table(found), *([effect] if effect else [])]
+
+
+def speed_parts(records: list[Run]) -> list[str]:
+    """The section on speed and memory."""
+    return [
+        "## Speed and memory",
         paragraph(
-            f"A decoder of {settings['layers']} layers, {heads} of dimension {dims}, width {settings['d_model']}{seen}, predicts the",
-            f"next token of {data['name']} ({data['files']} files, {data['bytes'] / 1e6:.1f} MB, sha256 {data['sha256']}).",
-            f"A vocabulary of {settings['vocabulary']} makes that {data['train_tokens']:,} tokens to train on and {data['held_tokens']:,}",
-            f"held out, of which every validation reads the same {settings['val_tokens']:,}. {settings['epochs']} epochs of",
-            f"{settings['epoch_tokens']:,} tokens in batches of {settings['batch']} sequences of {settings['seq']}; AdamW at",
-            f"{settings['lr']:g} after a short warm-up, then a cosine to a tenth of it; gradients clipped to 1; {numbers}; activation",
-            f"checkpointing {'on' if settings['checkpoint'] else 'off'}{'; steps replayed from a CUDA graph' * settings['graph']}.",
-            "Dropout is on the attention's probabilities alone, and off",
-            "in validation. A seed fixes the initial weights and the batches, for every attention alike; what dropout drops is each",
-            "attention's own.",
+            "Whole training steps: forward, backward, clipping and optimizer. Peak memory is the most that tensors",
+            "held, weights and optimizer included. Checkpointed, a block keeps nothing but its input, and is computed",
+            "again in the backward pass. In a CUDA graph, a step is recorded once and replayed: where the host needs",
+            "longer than the device, as in short steps of eager PyTorch, only these rates compare kernels.",
         ),
-        f"![Validation perplexity by epoch, and its difference from naive attention's]({picture})",
-        "## Does it learn as naive attention does?",
+        speed_table(records),
     ]
-    if found:
-        chance = " and ".join(
-            f"{false_alarm(n):.1%} of studies with {n} seeds" for n in sorted({len(v.naive) for v in found})
-        )
-        parts += [
-            paragraph(
-                "Two attentions agree where the means over the seeds of their last validation perplexities differ by no more than naive",
-                "attention's seeds do among themselves, largest less smallest. If seeds had nothing in common, chance alone would have an",
-                f"attention differ from itself in {chance}; weights and batches in common make it rarer. SDPA is held to",
-                "the rule as a control.",
-            ),
-            verdict_table(found),
-        ]
-        parts += [moved for moved in [dropout_effect(runs)] if moved]
-    else:
-        parts.append("No verdict: it takes naive attention and another, with two seeds or more in common.")
-    parts += ["## Perplexity by epoch", "Means over the seeds; epoch 0 is before training.", epoch_table(runs)]
-    if results["speed"]:
-        parts += [
-            "## Speed and memory",
-            paragraph(
-                "Whole training steps: forward, backward, clipping and optimizer. Peak memory is the most that tensors held, weights and",
-                "optimizer included. Checkpointed, a block keeps nothing but its input, and is computed again in the backward pass. In a",
-                "CUDA graph, a step is recorded once and replayed: where the host needs longer than the device, as in short steps of",
-                "eager PyTorch, only these rates compare kernels.",
-            ),
-            speed_table(results["speed"]),
-        ]
-    return "\n\n".join(parts) + "\n"
 
 
 def paragraph(*pieces: str) -> str:
@@ -212,7 +217,7 @@ def verdict_table(found: list[Verdict]) -> str:
 
 
 def dropout_effect(runs: list[Run]) -> str:
-    """What dropout itself does to each attention, where there are runs with and without."""
+    """The effect of dropout on each attention with runs with and without it; empty if there are none."""
     off, *rates = sorted(unique(runs, "dropout"))
     moved = []
     for name in unique(runs, "attention") if off == 0 else []:
@@ -235,14 +240,14 @@ def epoch_table(runs: list[Run]) -> str:
 
 
 def speed(group: list[Run]) -> list[str]:
-    """Median tokens/s and largest peak of records, as two cells."""
+    """The median of tokens/s and the largest peak memory of records, as two cells."""
     rates = [r["tokens_per_s"] for r in group if r["tokens_per_s"] is not None]
     peaks = [r["peak_gib"] for r in group if r["peak_gib"] is not None]
     return [f"{statistics.median(rates):,.0f}" if rates else "out of memory", f"{max(peaks):.1f}" if peaks else "-"]
 
 
 def speed_table(records: list[Run]) -> str:
-    """A line per size, dropout and attention; rate and memory of each way that was measured."""
+    """A row per size, dropout and attention, with the rate and the memory of each measured one of WAYS."""
     groups: dict[tuple[Any, ...], dict[str, Run]] = {}
     for r in records:
         groups.setdefault((f"{r['batch']} x {r['seq']}", f"{r['dropout']:g}", r["attention"]), {})[r["way"]] = r
@@ -259,12 +264,9 @@ def speed_table(records: list[Run]) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------- plot
-
-
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Perplexity by epoch above, its difference from naive's mean below; a column per dropout. The same bytes for
-    the same results."""
+    """Plot perplexity by epoch, and below it the difference from naive's mean; a column per dropout. Equal results
+    give equal bytes."""
     try:
         import matplotlib
     except ImportError:

@@ -1,10 +1,10 @@
-"""A small language model, trained on bytes of real text, whose attention is a generated module picked by name.
+"""Train a small language model on bytes of real text, with the attention of a generated module chosen by name.
 
     python examples/tiny_lm.py --attention causal_mqa                 # a few hundred steps on a GPU, a few on a CPU
-    python examples/tiny_lm.py --attention causal_gqa --compare       # the same run with naive attention beside it
+    python examples/tiny_lm.py --attention causal_gqa --compare       # also the same run with naive attention
     python examples/tiny_lm.py --attention naive --data my.txt --csv loss.csv
 
-Without a GPU the kernels run in Triton's interpreter, which checks the mathematics and is slow: sizes are tiny there.
+Without a GPU the kernels run in Triton's interpreter, which checks the mathematics but is slow: sizes are tiny there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from decoder import DTYPES, Attend, Decoder, naive, stop, variant
 from torch.nn import functional as F
 
-SIZES = {  # what a flag that is not given defaults to, by device
+SIZES = {  # the defaults of options, by device
     "cuda": {"layers": 4, "d_model": 256, "heads": 8, "seq": 512, "batch": 16, "steps": 300, "every": 25},
     "cpu": {"layers": 2, "d_model": 128, "heads": 4, "seq": 64, "batch": 2, "steps": 10, "every": 1},
 }
-AGREE = 0.02  # mean difference of two loss curves that rounding may make
+AGREE = 0.02  # greatest mean difference of two loss curves that rounding may cause
 
 
 def read_text(path: Path | None) -> torch.Tensor:
-    """Bytes to train on: a file's, or those of the standard library's sources."""
+    """Bytes to train on: those of a file, or of the sources of the standard library."""
     try:
         sources = [path] if path else sorted(Path(os.__file__).parent.glob("*.py"))
         text = b"".join(p.read_bytes() for p in sources)
@@ -38,7 +38,7 @@ def read_text(path: Path | None) -> torch.Tensor:
 
 
 def train(model: Decoder, attend: Attend, text: torch.Tensor, args: argparse.Namespace, title: str) -> list[float]:
-    """Train and return the loss of every step; the batches depend on the seed alone."""
+    """Train and return the loss of every step; the batches depend only on the seed."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scaler = torch.amp.GradScaler(args.device, enabled=args.dtype == "fp16")
     generator = torch.Generator().manual_seed(args.seed)

@@ -1,12 +1,12 @@
-"""Training steps of a model of Hugging Face's transformers, with attngen and with what transformers has.
+"""Time training steps of a model of Hugging Face's transformers, with attngen and with other implementations.
 
     pip install 'transformers>=5'
-    python examples/train_transformers.py                                  # a Llama of 1B parameters, 4 sequences of 4,096 tokens
+    python examples/train_transformers.py               # a Llama of 1B parameters, 4 sequences of 4,096 tokens
     python examples/train_transformers.py --model gemma2 --batch 1 --length 8192 --with eager flex_attention
-    python examples/train_transformers.py --padded                         # sequences of half the length to all of it
+    python examples/train_transformers.py --padded      # sequences of half the length to all of it
 
-Weights are random. It needs a GPU. Steps (forward, backward, AdamW) of all implementations run in turn; it prints the
-median of each, and how far the loss of the first step is from that of the first implementation.
+Weights are random. It needs a GPU. Steps (forward, backward, AdamW) of all implementations alternate; it prints the
+median of each, and the difference of the first step's loss from that of the first implementation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import attngen.integrations.transformers as hf
 
 
 def llama(transformers: Any, layers: int) -> Any:
-    """The sizes of Llama 3.2 1B, with fewer words."""
+    """The sizes of Llama 3.2 1B, with a smaller vocabulary."""
     return transformers.LlamaConfig(
         vocab_size=32000,
         hidden_size=2048,
@@ -37,12 +37,12 @@ def llama(transformers: Any, layers: int) -> Any:
 
 
 def gemma2(transformers: Any, layers: int) -> Any:
-    """The sizes of Gemma 2 2B, with fewer words: a soft cap, and a window of 4,096 in every second layer."""
+    """The sizes of Gemma 2 2B, with a smaller vocabulary: a soft cap, and a window of 4,096 in every second layer."""
     return transformers.Gemma2Config(vocab_size=32000, num_hidden_layers=layers or 26, max_position_embeddings=131072)
 
 
 def gpt_oss(transformers: Any, layers: int) -> Any:
-    """Attention as in gpt-oss 20B, with few experts: sinks, and a window of 128 in every second layer."""
+    """Attention as in gpt-oss 20B, with fewer experts: sinks, and a window of 128 in every second layer."""
     return transformers.GptOssConfig(
         vocab_size=32000,
         num_hidden_layers=layers or 8,
@@ -75,67 +75,86 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = arguments(argv)
+def transformers_on_gpu() -> Any:
+    """The module `transformers`; ends the script without it, or without a GPU."""
     try:
         import transformers
     except ImportError:
         sys.exit("train_transformers: transformers is not installed; expected `pip install 'transformers>=5'` before")
     if not torch.cuda.is_available():
         sys.exit("train_transformers: no GPU; expected one")
+    return transformers
+
+
+class Steps:
+    """Training steps of one model on one batch, with the attention of any implementation."""
+
+    def __init__(self, model: Any, args: argparse.Namespace, words: int) -> None:
+        self.model = model
+        # Weights stay the same, so that all implementations compute the same.
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        self.run: Any = torch.compile(model) if args.compile else model
+        self.ids = torch.randint(words, (args.batch, args.length), device="cuda")
+        self.labels, self.more = self.ids, {}
+        if args.padded:
+            ends = torch.linspace(args.length // 2, args.length, args.batch, device="cuda").long()
+            mask = torch.arange(args.length, device="cuda") < ends[:, None]
+            self.labels, self.more = self.ids.masked_fill(~mask, -100), {"attention_mask": mask.long()}
+
+    def step(self, name: str) -> tuple[float, float]:
+        """(seconds, loss) of a step with an implementation."""
+        self.model.set_attn_implementation(name)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = self.run(self.ids, labels=self.labels, use_cache=False, **self.more).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return time.perf_counter() - started, loss.item()
+
+    def first(self, name: str) -> tuple[float, float] | None:
+        """(loss, peak memory in GiB) of the second step, because the first one compiles kernels; None if memory runs
+        out."""
+        try:
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                _, loss = self.step(name)
+            return loss, torch.cuda.max_memory_allocated() / 2**30
+        except torch.OutOfMemoryError:
+            self.optimizer.zero_grad()
+            torch.cuda.empty_cache()
+            return None
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    transformers = transformers_on_gpu()
     hf.register()
     config = MODELS[args.model](transformers, args.layers)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     count = sum(p.numel() for p in model.parameters())
-    steps = torch.optim.AdamW(
-        model.parameters(), lr=0.0, fused=True
-    )  # weights stay, so that all implementations do the same
-    run: Any = torch.compile(model) if args.compile else model
-    ids = torch.randint(config.vocab_size, (args.batch, args.length), device="cuda")
-    labels, more = ids, {}
-    if args.padded:
-        ends = torch.linspace(args.length // 2, args.length, args.batch, device="cuda").long()
-        mask = torch.arange(args.length, device="cuda") < ends[:, None]
-        labels, more = ids.masked_fill(~mask, -100), {"attention_mask": mask.long()}
-    names = ["attngen", *args.others]
+    steps = Steps(model, args, config.vocab_size)
     print(
-        f"{args.model}, {count / 1e9:.2f}B parameters, {args.batch} x {args.length} tokens, {torch.cuda.get_device_name()}"
+        f"{args.model}, {count / 1e9:.2f}B parameters, {args.batch} x {args.length} tokens, "
+        f"{torch.cuda.get_device_name()}"
     )
-
-    def step(name: str) -> tuple[float, float]:
-        """(seconds, loss) of a step."""
-        model.set_attn_implementation(name)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        loss = run(ids, labels=labels, use_cache=False, **more).loss
-        loss.backward()
-        steps.step()
-        steps.zero_grad()
-        torch.cuda.synchronize()
-        return time.perf_counter() - started, loss.item()
-
     losses, peaks = {}, {}
-    for name in list(names):
-        try:
-            for _ in range(2):  # kernels are compiled the first time
-                torch.cuda.reset_peak_memory_stats()
-                _, losses[name] = step(name)
-            peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-        except torch.OutOfMemoryError:
-            names.remove(name)
-            steps.zero_grad()
-            torch.cuda.empty_cache()
+    for name in ("attngen", *args.others):
+        if found := steps.first(name):
+            losses[name], peaks[name] = found
+        else:
             print(f"{name:<16} out of memory")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
     for _ in range(args.steps):
-        for name in names:
-            seconds[name].append(step(name)[0])
+        for name in losses:
+            seconds[name].append(steps.step(name)[0])
     ours = statistics.median(seconds["attngen"])
-    for name in names:
+    for name, loss in losses.items():
         median = statistics.median(seconds[name])
-        off = losses[name] - losses[names[0]]
+        off = loss - next(iter(losses.values()))
         print(
             f"{name:<16} {1000 * median:8.1f} ms a step, {args.batch * args.length / median:9,.0f} tokens/s, "
             f"{median / ours:5.2f} x attngen's time, {peaks[name]:5.1f} GiB, loss {off:+.1e}",

@@ -1,4 +1,5 @@
-"""Digests of the code that Triton makes of every committed kernel, for every target, without a GPU: PTX, or AMD's assembly.
+"""Digests of the code that Triton makes of every committed kernel, for every target, without a GPU: PTX, or AMD's
+assembly.
 
 The code counts without names, comments and line information, so a change of names alone leaves every digest as it is.
 
@@ -18,8 +19,8 @@ from typing import Any
 
 from attngen.certify.certificate import chosen
 from attngen.devices import CLASSES, FALLBACK_CUDA
-from attngen.ir.graph import Config
-from attngen.ir.text import parse_module
+from attngen.ir.module import Config
+from attngen.ir.parser import parse_module
 from attngen.targets.common.ahead import compile_each, compiled
 from attngen.targets.registry import maker_of
 
@@ -44,10 +45,11 @@ def stripped(assembly: str, kernel: str, comment: str) -> str:
     return re.sub(rf"\b{kernel}(?=\b|_param_)", "kernel", "\n".join(kept))
 
 
-def digest_of(job: Any) -> str:
-    """The digest of one kernel's code; the compiler's sentence if it does not compile."""
-    backend = "hopper" if hasattr(job, "marks") else "triton"
-    done = compiled(maker_of(Config("sm90", 2, None, 64, 64, 4, 1, backend=backend)).compiler.source(job), job)
+def digest_of(asked: tuple[Config, Any]) -> str:
+    """The digest of the code of one kernel, given its config and job; the compiler's sentence if it does not
+    compile."""
+    config, job = asked
+    done = compiled(maker_of(config).compiler.source(job), job)
     if isinstance(done, str):
         return done
     code = done[0].asm
@@ -66,7 +68,7 @@ def digests(names: list[str]) -> dict[str, str]:
             tile = f"{config.tile}x{config.columns}x{config.num_warps}x{config.num_stages}"
             of = f"{config.device} {config.backend} {tile} {config.elem_bytes} {config.max_rows}"
             job = maker.compiler.job(module, kernel, config, ir.with_name(maker.file))
-            asked[f"{name} {kernel.stands_for} {kernel.name} {of}"] = job
+            asked[f"{name} {kernel.stands_for} {kernel.name} {of}"] = (config, job)
     return dict(zip(asked, compile_each(digest_of, list(asked.values()))))
 
 

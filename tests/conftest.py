@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ import torch
 from attngen.conformance.interpreter import check_interpreter, lighten
 from attngen.errors import AttngenError
 from attngen.lowering import pipeline
+from tests import record
 
 # SymPy's caches are large and stay; the default thresholds would spend a tenth of the time on looking through them.
 gc.set_threshold(50_000, 20, 100)
@@ -35,9 +39,79 @@ except AttngenError as error:
     pytest.exit(str(error), returncode=4)
 
 
+PROVED = pytest.StashKey[dict[str, list[str]]]()  # tests that the record proves
+RECORDER = pytest.StashKey[record.Recorder]()  # of a run that writes the record
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-record", action="store_true", help="write tests/record.json from the tests that pass")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Lowering verifies the last module only, except in nightly runs."""
-    pipeline.VERIFY_EACH = config.option.markexpr != "not nightly"
+    """Lowering verifies the last module only, and the record of numerics counts, except in nightly runs."""
+    push = "not nightly" in config.option.markexpr and " or " not in config.option.markexpr
+    pipeline.VERIFY_EACH = not push
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        config.stash[PROVED] = worker["proved"]
+    else:
+        shutil.rmtree(record.ROOT / ".pytest_cache" / "lowered", ignore_errors=True)  # of earlier runs
+        use = push and not CUDA and not config.option.write_record
+        config.stash[PROVED] = record.proved(record.read(), record.commit()) if use else {}
+    if config.option.write_record and not CUDA:
+        config.stash[RECORDER] = record.Recorder()
+        config.stash[RECORDER].watch()
+    seed = record.commit() if push and not config.option.write_record else None
+    record.use_reports(record.read(), seed, config.stash.get(RECORDER, None))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give a worker of pytest-xdist the tests that the record proves: to find them takes seconds."""
+    node.workerinput["proved"] = node.config.stash[PROVED]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Take what a worker has recorded."""
+    if RECORDER in node.config.stash:
+        tests, reports = getattr(node, "workeroutput", {}).get("record", ({}, {}))
+        node.config.stash[RECORDER].tests |= tests
+        node.config.stash[RECORDER].reports |= reports
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if RECORDER in session.config.stash:
+        recorder = session.config.stash[RECORDER]
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["record"] = (recorder.tests, recorder.reports)
+        else:
+            record.write(recorder.tests, recorder.reports)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Expect nothing before the test itself is called: a fixture that other tests share must not end in a skip."""
+    record.expect(None)
+    if RECORDER in item.config.stash:
+        item.config.stash[RECORDER].start()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    record.expect(item.config.stash[PROVED].get(item.nodeid) if item.get_closest_marker("numerics") else None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if (
+        RECORDER in item.config.stash
+        and report.when == "call"
+        and report.passed
+        and item.get_closest_marker("numerics")
+    ):
+        item.config.stash[RECORDER].passed(item.nodeid)
+    return report
 
 
 _SPECS = {path.stem for path in (Path(__file__).parent.parent / "specs").glob("*.yaml")}
@@ -47,13 +121,18 @@ SLOW = (
     "test_compiled.py",
     "test_dtensor.py",
     "test_equality.py",
+    "test_module_cache_damage.py",
+    "test_module_cache_processes.py",
     "test_random_caches.py",
     "test_random_masks.py",
     "test_random_specs.py",
     "test_run.py",
     "test_example.py",
     "test_transformers.py",
+    "test_transformers_formulas.py",
+    "test_transformers_specs.py",
     "test_wheel.py",
+    "test_wrong_passes.py",
 )
 
 
@@ -72,7 +151,13 @@ def _spec_of(item: pytest.Item) -> str:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    proved = config.stash[PROVED]
+    done = [i for i in items if i.get_closest_marker("numerics") and proved.get(i.nodeid) == []]
+    if done:
+        config.hook.pytest_deselected(items=done)
+        found = set(map(id, done))
+        items[:] = [item for item in items if id(item) not in found]
     # What takes long starts first, so that no worker is left with it at the end. Then tests of a spec stand together:
     # the worker that has them lowers it, and loads its kernels, once.
     items.sort(key=lambda item: (item.path.name not in SLOW, _spec_of(item)))

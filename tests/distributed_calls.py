@@ -1,5 +1,7 @@
-"""Calls of DTensors on several processes over gloo, each held against the call of whole tensors; run by
-tests/test_dtensor.py."""
+"""Calls with DTensors on several processes over gloo, each compared with the call with whole tensors.
+
+tests/test_dtensor.py runs this file.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ WHOLE, BATCH, ON_HEADS, QUERIES = Replicate(), Shard(0), Shard(1), Shard(2)
 
 
 def tensors_of(name: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """q, k and v, and the inputs of a committed spec, the same on all ranks."""
+    """q, k, v and the inputs of a committed spec; equal on all ranks."""
     made, g = spec(name), torch.Generator().manual_seed(0)
     kv = {"mha": HEADS, "mqa": 1, "gqa": 2}[made.heads.sharing]
     sizes = Sizes(B, HEADS, kv, N, N)
@@ -31,8 +33,10 @@ def tensors_of(name: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
     return [torch.randn(shape, generator=g) for shape in shapes], inputs
 
 
-def same(name: str, mesh: Any, of_q: list[Any], of_kv: list[Any], sharded_inputs: bool = False) -> None:
-    """Outputs, rows and every gradient of DTensors are those of whole tensors."""
+def compare(
+    name: str, mesh: Any, q_placements: list[Any], kv_placements: list[Any], sharded_inputs: bool = False
+) -> None:
+    """Compare outputs, LSE and all gradients of DTensors with those of whole tensors."""
     attention = built(name).attention
     found = []
     for distributed in (False, True):
@@ -45,7 +49,7 @@ def same(name: str, mesh: Any, of_q: list[Any], of_kv: list[Any], sharded_inputs
         }
         given = dict(inputs)
         if distributed:
-            args = [distribute_tensor(x, mesh, of_q if at == 0 else of_kv) for at, x in enumerate(args)]
+            args = [distribute_tensor(x, mesh, q_placements if at == 0 else kv_placements) for at, x in enumerate(args)]
             if sharded_inputs:
                 given |= {
                     key: distribute_tensor(x, mesh, [WHOLE] * mesh.ndim)
@@ -56,7 +60,11 @@ def same(name: str, mesh: Any, of_q: list[Any], of_kv: list[Any], sharded_inputs
             x.requires_grad_()
         out, lse = attention(*args, **given, return_lse=True)
         if distributed:
-            assert isinstance(out, DTensor) and list(out.placements) == of_q and list(lse.placements) == of_q
+            assert (
+                isinstance(out, DTensor)
+                and list(out.placements) == q_placements
+                and list(lse.placements) == q_placements
+            )
             out, lse = out.full_tensor(), lse.full_tensor()
         seen = lse.isfinite()
         loss = (out.float() * torch.arange(out.shape[-1]).cos()).sum() + lse[seen].sin().sum()
@@ -66,7 +74,7 @@ def same(name: str, mesh: Any, of_q: list[Any], of_kv: list[Any], sharded_inputs
         )
     for whole, ours in zip(*found):
         error = (whole.double() - ours.double()).norm() / whole.double().norm().clamp(min=1e-6)
-        assert error < 2e-3, (name, of_q, of_kv, float(error))
+        assert error < 2e-3, (name, q_placements, kv_placements, float(error))
 
 
 def refused(text: str, call: Callable[[], Any]) -> None:
@@ -88,18 +96,18 @@ def all_cases(mesh: Any, pair: Any) -> None:
         "temperature_mha",
         "document_gqa",
     ):
-        same(name, mesh, [BATCH], [BATCH])
-        same(name, mesh, [ON_HEADS], [ON_HEADS])
+        compare(name, mesh, [BATCH], [BATCH])
+        compare(name, mesh, [ON_HEADS], [ON_HEADS])
     for name in ("packed_document_gqa", "relative_bias_mha"):
-        same(name, mesh, [ON_HEADS], [ON_HEADS])
-    same("causal_gqa", mesh, [WHOLE], [WHOLE])
-    same("causal_gqa", mesh, [ON_HEADS], [WHOLE])
-    same("causal_mqa", mesh, [ON_HEADS], [WHOLE])
-    same("full_mha", mesh, [QUERIES], [WHOLE])
-    same("padding_mha", mesh, [QUERIES], [WHOLE])
-    same("causal_padding_gqa", mesh, [BATCH], [BATCH], sharded_inputs=True)
-    same("causal_padding_gqa", pair, [BATCH, ON_HEADS], [BATCH, ON_HEADS])
-    same("causal_mqa", pair, [BATCH, ON_HEADS], [BATCH, WHOLE])
+        compare(name, mesh, [ON_HEADS], [ON_HEADS])
+    compare("causal_gqa", mesh, [WHOLE], [WHOLE])
+    compare("causal_gqa", mesh, [ON_HEADS], [WHOLE])
+    compare("causal_mqa", mesh, [ON_HEADS], [WHOLE])
+    compare("full_mha", mesh, [QUERIES], [WHOLE])
+    compare("padding_mha", mesh, [QUERIES], [WHOLE])
+    compare("causal_padding_gqa", mesh, [BATCH], [BATCH], sharded_inputs=True)
+    compare("causal_padding_gqa", pair, [BATCH, ON_HEADS], [BATCH, ON_HEADS])
+    compare("causal_mqa", pair, [BATCH, ON_HEADS], [BATCH, WHOLE])
 
     def placed(name: str, *placements: Any, **more: Any) -> Callable[[], Any]:
         qkv, inputs = tensors_of(name)

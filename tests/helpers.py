@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
+import pickle
+import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,19 +17,24 @@ import pytest
 import sympy
 import torch
 
+from attngen.cache import fingerprint
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
+from attngen.ir.core import Op
 from attngen.ir.expr import select, symbol
-from attngen.ir.graph import Config, Meaning, Module
 from attngen.ir.host import If
-from attngen.ir.ops import Map, Mask, Op
-from attngen.ir.text import parse_module, print_module
-from attngen.lowering.pipeline import lower, stages
+from attngen.ir.module import Config, Meaning, Module
+from attngen.ir.ops import Map, Mask
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
+from attngen.lowering import pipeline
+from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, load_spec
 from attngen.transforms.base import Pass
 from attngen.transforms.drop_unspecialized import without
 from attngen.verify import verify
 from docs.site.committed import spec_files
+from tests import record
 
 ROOT = Path(__file__).parent.parent
 SPECS = [path.stem for path in spec_files()]
@@ -89,13 +97,41 @@ def module_of(made: Spec, folder: Path) -> ModuleType:
     from attngen.conformance.harness import load_module
 
     write_module(render(lower(made)), folder)
+    record.built_again(folder)
     return load_module(folder)
+
+
+def cached_module(made: Spec | dict[str, Any]) -> ModuleType:
+    """The module of a spec from `attngen.build`, which keeps it in the user's cache."""
+    import attngen
+
+    module = attngen.build(made)
+    record.built_again(Path(str(module.__file__)).parent)
+    return module
+
+
+def stages_of(made: Spec) -> dict[str, Module]:
+    """The module of a spec after every pass, by the pass's name; the logical one is `build`, the last one is verified.
+
+    All workers of a run share it on disk: to lower a spec takes twenty times as long as to read it.
+    """
+    what = f"{fingerprint.digest()} {pipeline.VERIFY_EACH} {made.model_dump_json()}"
+    path = ROOT / ".pytest_cache" / "lowered" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.pickle"
+    if path.is_file():
+        found: dict[str, Module] = pickle.loads(path.read_bytes())
+        return found
+    found = dict(pipeline.stages(made))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(pickle.dumps(found))
+    os.replace(file.name, path)
+    return found
 
 
 @cache
 def lowered(name: str) -> dict[str, Module]:
-    """A spec's verified module after every pass, by the pass's name; the logical one is `build`."""
-    return dict(stages(spec(name)))
+    """`stages_of` a spec of specs/ by name."""
+    return stages_of(spec(name))
 
 
 @cache
@@ -110,7 +146,9 @@ def portable(name: str) -> Module:
     """The same without divided kernels, which would have to be edited with those that they stand in for, and what
     runs divided alone."""
     whole = target(name)
-    module = without(replace(whole, warp_specialized=()), {kernel.name for kernel in whole.kernels if kernel.adds})
+    module = without(
+        replace(whole, warp_specialized=()), {kernel.name for kernel in whole.kernels if kernel.adds_in_order}
+    )
     rows = tuple(
         (k, tuple(r for r in rows if not isinstance(r, Config) or r.backend == module.backend))
         for k, rows in module.schedules
@@ -118,7 +156,7 @@ def portable(name: str) -> Module:
     return replace(module, warp_specialized=(), schedules=rows)
 
 
-def in_one_pass(module: Module) -> Module:
+def use_fused(module: Module) -> Module:
     """The module whose calls compute gradients in one pass, where it has a kernel for that, however short sequences
     are."""
 
@@ -127,9 +165,9 @@ def in_one_pass(module: Module) -> Module:
         return sympy.And(*(condition for condition in where.args if condition.free_symbols <= known))
 
     def change(op: Op) -> list[Op]:
-        if isinstance(op, Map) and op.name == "in_one_pass":
+        if isinstance(op, Map) and op.name == "use_fused":
             return [replace(op, expr=select(asked(op.expr.args[0]), *op.expr.args[1:]))]
-        if isinstance(op, If) and op.then == "one_pass" and op.where.args[0] != symbol("in_one_pass"):
+        if isinstance(op, If) and op.then == "fused" and op.where.args[0] != symbol("use_fused"):
             return [replace(op, where=asked(op.where))]
         return [op]
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of well-typed masks and scores, with the arguments that a call of them takes."""
+"""Hypothesis strategies for well-typed masks and scores, with the arguments of a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attngen.lang.params import Param
 
-# Every parameter that a drawn expression may read; those that it does read are declared.
+# All parameters that a generated expression may read; a sample declares those that it reads.
 PARAMS: dict[str, Param] = {
     "window": Param(scalar="int"),
     "step": Param(scalar="int", min=1),
@@ -20,9 +20,8 @@ PARAMS: dict[str, Param] = {
     "slope": Param(tensor=("H",), dtype="fp32", grad=True),
 }
 SCALARS = {"window": st.integers(-3, 12), "step": st.integers(1, 7)}
-CONSTANTS = st.sampled_from(
-    ["0.25", "0.5", "1.5", "2.0", "3"]
-)  # exact in binary, so that both sides of a comparison are
+# Exact in binary, so that both sides of a comparison are exact.
+CONSTANTS = st.sampled_from(["0.25", "0.5", "1.5", "2.0", "3"])
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Sample:
     scalars: dict[str, int] = field(default_factory=dict)
 
     def values(self, batch: int, q_heads: int, kv_heads: int, n_q: int, n_kv: int, seed: int = 0) -> dict[str, Any]:
-        """The arguments of a call: the scalars, and fp32 tensors of eighths from -2 to 2."""
+        """The arguments of a call: the scalars, and fp32 tensors of multiples of 1/8 from -2 to 2."""
         sizes = {"B": batch, "Hq": q_heads, "Hkv": kv_heads, "Nq": n_q, "Nk": n_kv}
         random = torch.Generator().manual_seed(seed)
         tensors = {
@@ -53,7 +52,7 @@ def _sample(draw: st.DrawFn, text: str) -> Sample:
 
 @st.composite
 def integers(draw: st.DrawFn, depth: int) -> str:
-    """An integer over positions, lengths and int scalars: below 2**30 for positions and lengths below 2**16."""
+    """An integer of positions, lengths and int scalars: below 2**30 if positions and lengths are below 2**16."""
     if not depth or draw(st.integers(0, 3)) == 0:
         names = ["q_idx", "kv_idx", "q_idx", "kv_idx", "q_len", "kv_len", "window", "sinks", "h", "b"]
         return draw(st.sampled_from(names) | st.integers(0, 9).map(str))
@@ -68,7 +67,10 @@ def integers(draw: st.DrawFn, depth: int) -> str:
         case "neg":
             return f"-({draw(part)})"
         case "bits":
-            return f"(({draw(part)} + q_idx) {draw(st.sampled_from(['& 1431655765', '& 7', '| 12', '^ 3']) | part.map('& ({})'.format))})"
+            return (
+                f"(({draw(part)} + q_idx) "
+                f"{draw(st.sampled_from(['& 1431655765', '& 7', '| 12', '^ 3']) | part.map('& ({})'.format))})"
+            )
         case "shift":
             return f"(({draw(part)}) {draw(st.sampled_from(['>> 1', '>> 4', '<< 1']))})"
         case "sum":
@@ -84,7 +86,7 @@ def integers(draw: st.DrawFn, depth: int) -> str:
 
 @st.composite
 def conditions(draw: st.DrawFn, depth: int) -> str:
-    """A condition over positions, lengths and int scalars."""
+    """A condition on positions, lengths and int scalars."""
     compared = st.sampled_from(["<", "<=", ">", ">=", "==", "!=", "<=", ">="])
     if not depth or draw(st.integers(0, 2)) == 0:
         first = f"{draw(integers(depth))} {draw(compared)} {draw(integers(depth))}"
@@ -92,7 +94,10 @@ def conditions(draw: st.DrawFn, depth: int) -> str:
     part = conditions(depth - 1)
     match draw(st.sampled_from(["and", "or", "not", "where", "any"])):
         case "any":
-            return f"{draw(st.sampled_from(['any', 'all']))}(j{depth}, {draw(st.integers(1, 3))}, {draw(integers(1))} < 5 * j{depth})"
+            return (
+                f"{draw(st.sampled_from(['any', 'all']))}(j{depth}, {draw(st.integers(1, 3))}, {draw(integers(1))} < "
+                f"5 * j{depth})"
+            )
         case "and" | "or" as word:
             return f"({draw(part)}) {word} ({draw(part)})"
         case "not":
@@ -102,7 +107,7 @@ def conditions(draw: st.DrawFn, depth: int) -> str:
 
 @st.composite
 def polynomials(draw: st.DrawFn, depth: int) -> str:
-    """A real made of sums, products and pieces: exact in fp64 for scores and tensors of eighths."""
+    """A real expression of sums, products and branches: exact in fp64 for scores and tensors of multiples of 1/8."""
     if not depth or draw(st.integers(0, 3)) == 0:
         return draw(
             st.sampled_from(["s", "s", "slope[h]", "0.5 * s", "(q_idx - kv_idx) / 16", "cap", "kv_idx / 8"]) | CONSTANTS
@@ -125,7 +130,7 @@ def polynomials(draw: st.DrawFn, depth: int) -> str:
 
 @st.composite
 def reals(draw: st.DrawFn, depth: int) -> str:
-    """A real with smooth functions of polynomials; finite for scores of a few hundred at most."""
+    """A real expression with smooth functions of polynomials: finite for scores up to a few hundred."""
     if not depth or draw(st.integers(0, 2)) == 0:
         return draw(polynomials(depth))
     part = reals(depth - 1)
@@ -159,15 +164,15 @@ def reals(draw: st.DrawFn, depth: int) -> str:
 
 
 def masks(depth: int = 3) -> st.SearchStrategy[Sample]:
-    """Masks over q_idx, kv_idx, q_len, kv_len, b, h and int scalars."""
+    """Masks of q_idx, kv_idx, q_len, kv_len, b, h and int scalars."""
     return conditions(depth).flatmap(_sample)
 
 
 def scores(depth: int = 3) -> st.SearchStrategy[Sample]:
-    """Scores over s, positions and a tensor per head, smooth and piecewise."""
+    """Scores of s, positions and a tensor with one element per head: smooth and piecewise functions."""
     return reals(depth).flatmap(_sample)
 
 
 def piecewise_scores(depth: int = 3) -> st.SearchStrategy[Sample]:
-    """Scores of sums, products, min, max, abs, clamp and where alone."""
+    """Scores made only of sums, products, min, max, abs, clamp and where."""
     return polynomials(depth).flatmap(_sample)

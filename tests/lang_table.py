@@ -1,4 +1,4 @@
-"""Expressions with values worked out by hand, and a small evaluator of sympy expressions to hold them against."""
+"""Expressions with values computed by hand, and a small evaluator of sympy expressions that must agree with them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SEEN = Param(tensor=("Nk",), dtype="bool")
 
 @dataclass(frozen=True)
 class Row:
-    """A text and its value at one place: `at` has q_idx, kv_idx, b, h and s where they are not 0, and the call's
-    arguments."""
+    """An expression and its value at one position: `at` has the nonzero ones of q_idx, kv_idx, b, h and s, and the
+    arguments of the call; `let` has named parts."""
 
     text: str
     expected: bool | int | float
@@ -67,7 +67,7 @@ FIVE = [10.0, 20.0, 30.0, 40.0, 50.0]
 EVEN = [True, False] * 5
 
 ROWS = [
-    # // and % round down, as Python's
+    # // and % round down, as in Python
     row("(q_idx - kv_idx) // 3", -2, q_idx=1, kv_idx=5),
     row("(q_idx - kv_idx) % 3", 2, q_idx=1, kv_idx=5),
     row("(q_idx - kv_idx) // 4", -1, q_idx=1, kv_idx=5),
@@ -123,7 +123,7 @@ ROWS = [
     row("kv_idx | 9", 9 | 6, kv_idx=6),
     row("kv_idx ^ q_idx", 6 ^ 3, kv_idx=6, q_idx=3),
     row("(kv_idx * 1000 & 2147483646) + (13 & 7 | 16 ^ 1)", 6000 + (5 | 17), kv_idx=6),
-    # turns
+    # loops: any, all, sum
     row("any(i, 5, table[i] == 40) and not any(i, 3, table[i] == 40)", True, {"table": TABLE}, table=FIVE),
     row("all(i, 5, table[i] > 10 * q_idx)", False, {"table": TABLE}, q_idx=1, table=FIVE),
     row("all(i, 5, table[i] > 10 * q_idx)", True, {"table": TABLE}, table=FIVE),
@@ -212,7 +212,7 @@ ROWS = [
 
 
 def look_up(table: Any, index: list[int]) -> Any:
-    """An element of nested lists: a negative index from the end, 0 outside."""
+    """An element of nested lists: a negative index counts from the end, an index out of range gives 0."""
     for i in index:
         if not -len(table) <= i < len(table):
             return 0
@@ -221,8 +221,8 @@ def look_up(table: Any, index: list[int]) -> Any:
 
 
 def environment(expression: Expression, at: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all symbols of an expression: positions, sizes, scalars, and its reads of the nested lists in
-    `at`."""
+    """The values of all symbols of an expression: positions, sizes, scalars, and the elements that it reads from the
+    nested lists in `at`."""
     found = {"Nq": SIZES["n_q"], "Nk": SIZES["n_kv"], **dict.fromkeys(("b", "h", "q_idx", "kv_idx", "s"), 0), **at}
     found["hkv"] = found["h"] // (SIZES["q_heads"] // SIZES["kv_heads"])
     values: dict[str, Any] = {name: value for name, value in found.items() if not isinstance(value, list)}
@@ -232,7 +232,7 @@ def environment(expression: Expression, at: Mapping[str, Any]) -> dict[str, Any]
 
 
 def number(e: Any, values: Mapping[str, Any]) -> Any:
-    """The value of a sympy expression in Python's numbers; KeyError for a function that the language does not have."""
+    """The value of a sympy expression as a Python number; KeyError for a function that the language lacks."""
     if e.is_Symbol:
         return values[e.name]
     if e in (sympy.true, sympy.false):
@@ -241,7 +241,7 @@ def number(e: Any, values: Mapping[str, Any]) -> Any:
         return e.p if e.q == 1 else e.p / e.q
     if e.is_Float:
         return float(e)
-    if isinstance(e, select):  # the other side may have no value
+    if isinstance(e, select):  # the other branch may have no value
         return number(e.args[1] if number(e.args[0], values) else e.args[2], values)
     return FUNCTIONS[e.func](*(number(a, values) for a in e.args))
 
@@ -251,7 +251,7 @@ def _power(a: float, b: float) -> float:
 
 
 def _within(x: float) -> float:
-    """What is beyond 2**30 counts as that."""
+    """x clamped to about 2**30 in magnitude, as conversions to integers do."""
     return min(max(x, -(2.0**30)), 2.0**30 - 64)
 
 

@@ -1,9 +1,9 @@
-"""Hypothesis strategies of whole specs, as the plain data that YAML gives: a cross product of all that a spec can say.
+"""Hypothesis strategies for whole specs, as the plain data that YAML gives, with any combination of features.
 
-`spec_data()` draws from every feature at once: masks and combinations, modifiers, sharing, head dims, dtypes, dropout,
-orders of loops, overrides of the schedule, and where gradients are summed. Half of what it draws builds; the rest is
-refused, each for a reason that a user can meet: a schedule that does not fit, a mask that hides everything, a gradient
-that has no fixed order. `cache_data()` does the same for specs with a cache of keys and values, of all kinds.
+`spec_data()` combines masks and combinations of masks, modifiers, sharing, head dims, dtypes, dropout, loop orders,
+overrides of the schedule, and the order in which gradients are summed. Half of its specs build. The others are refused
+for reasons that a user can meet: a schedule that does not fit, a mask that hides everything, a gradient without a fixed
+order of summation. `cache_data()` does the same for specs with a KV cache of any kind.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ BLOCKS: list[Any] = [
     {"block_sparse": {"block": 64, "pattern": "butterfly"}},
     {"block_sparse": {"block": 32, "pattern": "local_global", "local": 1, "globals": 1}},
 ]
-# Conditions on tensors of the call: some bound the loops, others are data, which lists blocks.
-WRITTEN_MASKS: list[Any] = [
+# Conditions on tensors of the call: some give loop bounds, others are data, for which calls make block lists.
+MASK_EXPRESSIONS: list[Any] = [
     {"expr": "seen[b, kv_idx]", "params": {"seen": {"tensor": ["B", "Nk"], "dtype": "bool"}}},
     {"expr": "awake[b, q_idx]", "params": {"awake": {"tensor": ["B", "Nq"], "dtype": "bool"}}},
     {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
@@ -75,8 +75,8 @@ SCORES: list[Any] = [
     {"sink": {"learnable": False}},
     "temperature",
 ]
-# Learned tensors, read where sums have a fixed order and where they do not; functions with several branches.
-WRITTEN_SCORES: list[Any] = [
+# Gradient inputs, read where sums have a fixed order and where they have none; functions with several branches.
+SCORE_EXPRESSIONS: list[Any] = [
     {"expr": "s * 0.5 + tanh(s)"},
     {"expr": "s - rate * abs(q_idx - kv_idx)", "params": {"rate": {"scalar": "float"}}},
     {"expr": "s + row[b, h, q_idx]", "params": {"row": {"tensor": ["B", "H", "Nq"], "grad": True}}},
@@ -99,13 +99,13 @@ HEAD_DIMS: list[Any] = [16, 24, 40, 64, 80, 128, 192, 256, {"qk": 24, "v": 40}, 
 BLOCK_SIZES = [16, 32, 64, 128, 256]
 
 
-def _written(sample: lang_strategies.Sample) -> Data:
+def _expression(sample: lang_strategies.Sample) -> Data:
     params = {name: param.model_dump(mode="json") for name, param in sample.params.items()}
     return {"expr": sample.text, "params": params} if params else {"expr": sample.text}
 
 
-def _leaves() -> st.SearchStrategy[Any]:
-    return st.sampled_from(MASKS) | st.sampled_from(WRITTEN_MASKS) | lang_strategies.masks(1).map(_written)
+def _single_masks() -> st.SearchStrategy[Any]:
+    return st.sampled_from(MASKS) | st.sampled_from(MASK_EXPRESSIONS) | lang_strategies.masks(1).map(_expression)
 
 
 def _combined(several: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -118,24 +118,24 @@ def _combined(several: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def masks(depth: int = 2) -> st.SearchStrategy[Any]:
-    """Masks as a spec writes them: named, written, drawn expressions, and combinations of these, blocks among them."""
+    """Masks as in a spec: named, fixed and generated expressions, and combinations of these and of block masks."""
     if not depth:
-        return _leaves()
+        return _single_masks()
     several = masks(depth - 1)
-    return _leaves() | _combined(several) | _with_blocks(several)
+    return _single_masks() | _combined(several) | _block_masks(several)
 
 
-def _with_blocks(others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Masks of blocks, alone or beside another one; at times where a spec cannot have them."""
+def _block_masks(others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Block masks, alone or combined with another mask; a spec refuses some of the combinations."""
     blocks = st.sampled_from(BLOCKS)
     pairs = st.tuples(blocks, others).map(list)
     return blocks | pairs.map(lambda pair: {"all_of": pair}) | pairs.map(lambda pair: {"any_of": pair})
 
 
 def scores() -> st.SearchStrategy[list[Any]]:
-    """Lists of up to three modifiers, named, written, or of a drawn expression."""
-    drawn_scores = lang_strategies.scores(1).filter(lambda sample: re.search(r"\bs\b", sample.text)).map(_written)
-    one = st.sampled_from(SCORES) | st.sampled_from(WRITTEN_SCORES) | drawn_scores
+    """Lists of up to three modifiers: named, fixed or generated expressions."""
+    generated = lang_strategies.scores(1).filter(lambda sample: re.search(r"\bs\b", sample.text)).map(_expression)
+    one = st.sampled_from(SCORES) | st.sampled_from(SCORE_EXPRESSIONS) | generated
     return st.lists(
         one,
         max_size=3,
@@ -144,7 +144,7 @@ def scores() -> st.SearchStrategy[list[Any]]:
 
 
 def schedules() -> st.SearchStrategy[Data]:
-    """Orders of loops and overrides, of which some fit nowhere."""
+    """Loop orders and overrides; some fit no device."""
     return st.fixed_dictionaries(
         {},
         optional={
@@ -158,13 +158,13 @@ def schedules() -> st.SearchStrategy[Data]:
 
 
 def _precision(data: Data) -> Data:
-    """Says how fp32 products are computed only where there are any."""
+    """Remove `fp32_precision` from a spec without fp32."""
     return data if "fp32" in data["dtype"] else {key: value for key, value in data.items() if key != "fp32_precision"}
 
 
-# What programs can do that walk over tiles of keys: no tensors, blocks or dropout, at most 256 columns of dK and dV
-# together.
-WALKING: dict[str, st.SearchStrategy[Any]] = {
+# What the FlashAttention-1 loop order supports: no tensors, blocks or dropout, and the head_dims of dK and dV sum to at
+# most 256.
+KV_OUTER: dict[str, st.SearchStrategy[Any]] = {
     "head_dim": st.sampled_from([dim for dim in HEAD_DIMS if isinstance(dim, int) and dim <= 128]),
     "mask": st.sampled_from(
         [
@@ -181,11 +181,11 @@ WALKING: dict[str, st.SearchStrategy[Any]] = {
 
 
 def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st.SearchStrategy[Data]:
-    """Specs as plain data, any feature beside any other. `replace` gives a key another strategy, as {"head_dim":
-    st.just(16)}.
+    """Specs as plain data, with any combination of features. `replace` gives a key another strategy, as
+    {"head_dim": st.just(16)}.
 
-    One in eight asks for `kv_outer` and for nothing that this order of loops refuses: of specs drawn freely, few that
-    ask for it build.
+    One in eight has the order `kv_outer` and nothing that this loop order refuses, because few of the other specs with
+    it build.
     """
     keys: dict[str, st.SearchStrategy[Any]] = {
         "name": st.just("drawn"),
@@ -199,11 +199,11 @@ def spec_data(replace: Mapping[str, st.SearchStrategy[Any]] | None = None) -> st
         "backward": st.sampled_from([{"deterministic": True}, {"deterministic": False}, False]),
         "schedule": schedules(),
     }
-    free, walking = (st.fixed_dictionaries({**keys, **more, **(replace or {})}) for more in ({}, WALKING))
-    return st.integers(0, 7).flatmap(lambda n: free if n else walking).map(_precision)
+    free, kv_outer_only = (st.fixed_dictionaries({**keys, **more, **(replace or {})}) for more in ({}, KV_OUTER))
+    return st.integers(0, 7).flatmap(lambda n: free if n else kv_outer_only).map(_precision)
 
 
-# Kinds of caches, and of which keys and values they are. Half of the pages have no length that tiles have.
+# Kinds of caches, and what their rows hold. Half of the page sizes are no tile size.
 PAGES: list[Any] = [
     None,
     None,
@@ -214,7 +214,7 @@ PAGES: list[Any] = [
     {"page_size": 64},
     {"page_size": 128},
 ]
-OF_8_BITS: list[Data] = [
+EIGHT_BITS: list[Data] = [
     {"dtype": "fp8_e4m3"},
     {"dtype": "fp8_e4m3", "scale": "head"},
     {"dtype": "fp8_e4m3", "scale": "page"},
@@ -227,11 +227,11 @@ def _cache(pages: Any, more: Data) -> Any:
 
 
 def cache_data() -> st.SearchStrategy[Data]:
-    """Specs with a cache as plain data: kind of cache, beside any mask, modifier, backward, dtype and schedule.
+    """Specs with a KV cache as plain data: any kind of cache with any mask, modifier, backward, dtype and schedule.
 
-    Masks of `packed` documents and of tensors with an element for each row are left out, and dropout: calls over a
-    cache do not take them. Of eight caches three have q's elements, three have numbers of 8 bits, and two are of
-    latents, of which one in four is kept in 8 bits.
+    Masks of `packed` documents, masks of tensors with an element for each row, and dropout are left out, because calls
+    with a cache refuse them. Of eight caches three have the dtype of q, three have 8-bit elements and two hold latents,
+    one in four of these in 8 bits.
     """
     pages = st.sampled_from(PAGES)
     optional: dict[str, st.SearchStrategy[Any]] = {
@@ -241,7 +241,7 @@ def cache_data() -> st.SearchStrategy[Data]:
         "stages": st.integers(1, 3),
         "warps": st.sampled_from([4, 8]),
     }
-    cached = _leaves().filter(lambda mask: not re.search(r"document.*packed|\"N[qk]\"", json.dumps(mask)))
+    cached = _single_masks().filter(lambda mask: not re.search(r"document.*packed|\"N[qk]\"", json.dumps(mask)))
     overrides = st.fixed_dictionaries({}, optional=optional)
     keys: dict[str, st.SearchStrategy[Any]] = {
         "name": st.just("drawn"),
@@ -257,25 +257,25 @@ def cache_data() -> st.SearchStrategy[Data]:
     }
     two = st.lists(st.sampled_from(["bf16", "fp16"]), min_size=1, max_size=2, unique=True)
     eight = {
-        "cache": st.tuples(pages, st.sampled_from(OF_8_BITS)).map(lambda both: _cache(*both)),
+        "cache": st.tuples(pages, st.sampled_from(EIGHT_BITS)).map(lambda both: _cache(*both)),
         "dtype": two,
         "head_dim": st.sampled_from([32, 48, 64, 128, {"qk": 48, "v": 80}, {"qk": 64, "v": 32}]),
     }
     latent: dict[str, st.SearchStrategy[Any]] = {"heads": st.just({"sharing": "mqa"}), "backward": st.just(False)}
     wide = {
         **latent,
-        "cache": pages.map(lambda pages: _cache(pages, OF_8_BITS[0])),
+        "cache": pages.map(lambda pages: _cache(pages, EIGHT_BITS[0])),
         "dtype": two,
         "head_dim": st.just({"qk": 576, "v": 512}),
         "kv": st.just({"latent": {"rope": 64}}),
     }
     narrow = {**latent, "head_dim": st.sampled_from(LATENTS), "kv": st.just({"latent": {"rope": 16}})}
-    ways = [*[{}] * 6, *[eight] * 6, *[narrow] * 3, wide]
-    return st.integers(0, 15).flatmap(lambda n: st.fixed_dictionaries({**keys, **ways[n]})).map(_precision)
+    kinds = [*[{}] * 6, *[eight] * 6, *[narrow] * 3, wide]
+    return st.integers(0, 15).flatmap(lambda n: st.fixed_dictionaries({**keys, **kinds[n]})).map(_precision)
 
 
 def drawn(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """So many examples of a strategy, the same ones for a number."""
+    """`count` examples of a strategy; the seed `number` fixes which."""
     found: list[Any] = []
 
     @seed(number)

@@ -1,4 +1,4 @@
-"""Block sparsity: any mask of blocks, plans of it, patterns, and what is wrong with a call."""
+"""Block-sparse masks: any mask of blocks, plans, patterns, and the errors of wrong calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import re
 import pytest
 import torch
 
-from attngen.conformance.harness import KEYS, Case, heads_for, run_case
+from attngen.conformance.cases import Case, heads_for
+from attngen.conformance.harness import run_case
 from attngen.conformance.oracle import reference_mask
+from attngen.conformance.result import KEYS
 from attngen.ir.sizes import Sizes
 from attngen.masks import registry
 from attngen.spec import make_spec
 from tests.helpers import NIGHTLY, SPECS, built, module_of
 from tests.helpers import spec as spec_of
 from tests.test_numerics import SEQUENCES, dtypes, problem, run, small
+
+pytestmark = pytest.mark.numerics
 
 SPARSE = [name for name in SPECS if spec_of(name).mask.blocks()]
 
@@ -48,7 +52,7 @@ EACH = (
     "random",
     "of each head",
     "empty rows and columns",
-)  # for each spec; wrappers make lists of all kinds alike
+)  # run for each spec; wrappers make lists from all kinds in the same way
 
 
 def kinds():
@@ -98,7 +102,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_against_a_table(pattern, tmp_path):
-    """Eight blocks by eight, written by hand; and the oracle says the same."""
+    """Patterns of eight by eight blocks equal tables written by hand, and the masks of the oracle."""
     parameters = {"local": 1, "globals": 1} if pattern == "local_global" else {}
     mask = {"block_sparse": {"block": 16, "pattern": pattern, **parameters}}
     spec = make_spec({"name": "small", "head_dim": 16, "mask": mask})
@@ -111,7 +115,7 @@ def test_patterns_against_a_table(pattern, tmp_path):
 
 
 def test_the_global_corner_of_unequal_lengths():
-    """The diagonal ends in the last corner, as that of `causal` does."""
+    """The diagonal ends in the last corner, as the diagonal of `causal` does."""
     mask = registry()["block_sparse"](block=16, pattern="local_global", local=0, globals=0)
     scores = mask.reference(Sizes(1, 1, 1, 32, 64), torch.device("cpu"), {})[0, 0, ::16, ::16]
     assert scores.tolist() == [[False, False, True, False], [False, False, False, True]]
@@ -130,13 +134,25 @@ def test_blocks_of_any_size_with_any_other_mask(block, other, device, tmp_path):
 
 
 WRONG = [
-    (lambda m: m.float(), TypeError, "block_mask is a torch.float32; expected a dense torch.bool tensor of blocks, or what attention.plan"),
+    (
+        lambda m: m.float(),
+        TypeError,
+        "block_mask is a torch.float32; expected a dense torch.bool tensor of blocks, or what attention.plan",
+    ),
     (lambda m: [[True]], TypeError, "block_mask is a list; expected a dense torch.bool tensor of blocks"),
     (lambda m: m[0], ValueError, r"block_mask has shape \[1\]; expected \[B, Hq, Tq, Tk\], or what broadcasts to it"),
-    (lambda m: m.expand(5, 1, 1, 1), ValueError, r"block_mask has shape \[5, 1, 1, 1\]; expected \[2, \d, 1, 1\], or what broadcasts"),
-    (lambda m: m.expand(2, 4, 65, 65), ValueError, r"has shape \[2, 4, 65, 65\]; expected \[2, \d, 1, 1\], .*: one element for each 128"),
+    (
+        lambda m: m.expand(5, 1, 1, 1),
+        ValueError,
+        r"block_mask has shape \[5, 1, 1, 1\]; expected \[2, \d, 1, 1\], or what broadcasts",
+    ),
+    (
+        lambda m: m.expand(2, 4, 65, 65),
+        ValueError,
+        r"has shape \[2, 4, 65, 65\]; expected \[2, \d, 1, 1\], .*: one element for each 128",
+    ),
     (lambda m: m.to("meta"), ValueError, "block_mask is on meta and q on"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "kind", "sentence"), WRONG, ids=[w[2][:40] for w in WRONG])

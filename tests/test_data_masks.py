@@ -1,5 +1,5 @@
-"""Masks of arbitrary data: the kernel that lists blocks, what is done with its lists, and the plan that calls may
-share."""
+"""Masks of arbitrary data: the kernel that writes block lists, the kernels that read them, and plans that calls
+may share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import torch
 
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, heads_for, load_module, make_inputs, run_case
+from attngen.conformance.cases import Case, heads_for, make_inputs
+from attngen.conformance.harness import load_module, run_case
 from attngen.conformance.oracle import reference_mask
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from tests.helpers import CUDA
+
+pytestmark = pytest.mark.numerics
 
 BLOCK = 128
 PAIRS = {"expr": "allowed[b, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "Nq", "Nk"], "dtype": "bool"}}}
@@ -31,7 +34,7 @@ WINDOW = {"sliding_window": {"left": 30, "right": 0}}
 
 
 def pairs(n_q: int, n_kv: int) -> dict[str, Any]:
-    """Blocks in which all is visible, some or nothing, in turn."""
+    """A mask whose blocks cycle through some, all and no visible pairs."""
     allowed = torch.rand((2, n_q, n_kv), generator=torch.Generator().manual_seed(0)) < 0.5
     for i in range(0, n_q, BLOCK):
         for j in range(0, n_kv, BLOCK):
@@ -84,7 +87,7 @@ def spec(name: str) -> Spec:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The module of a spec, made once."""
+    """A function that returns the module of a spec, which it builds once."""
     folder = tmp_path_factory.mktemp("data")
     known: dict[str, ModuleType] = {}
 
@@ -126,8 +129,8 @@ def problem(name: str, n_q: int, n_kv: int, device: str) -> tuple[list[torch.Ten
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_lists_are_what_the_mask_says(name: str, size: tuple[int, int], built: Built, device: str) -> None:
-    """Of each row and column of blocks: those with nothing hidden or out of bounds, in order, then the others that
-    hold something."""
+    """The list of each row and column of blocks has its full blocks in order, then its partial ones; a block that
+    extends past the end is not full."""
     n_q, n_kv = size
     (q, k, _), inputs = problem(name, n_q, n_kv, device)
     plan = built(name).attention.plan(q, k, **inputs)
@@ -153,7 +156,7 @@ def test_lists_are_what_the_mask_says(name: str, size: tuple[int, int], built: B
 
 
 def test_a_plan_gives_the_same_bits(built: Built, device: str) -> None:
-    """With what a mask derives besides in it: the ids of documents need not be given again."""
+    """A plan also has the tensors that a mask derives: the call needs no ids of documents."""
     leaves, inputs = problem("documents", 40, 140, device)
     plan = built("documents").attention.plan(*leaves[:2], **inputs)
     leaves = [x.requires_grad_() for x in leaves]
@@ -165,8 +168,8 @@ def test_a_plan_gives_the_same_bits(built: Built, device: str) -> None:
 
 
 def test_full_blocks_are_not_masked_and_empty_ones_not_visited(built: Built, device: str) -> None:
-    """A plan decides: under one of another mask, what it calls full is not masked, and what it calls empty counts
-    for nothing."""
+    """The plan decides, even one of another mask: its full blocks are not masked, and its empty blocks are not
+    visited."""
     (q, k, v), _ = problem("pairs", 128, 256, device)
     some = torch.zeros(2, 128, 256, dtype=torch.bool, device=device)
     some[:, :, :128] = True
@@ -176,7 +179,7 @@ def test_full_blocks_are_not_masked_and_empty_ones_not_visited(built: Built, dev
 
 
 def test_a_plan_is_made_under_autocast(built: Built, device: str) -> None:
-    """Of the tensors that the call is given."""
+    """A plan made of fp32 tensors under autocast fits the call with the same tensors."""
     leaves, inputs = problem("pairs", 130, 140, device)
     wide = [x.float() for x in leaves]
     with torch.autocast(device, dtype=torch.float16):
@@ -253,12 +256,15 @@ def test_empty_tensors(sizes: tuple[int, int, int, int], built: Built, device: s
     [
         (PAIRS, True),
         ({"all_of": ["causal", {"not": PAIRS}]}, True),
-        ({"expr": "lengths[b] > kv_idx", "params": {"lengths": {"tensor": ["B"], "dtype": "int32"}}}, False),  # bounds
+        (
+            {"expr": "lengths[b] > kv_idx", "params": {"lengths": {"tensor": ["B"], "dtype": "int32"}}},
+            False,
+        ),  # loop bounds
         (
             {"expr": "on[b] or kv_idx < 7", "params": {"on": {"tensor": ["B"], "dtype": "bool"}}},
             False,
         ),  # the same for all tiles
-        ("key_padding", False),  # bounded by what is known of it
+        ("key_padding", False),  # its known facts bound the loops
         ("document", False),
         ({"expr": "(q_idx * kv_idx) % 7 < 3"}, False),  # no data: visited and masked
     ],
@@ -270,7 +276,7 @@ def test_what_is_listed(mask: Any, data: bool) -> None:
 
 
 def test_blocks_that_are_given_need_no_others(tmp_path: Path) -> None:
-    """A mask of blocks that the caller gives says what is visited; data inside it is masked."""
+    """A block mask that the caller gives decides which blocks are visited; data inside them is masked."""
     module = lower(
         make_spec({"name": "given", "head_dim": 16, "mask": {"all_of": [{"block_sparse": {"block": 64}}, PAIRS]}})
     )

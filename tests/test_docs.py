@@ -1,4 +1,4 @@
-"""The docs say what is: excerpts of IR are real, tables are complete, links and commands lead to files that exist."""
+"""The docs are right: excerpts of IR are real, tables are complete, links and commands name files that exist."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from attngen.builders import build_module
 from attngen.cli import main
 from attngen.errors import VerifyError
 from attngen.ir.host import HOST_OPS
+from attngen.ir.ops import OPS
 from attngen.ir.pipe import PIPE_OPS
-from attngen.ir.text import print_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import passes
 from attngen.report.timeline import lanes, svg
 from attngen.spec import make_spec, parse_spec
 from attngen.verify import rules, verify, warp_specialized_rules
 from attngen.verify.host import RULES as HOST_RULES
+from docs.site import ir_reference
 from tests.helpers import ROOT, SPECS, lowered, spec
-from tests.hopper.common import after, asking, edited
+from tests.hopper.common import after_passes, edited, hopper_spec
 from tests.versions.__main__ import PAIRS
 
+PASSES_TABLE = "| part of the pipeline | passes, in order |"  # the head of the table in docs/ir.md
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -37,11 +40,13 @@ PAGES = (
     "docs/hopper.md",
     "docs/lm-training.md",
     "docs/versions.md",
+    "docs/glossary.md",
+    "docs/security.md",
     "docs/index.md",
     "docs/getting-started.md",
     *(f"docs/cookbook/{path.name}" for path in sorted((Path(__file__).parent.parent / "docs/cookbook").glob("*.md"))),
 )
-RUN = [
+EXECUTED_PAGES = [
     page
     for page in PAGES
     if page.startswith(("docs/getting", "docs/cookbook")) and page != "docs/cookbook/huggingface.md"
@@ -75,7 +80,7 @@ def test_excerpts_of_ir_are_real() -> None:
                 "temperature_mha",
                 "window_gqa",
             )
-            for m in after(name).values()
+            for m in after_passes(name).values()
         ),
     ]
     real = {line for module in modules for line in print_module(module).splitlines()}
@@ -84,63 +89,90 @@ def test_excerpts_of_ir_are_real() -> None:
         assert shown and [line for line in shown if line not in real] == []
 
 
-def test_every_rule_and_pass_is_explained() -> None:
-    page = text("docs/ir.md")
-    assert re.findall(r"^\| \w* ?\| `([\w-]+)` \|", page, re.MULTILINE) == list(rules("triton")["target"])
-    assert re.findall(r"^\*\*([\w-]+)\*\* \((\w+)\)", page, re.MULTILINE) == [
-        (p.name, p.phase) for p in passes(asking("causal_mqa"), build_module(spec("causal_mqa")))
-    ]
+def table(page: str, first_row: str) -> list[list[str]]:
+    """The cells of each row of the table of a page whose head is `first_row`."""
+    body = text(page).partition(f"\n{first_row}\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()[1:]]
 
 
-def test_warp_specialized_kernels_are_explained() -> None:
-    """Every op and every rule is in a table; the mistake that is shown gets the sentence that is shown."""
-    page = text("docs/ir.md")
-    tables = ("\n| op of roles | what it does |\n", "\n| rule | what holds of a divided kernel |\n")
-    ops, listed = (
-        re.findall(r"^\| `([\w-]+)` \|", page.partition(start)[2].partition("\n\n")[0], re.MULTILINE)
-        for start in tables
+def test_ir_md_names_every_pass_in_order() -> None:
+    passes_in = [name for _, cell in table("docs/ir.md", PASSES_TABLE) for name in re.findall(r"`([\w-]+)`", cell)]
+    assert passes_in == [p.name for p in passes(hopper_spec("causal_mqa"), build_module(spec("causal_mqa")))]
+
+
+def test_ir_md_names_every_rule() -> None:
+    """Each rule is named once, in one of the two tables or in the sentence about host programs."""
+    page = text("docs/ir.md").partition("## What the verifier proves")[2]
+    portable, specialized = (
+        re.findall(r"`([\w-]+)`", " ".join(line.split("|")[2] for line in part.splitlines() if line.startswith("| ")))
+        for part in page.partition("Of host programs")[0].split("Of warp-specialized kernels")
     )
-    assert ops == list(PIPE_OPS) and listed == list(warp_specialized_rules("hopper"))
+    assert sorted(portable) == sorted(rules("triton")["target"])
+    assert sorted(specialized) == sorted(warp_specialized_rules("hopper"))
+    assert re.findall(r"`(host-[\w-]+)`", page) == list(HOST_RULES)
+
+
+def test_the_reference_of_the_ir_has_every_op_pass_and_rule() -> None:
+    """Each entry has a docstring. Each op has an example from a generated module, with few exceptions."""
+    levels = list(ir_reference.ops().values())
+    assert [entry.name for entry in levels[0]] == list(OPS)
+    assert [entry.name for entry in levels[1]] == list(PIPE_OPS)
+    assert [entry.name for entry in levels[2]] == [kind for kind in HOST_OPS if kind not in OPS]
+    without_example = {"write_tile_index", "place", "cut_blocks"}  # ops that no committed module has
+    assert {entry.name for level in levels for entry in level if not entry.example} <= without_example
+    entries = [entry for _, entry in ir_reference.all_entries()]
+    assert [entry.name for entry in entries if not entry.says] == []
+    page, passes_in = ir_reference.ir_page(), ir_reference.pass_entries()
+    assert re.findall(r"^### `[\w-]+` \(\w+\) \{ #([\w-]+) \}$", page, re.MULTILINE) == [e.name for e in passes_in]
+    assert {rule for of_phase in ir_reference.rule_entries().values() for rule in (e.name for e in of_phase)} == (
+        {*rules("triton")["target"], *warp_specialized_rules("hopper"), *HOST_RULES}
+    )
+
+
+def test_the_reference_of_the_ir_prints_single_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ir_reference.main(["wgmma", "ping-pong", "covers"]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"^([\w-]+) \(", shown, re.MULTILINE) == ["wgmma", "ping-pong", "covers"]
+    assert ir_reference.main(["wgma"]) == 1 and "did you mean `wgmma`" in capsys.readouterr().err
+
+
+def test_the_error_in_hopper_md_is_the_verifiers() -> None:
     with pytest.raises(VerifyError) as caught:
         verify(edited("causal_gqa", ("    consumer_release %k\n", "")))
     assert f"error: edited.ir: {caught.value}\n" in blocks("docs/hopper.md", "text")
 
 
-def test_pictures_of_roles_are_those_of_the_ir() -> None:
-    """`attngen dump specs/causal_gqa.yaml --after PASS --lanes docs/hopper/PASS.svg` writes them."""
+def test_pictures_of_warp_groups_match_the_ir() -> None:
+    """They are what `attngen dump specs/causal_gqa.yaml --after PASS --lanes docs/hopper/PASS.svg` writes."""
     shown = re.findall(r"^!\[[^]]*\]\(hopper/([\w-]+)\.svg\)$", text("docs/hopper.md"), re.MULTILINE)
     assert sorted(shown) == sorted(file.stem for file in (ROOT / "docs/hopper").iterdir()) and shown
     for name in shown:
-        module = after("causal_gqa")[name]
+        module = after_passes("causal_gqa")[name]
         assert (ROOT / f"docs/hopper/{name}.svg").read_text(encoding="utf-8") == svg(
             lanes(module, module.warp_specialized[0])
         ), name
 
 
-def test_host_programs_are_explained() -> None:
-    """Every op and every rule is in a table, and the Python shown is printed: in this order, apart from lines that
-    are left out."""
-    page = text("docs/ir.md")
-    ops, listed = (
-        page.partition(start)[2].partition("\n\n")[0]
-        for start in ("\n| op | what it does |\n", "\n| rule | what holds |\n")
-    )
-    assert re.findall(r"^\| `(\w+)` \|", ops, re.MULTILINE) == list(HOST_OPS)
-    assert re.findall(r"^\| `([\w-]+)` \|", listed, re.MULTILINE) == list(HOST_RULES)
-    printed = iter((ROOT / "generated/causal_mqa/__init__.py").read_text(encoding="utf-8").splitlines())
-    (shown,) = blocks("docs/ir.md", "python")
-    assert [line for line in shown.splitlines() if line not in printed] == []
+def test_the_kernel_in_ir_md_is_complete() -> None:
+    """The example of a dump is the whole kernel @fwd of a committed module."""
+    *_, shown = blocks("docs/ir.md", "ir")
+    printed = (ROOT / "generated/causal_mqa/schedule.ir").read_text(encoding="utf-8")
+    assert f"\n\n{shown}\n" in printed and shown.startswith("kernel @fwd ")
 
 
-def test_the_dry_run_names_files_that_exist() -> None:
-    """Of what comes next: every existing file is there, and no new one."""
-    section = text("docs/ir.md").partition("## What comes next touches")[2]
-    named = re.findall(r"`((?:attngen|templates)/[\w/.]+\.\w+)`", section)
-    new = {"attngen/builders/split_keys.py", "attngen/ir/names.py", "attngen/targets/registry.py"}
+def test_files_that_contributing_md_names_exist() -> None:
+    named = re.findall(r"`((?:attngen|templates|tests)/[\w/.]+\.\w+)`", text("CONTRIBUTING.md"))
+    new = {"attngen/masks/lagged.py", "templates/hopper/gluon_X_Y.py.jinja"}  # an example, and a pattern
     assert named and [name for name in named if name not in new and not (ROOT / name).exists()] == []
 
 
-def test_the_theorems_shown_are_what_is_printed(
+def test_contributing_md_has_a_room_for_every_package() -> None:
+    rooms = text("CONTRIBUTING.md").partition("## Which room")[2].partition("\n## ")[0]
+    packages = {path.parent.name for path in (ROOT / "attngen").glob("*/__init__.py")}
+    assert packages - {found.rstrip("/") for found in re.findall(r"`attngen/(\w+)", rooms)} == set()
+
+
+def test_the_theorems_in_theory_md_are_those_that_explain_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -167,41 +199,42 @@ def test_files_that_commands_name_exist(page: str) -> None:
     assert [name for name in named if not Path(ROOT / name).exists() and name not in made] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page in RUN or page == "docs/index.md")])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(page for page in PAGES if page in EXECUTED_PAGES or page == "docs/index.md")]
+)
 def test_yaml_is_a_spec(page: str) -> None:
     for block in blocks(page, "yaml"):
         parse_spec(block)
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", EXECUTED_PAGES)
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page in order, as one program, from the folder of the project: each holds its results against
+    """The blocks of a page run in order, as one program, in the root of the project; each compares its results with
     PyTorch's."""
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(ROOT)
     program = ModuleType("page_of_the_docs")
-    monkeypatch.setitem(
-        sys.modules, program.__name__, program
-    )  # where torch.compile, which FlexAttention calls, looks for functions
+    # torch.compile, which FlexAttention calls, looks up functions in the modules.
+    monkeypatch.setitem(sys.modules, program.__name__, program)
     torch.manual_seed(0)
     assert (found := blocks(page, "python"))
     for block in found:
         exec(compile(block, page, "exec"), program.__dict__)
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", EXECUTED_PAGES)
 def test_keys_of_specs_in_tables_and_sentences_are_right(page: str) -> None:
-    """Such as `mask: causal`, in a spec that has what they need beside them; `a` and `b` are placeholders."""
+    """Each, such as `mask: causal`, builds in a spec with the other keys that it needs; `a`, `b` are placeholders."""
     latent = {"backward": False, "head_dim": {"qk": 576, "v": 512}, "heads": {"sharing": "mqa"}, "cache": "paged"}
     for shown in re.findall(r"`((?:mask|score|heads|dropout|cache|kv|schedule): [^`]+)`", text(page)):
         data = yaml.safe_load(shown)
-        served = "cache" in data or "schedule" in data or data.get("mask") == "tree"
-        beside = latent if "kv" in data else {"backward": False, "cache": "contiguous"} if served else {}
+        cached = "cache" in data or "schedule" in data or data.get("mask") == "tree"
+        needed = latent if "kv" in data else {"backward": False, "cache": "contiguous"} if cached else {}
         if "[a, b]" not in shown:
-            make_spec({"name": "shown", "head_dim": 64} | beside | data)
+            make_spec({"name": "shown", "head_dim": 64} | needed | data)
 
 
-def test_the_mistakes_in_the_readme_are_what_is_said(
+def test_the_errors_in_the_readme_are_those_of_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shown,) = (block for block in blocks("README.md", "text") if "$ cat specs/typo.yaml" in block)
@@ -216,8 +249,8 @@ def test_the_mistakes_in_the_readme_are_what_is_said(
     assert ended.value.code == 1 and capsys.readouterr().err == errors
 
 
-def test_make_takes_torch_from_an_index_of_its_own() -> None:
-    def steps(*more: str) -> list[str]:
+def test_make_installs_torch_from_another_index() -> None:
+    def installs(*more: str) -> list[str]:
         made = subprocess.run(
             ["make", "-n", "VENV=/nowhere", "demo", *more], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
@@ -226,13 +259,13 @@ def test_make_takes_torch_from_an_index_of_its_own() -> None:
     torch = next(
         line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line.startswith("torch==")
     )
-    existing, plain, own = steps()
+    existing, plain, own = installs()
     assert (existing, plain, own) == (
         '-e ".[dev]"',
         "--no-compile -r requirements-cpu.txt",
         "--no-deps --no-build-isolation -e .",
     )
-    assert steps("TORCH_INDEX=https://x/cpu") == [
+    assert installs("TORCH_INDEX=https://x/cpu") == [
         existing,
         f"--no-compile --no-deps --index-url https://x/cpu {torch}",
         plain,
@@ -241,9 +274,9 @@ def test_make_takes_torch_from_an_index_of_its_own() -> None:
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in text("README.md")
 
 
-def test_the_workflow_runs_what_there_is() -> None:
-    """Its GPU job calls make gpu-test, which rebuilds and tests; its CPU job what CI runs; its nightly job what that
-    leaves out."""
+def test_the_workflow_runs_targets_of_the_makefile() -> None:
+    """The GPU job calls `make gpu-test`, which rebuilds and tests; the CPU job runs what CI runs, and the nightly job
+    what CI leaves out."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     jobs = workflow["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
@@ -265,7 +298,7 @@ def test_the_workflow_runs_what_there_is() -> None:
     assert "attngen test --all --report docs/gpu-verification.md" in recipe
 
 
-def test_the_page_of_versions_has_each_supported_pair_and_those_that_are_pinned() -> None:
+def test_versions_md_has_every_supported_pair_and_the_pinned_one() -> None:
     first, pinned = (
         next(iter(PAIRS)),
         dict(re.findall(r"^(torch|triton)==(.*)$", text("requirements-cpu.txt"), re.MULTILINE)),

@@ -1,5 +1,5 @@
-"""Documents by ids: what the kernels that prepare them give, held against its definition, pair of query and key by
-pair."""
+"""Documents by ids: the tensors that a kernel computes before attention, compared with their definition for each
+pair of query and key."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ import torch
 
 from attngen.conformance.derive import executed
 from attngen.errors import VerifyError
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.ir.sizes import Sizes
-from attngen.ir.text import parse_module, print_module
 from attngen.lowering.pipeline import lower
 from attngen.masks.document import OF_KEY, OF_QUERY, PACKED, Document
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, target
 
+pytestmark = pytest.mark.numerics
+
 Plan = dict[str, torch.Tensor]
 SIZES = [(1, 1), (5, 0), (0, 7), (17, 17), (9, 40), (48, 40), (1, 64), (64, 1)]  # queries and keys
-FAR = [-(2**31) + 1, -(2**31) + 9, 2**31 - 1, 2**30 + 5, 0]  # beyond what the tables tell apart
+# Ids near the limits of int32: documents share entries of the tables.
+FAR = [-(2**31) + 1, -(2**31) + 9, 2**31 - 1, 2**30 + 5, 0]
 
 
 def ids_of(kind: str, n: int, seed: int) -> torch.Tensor:
@@ -41,7 +45,7 @@ def ids_of(kind: str, n: int, seed: int) -> torch.Tensor:
 
 
 def same(ids: torch.Tensor, n_q: int) -> torch.Tensor:
-    """[2, n_q, n]: whether a query, of the last n_q positions, is in the document of a key."""
+    """[2, n_q, n]: whether a query is in the document of a key; queries are the last n_q positions."""
     found = torch.zeros(*ids.shape[:1], n_q, ids.shape[1], dtype=torch.bool)
     for q in range(n_q):
         if (position := q + ids.shape[1] - n_q) >= 0:
@@ -50,14 +54,14 @@ def same(ids: torch.Tensor, n_q: int) -> torch.Tensor:
 
 
 def inside(plan: Plan, names: tuple[str, ...], others: int) -> torch.Tensor:
-    """[2, rows, others]: whether another position is between the two bounds of a row."""
+    """[2, rows, others]: whether a position of the other axis lies between the two bounds of a row."""
     first, end = (plan[name].cpu()[..., None] for name in names)
     return (first <= torch.arange(others)) & (end > torch.arange(others))
 
 
 def check(plan: Plan, ids: torch.Tensor, n_q: int) -> None:
-    """What a spec's facts promise: nothing visible is outside of the bounds, and all is visible inside of the inner
-    ones; bounds rise."""
+    """Check the facts of the mask: every visible pair lies inside the outer bounds, every pair inside the inner
+    bounds is visible, and bounds never decrease."""
     n, visible = ids.shape[1], same(ids, n_q)
     assert torch.equal(plan["document_q"].cpu()[:, :, None] == plan["document_kv"].cpu()[:, None], visible)
     assert not (visible & ~inside(plan, OF_QUERY[:2], n)).any()
@@ -85,8 +89,8 @@ def test_bounds_are_right(size: tuple[int, int], kind: str) -> None:
 @pytest.mark.parametrize("size", [(17, 17), (9, 40), (48, 40)], ids=str)
 @pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one slot"])
 def test_bounds_are_as_close_as_rising_bounds_can_be(size: tuple[int, int], kind: str) -> None:
-    """From the first key of the documents of this position and later ones to the last key of those of this and
-    earlier ones."""
+    """Bounds extend from the first key of the documents of this position and later ones to the last key of the
+    documents of this position and earlier ones."""
     n_q, n = size
     ids = ids_of(kind, n, 1)
     plan, pairs = by_executor(Document(), ids, n_q, 16), same(ids, n)
@@ -138,7 +142,7 @@ LONG = [(1000, 1000), (1, 8192), (8200, 8200), (70_000, 70_000)] if CUDA else [(
 
 @pytest.mark.parametrize("size", [*SIZES, (130, 129), *LONG], ids=str)
 def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device: str, in_order: ModuleType) -> None:
-    """To the bit, in any order of its threads; ids are rows of a wider tensor."""
+    """Results are equal to the bit, in whatever order threads run; ids are a slice of a wider tensor."""
     n_q, n = size
     of = built("document_gqa"), Document()
     for module, mask, kind in (
@@ -158,7 +162,7 @@ def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device:
 
 
 @pytest.mark.parametrize("kind", ["far", "one slot"])
-def test_the_kernel_is_right_where_ids_share_a_stage(kind: str, device: str) -> None:
+def test_the_kernel_is_right_where_ids_share_a_slot(kind: str, device: str) -> None:
     ids = ids_of(kind, 100, 2)
     for n_q in (100, 90, 110):
         check(built("document_gqa").attention.plan(ids.to(device), n_q)._asdict(), ids, n_q)
@@ -166,7 +170,7 @@ def test_the_kernel_is_right_where_ids_share_a_stage(kind: str, device: str) -> 
 
 @pytest.mark.gpu
 def test_the_kernel_gives_the_same_bits_each_time(device: str) -> None:
-    """Also where thousands of threads enter a document at once."""
+    """Also where thousands of threads write to the table entry of one document at once."""
     attention = built("document_gqa").attention
     for ids in (
         torch.zeros(8, 30_000),
@@ -185,12 +189,12 @@ def test_a_plan_takes_ids_in_int64(device: str) -> None:
 
 
 def test_int64_beyond_32_bits_counts_as_the_nearest_that_fits(device: str) -> None:
-    """Documents stay apart, and a length beyond the keys is still one of all keys."""
+    """Documents stay distinct, and a length greater than the number of keys still means all keys."""
     ids = ids_of("sorted", 20, 0).to(device).clamp(max=1)
     plan = built("document_gqa").attention.plan
     assert all(
         torch.equal(a, b) for a, b in zip(plan(ids, 20)[2:], plan(ids.long() * 2**32, 20)[2:])
-    )  # but for the ids
+    )  # all tensors except the ids
     q, k = torch.randn(1, 4, 20, 128, device=device), torch.randn(1, 2, 20, 128, device=device)
     padded = built("causal_padding_gqa").attention
     for given, like in ((2**31, 20), (2**32 + 5, 20), (-(2**32) + 5, 0)):
@@ -217,13 +221,13 @@ def test_a_plan_of_something_else_is_refused(ids: Any, error: type[Exception], m
 
 
 def test_plans_are_traced(device: str) -> None:
-    """An operator stands for the program: its stand-in has the shapes and dtypes of the results."""
+    """The host program is an operator, whose fake has the shapes and dtypes of the results."""
     module = built("document_gqa")
     ids = ids_of("any order", 12, 0).to(device)
     torch.library.opcheck(module.DOCUMENTS, (ids, 9))
 
 
-# ---------------------------------------------------------------------------------------------- their IR
+# ---------------------------------------------------------------------------------------------- the IR
 
 # (rule, old text, new text, the reason)
 BROKEN = [
@@ -245,7 +249,7 @@ BROKEN = [
         "scan max %start over(BLOCK_Q)",
         "keeps the type of its value, which has",
     ),
-    ("types", "op(min)", "op(least)", "`least` is no way to write; expected add, min, max, put"),
+    ("types", "op(min)", "op(least)", "`least` is no operation of a scatter; expected add, min, max, put"),
     ("types", "op(min)", "op(max)", "writes i32 to %LEFT by `max`; expected i32, and an output of that"),
     (
         "host-written",
@@ -263,7 +267,7 @@ BROKEN = [
         "types",
         "%start_init = init 0 : i32[]",
         "%start_init = init 2147483648 : i32[]",
-        "or a whole one of 32 bits as i32",
+        "or an integer of 32 bits as i32",
     ),
     ("signature", "%LEFT = arg scratch", "%LEFT = arg in", "writes %LEFT, which is no tensor of role `out`"),
     (
@@ -272,7 +276,7 @@ BROKEN = [
         "loop q ranges(1 .. cdiv(Nq, BLOCK_Q))",
         "does not run over all tiles of q",
     ),
-    # places
+    # indices
     (
         "indexing",
         "where(ends and last_slot >= 0 and last_slot < Nk)",
@@ -296,37 +300,37 @@ BROKEN = [
         "indexing",
         "gather %LEFT[b, side, slot]",
         "gather %LEFT[0, side, slot]",
-        "%LEFT that other programs take; expected [side, b",
+        "%LEFT of other programs; expected [side, b",
     ),
     (
         "indexing",
         "gather %LEFT[b, side, slot]",
         "gather %LEFT[b, 1, slot]",
-        "%LEFT that other programs take; expected [side, b",
+        "%LEFT of other programs; expected [side, b",
     ),
     (
         "indexing",
         "scatter %LEFT[b, side, last",
         "scatter %LEFT[0, side, last",
-        "%LEFT that other programs take; expected [side, b",
+        "%LEFT of other programs; expected [side, b",
     ),
     (
         "indexing",
         "scatter %DOCUMENT_Q[b, -Nk",
         "scatter %DOCUMENT_Q[0, -Nk",
-        "takes elements of %DOCUMENT_Q that other programs take",
+        "accesses elements of %DOCUMENT_Q of other programs",
     ),
     (
         "indexing",
         "%document where(kv_idx < Nk and side < 1)",
         "%document where(kv_idx < Nk)",
-        "%DOCUMENT_KV that other programs",
+        "%DOCUMENT_KV of other programs",
     ),
     (
         "indexing",
         "%nowhere where(side > 0 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
         "%nowhere where(side < 1 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
-        "takes elements of %DOCUMENT_FIRST that other programs take",
+        "accesses elements of %DOCUMENT_FIRST of other programs",
     ),
     (
         "indexing",
@@ -344,49 +348,54 @@ BROKEN = [
         "signature",
         "grid(side in 2, b in B)",
         "grid(side in 2, side in 2, b in B)",
-        "an axis stands twice in the grid, side, side, b",
+        "an axis is twice in the grid, side, side, b",
     ),
     (
         "loops",
         "= loop q ranges(0 .. cdiv(Nq, BLOCK_Q))",
         "= loop other ranges(0 .. group)",
-        "does not run over 0 .. what its variable",
+        "does not run over 0 .. the extent of its variable",
     ),
-    # turns of the threads
+    # the order in which threads access tensors
     (
-        "ordered",
+        "barriers",
         "    %last_key = map",
-        "    %none_again = init 2147483647 : i32[BLOCK_KV] @reg\n    store %LEFT_head[kv] %none_again check(kv)\n    %last_key = map",
+        (
+            "    %none_again = init 2147483647 : i32[BLOCK_KV] @reg\n    store %LEFT_head[kv] %none_again check(kv)\n"
+            "    %last_key = map"
+        ),
         "@enter writes elements of %LEFT twice, in no fixed order",
     ),
     (
-        "ordered",
+        "barriers",
         "    barrier\n    %start_init",
         "    %start_init",
-        "in @walk takes %LEFT, to which @enter writes, and no barrier is",
+        "in @walk accesses %LEFT, which @enter writes; expected a barrier",
     ),
     (
-        "ordered",
+        "barriers",
         "    barrier\n    %entered",
         "    %entered",
-        "in @enter takes %LEFT, to which @empty_tables writes, and no barrier is",
+        "in @enter accesses %LEFT, which @empty_tables writes; expected a barrier",
     ),
     (
-        "ordered",
+        "barriers",
         "    %ends = map",
-        "    %seen = gather %LEFT[b, side, last_key] uses(last_key=%last_key) where(last_key >= 0 and last_key < Nk) : i32[BLOCK_KV] @reg\n"
+        "    %seen = gather %LEFT[b, side, last_key] uses(last_key=%last_key) "
+        "where(last_key >= 0 and last_key < Nk) : i32[BLOCK_KV] @reg\n"
         "    %ends = map",
-        "in @enter reads %LEFT, to which other turns of the loop write",
+        "in @enter reads %LEFT, which other iterations of the loop write",
     ),
     (
-        "ordered",
+        "barriers",
         "    scatter %DOCUMENT_END[b, -Nk",
-        "    scatter %DOCUMENT_Q[b, -Nk + Nq + kv_idx] %run where(-Nk + Nq + kv_idx >= 0 and side < 1 and -Nk + Nq + kv_idx < Nq) op(put)\n"
+        "    scatter %DOCUMENT_Q[b, -Nk + Nq + kv_idx] %run "
+        "where(-Nk + Nq + kv_idx >= 0 and side < 1 and -Nk + Nq + kv_idx < Nq) op(put)\n"
         "    scatter %DOCUMENT_END[b, -Nk",
         "@walk writes elements of %DOCUMENT_Q twice, in no fixed order",
     ),
     (
-        "ordered",
+        "barriers",
         "store %LEFT_TOO_head[kv] %none check(kv)",
         "scatter %LEFT_TOO[b, side, kv_idx] %none where(kv_idx < Nk) op(put)",
         "%left_too reads %LEFT_TOO, which nothing has filled",
@@ -431,7 +440,7 @@ def test_a_program_gives_what_derive_says() -> None:
         (
             "launch @document_spans",
             "launch @document_spans args(LEFT_TOO=%LEFT)",
-            "%LEFT is given for %LEFT, which is written",
+            "%LEFT is passed as %LEFT, which is written",
         ),
         ("grid(side in 2, b in B)", "grid(side in 2, b in Nq)", "its grid has b in Nq; expected some of"),
     ],

@@ -1,5 +1,5 @@
-"""Dropout: which weights are kept is what the oracle says, is distributed as it should be, and depends on nothing
-else."""
+"""Dropout: kernels keep the weights that the oracle keeps, which have the right distribution and do not depend on
+tiles."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ import torch
 
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.conformance.harness import KEYS, Case, heads_for, load_module, make_inputs, run_case
+from attngen.conformance.cases import Case, heads_for, make_inputs
+from attngen.conformance.harness import load_module, run_case
 from attngen.conformance.oracle import dropout_keep, dropout_weight, philox, relative_error
-from attngen.ir.text import parse_module, print_module
+from attngen.conformance.result import KEYS
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.runtime.dropout import dropout_mask_by
 from attngen.verify import verify
 from tests.helpers import CUDA, SMALLER, SPECS, built, target
 from tests.helpers import spec as spec_of
 from tests.test_numerics import dtypes, problem, run, small
+
+pytestmark = pytest.mark.numerics
 
 DROPPING = [name for name in SPECS if spec_of(name).dropout and (CUDA or name not in SMALLER)]
 P = [0.0, 1e-6, 0.01, 0.1, 0.2501, 0.5, 0.9, 0.999, 1 - 1e-9]
@@ -46,15 +51,15 @@ def test_the_oracle_has_the_known_answers_of_philox(counter, key, result):
 
 
 def zscore(kept: torch.Tensor, p: float) -> float:
-    """How many standard deviations the number kept is from its mean."""
+    """The distance of the number of kept weights from its mean, in standard deviations."""
     n = kept.numel()
     return float((kept.double().sum() - n * (1 - p)) / math.sqrt(n * p * (1 - p)))
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 0.5, 0.77, 0.995])
 def test_the_rate_is_p(p):
-    """Of all weights, of each head and sequence, of each query and key, and where queries and keys have given last
-    bits."""
+    """The rate holds over all weights, in each head of each sequence, for each query and key, and where queries and
+    keys have given last bits."""
     keep = dropout_keep((3, 4, 256, 512), p, 42)
     assert abs(zscore(keep, p)) < 5
     for part in (*keep.flatten(0, 1), *keep.transpose(0, 2), *keep.transpose(0, 3)):
@@ -65,7 +70,7 @@ def test_the_rate_is_p(p):
 
 @pytest.mark.parametrize("dropped", [1, 100, 125, 256 * 26 + 3, 65536 - 40])
 def test_the_rate_is_met_to_a_65536th(dropped):
-    """Thresholds between the 256 of a byte: by all weights, and by every group of 16 queries alike."""
+    """Thresholds between the 256 of a byte are met by all weights, and by every group of 16 queries."""
     keep, p = dropout_keep((1, 16, 1024, 1024), dropped / 65536, 7), dropped / 65536
     assert abs(zscore(keep, p)) < 5
     for group in keep.unflatten(2, (-1, 16)).transpose(0, 2):
@@ -74,7 +79,7 @@ def test_the_rate_is_met_to_a_65536th(dropped):
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_rows_and_columns_are_binomial(p):
-    """Sums of a query's weights, and of a key's, are spread as those of independent draws."""
+    """The number of kept weights of a query, and of a key, has the variance of independent samples."""
     keep = dropout_keep((2, 4, 512, 512), p, 5).double()
     for sums in (keep.sum(3).flatten(), keep.sum(2).flatten()):
         spread = float(sums.var() / (512 * p * (1 - p)))
@@ -82,8 +87,8 @@ def test_rows_and_columns_are_binomial(p):
 
 
 def test_scores_of_a_word_share_a_byte():
-    """(q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated, by 1 / 257 at this rate; other pairs of a call
-    are not."""
+    """(q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated by 1 / 257 at this rate; other pairs of a call of
+    Philox are not."""
     dropped, n = 257 * 26, 2048  # with the same number of 256ths in both bytes
     p = dropped / 65536
     drop = dropout_keep((1, 1, n, n), p, 21)[0, 0].logical_not().double() - p
@@ -97,13 +102,15 @@ def test_scores_of_a_word_share_a_byte():
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_neighbours_are_independent(p):
-    """Weights that differ by little in q, kv, h or b, those of one call of Philox among them, and neighbouring seeds.
+    """Weights at small distances in q, kv, h or b are independent, also within one call of Philox, and so are those
+    of neighbouring seeds.
 
-    Of those 8 keys apart, or 8 queries and 8 keys, some share a byte: they may be correlated, by 1 / 256 at most.
+    At a distance of 8 keys, or of 8 queries and 8 keys, some weights share a byte: they may be correlated, by 1 / 256
+    at most.
     """
     keep = dropout_keep((2, 3, 256, 512), p, 11).double() - (1 - p)
     others = [dropout_keep((2, 3, 256, 512), p, seed).double() - (1 - p) for seed in (12, 11 + 2**32, -11)]
-    pairs = [(keep, other, 0.0, 0.0) for other in others]  # least and most correlation
+    pairs = [(keep, other, 0.0, 0.0) for other in others]  # (one mask, another, their least and greatest correlation)
     for dim, step in itertools.product(range(4), (1, 2, 7, 8, 9, 16, 64)):
         if step < keep.shape[dim]:
             n = keep.shape[dim] - step
@@ -168,7 +175,7 @@ def test_the_mask_is_drawn_by_a_grid_of_one_axis():
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_the_mask_of_the_weights_themselves(name, device):
-    """With v the identity the output is the dropped weights, and the gradient of v the same, transposed."""
+    """With v the identity, the output is the weights after dropout."""
     spec, attention = spec_of(name), built(name).attention
     n = spec.head_dim.v
     q, k, _, inputs = make_inputs(spec, Case(1, *heads_for(spec), n, n), torch.float16, device)
@@ -190,7 +197,7 @@ def test_gradients_at_any_rate(name, p, device):
 
 
 def test_the_mask_does_not_depend_on_tiles(device, tmp_path):
-    """The same bits are dropped under a schedule with other tiles."""
+    """A schedule with other tiles drops the same weights."""
     text = print_module(target(DROPPING[0]))
     mine = f"  {built(DROPPING[0]).runtime.device_class(built(DROPPING[0]).kernels, torch.device(device))} bytes=2"
     lines = [line for line in text.splitlines() if not line.startswith(mine) or "backend=" in line]
@@ -215,7 +222,7 @@ def test_the_mask_does_not_depend_on_tiles(device, tmp_path):
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_seeds(name, device):
-    """Drawn from torch's generator unless given; an int and a tensor say the same; dropping nothing draws nothing."""
+    """A seed comes from torch's generator unless it is given, as an int or a tensor alike; a rate of 0 takes none."""
     (q, k, v), inputs, _ = problem(name, small(name), device)
     attention = built(name).attention
 

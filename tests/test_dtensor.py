@@ -1,4 +1,4 @@
-"""DTensors: sequences, heads and, where the mask allows it, queries on several ranks give what one process gives."""
+"""DTensors with sequences, heads or, if the mask allows it, queries on several ranks give the results of one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.helpers import ROOT, SPECS, built, module_of, target
 RANKS = 2
 
 
-def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
-    """Outputs, rows, gradients of q, k, v and learned inputs, of nine kinds of specs; and what cannot be sharded is
-    one sentence each."""
+def test_two_processes_give_the_results_of_one(tmp_path: Path) -> None:
+    """Outputs, LSE and gradients of q, k, v and gradient inputs are equal for nine kinds of specs; shardings that are
+    not supported get one sentence each."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.distributed_calls"]
     processes = [
@@ -49,14 +49,14 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
         ("block_sparse_mha", ("B", "Hq")),
     ],
 )
-def test_a_mask_says_along_what_it_can_be_sharded(name: str, shards: tuple[str, ...]) -> None:
+def test_a_mask_gives_the_dimensions_that_can_be_sharded(name: str, shards: tuple[str, ...]) -> None:
     assert built(name).SIGNATURE.shards == shards
 
 
-def test_a_mask_that_counts_along_all_dimensions_is_sharded_along_none(tmp_path: Path) -> None:
+def test_a_mask_that_depends_on_all_indices_cannot_be_sharded(tmp_path: Path) -> None:
     mask = {"expr": "(kv_idx + h + 2 * b) % 3 > 0 and kv_idx <= q_pos"}
     module = module_of(
-        make_spec({"name": "counted", "head_dim": 16, "dtype": "fp32", "mask": mask}), tmp_path / "counted"
+        make_spec({"name": "indexed", "head_dim": 16, "dtype": "fp32", "mask": mask}), tmp_path / "indexed"
     )
     assert module.SIGNATURE.shards == ()
 

@@ -1,7 +1,7 @@
-"""A new element type is one row of the table: these tests add some, and build, verify, run and execute modules of them.
+"""A new element type is one row of a table: these tests add rows, then build, verify, run and interpret modules.
 
-`fp16_wide` has outputs of fp32 and `fp32_short` of fp16; neither has a backward. `fp16_raised` multiplies weights
-before it casts them. The type of outputs and this factor are the only things about them that no committed module has.
+`fp16_wide` has outputs in fp32 and `fp32_short` in fp16; neither has a backward. `fp16_raised` multiplies weights
+before it casts them. No committed module has another type of outputs, or such a factor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from attngen.bench.cases.grids import cell
 from attngen.bench.results import rates
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, cli_cases, heads_for, make_inputs, run_case
+from attngen.conformance.cases import Case, cli_cases, heads_for, make_inputs
+from attngen.conformance.harness import run_case
 from attngen.conformance.oracle import naive_attention, reference_mask
 from attngen.cost.io import hbm_bytes
 from attngen.cost.numbers import done
@@ -25,16 +26,19 @@ from attngen.cost.roofline import Problem
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import SpecError, VerifyError
 from attngen.interp.host import execute
-from attngen.interp.tile import DOUBLE, SINGLE
+from attngen.interp.values import DOUBLE, SINGLE
 from attngen.ir.dtypes import ELEMENTS, Element, result_type
 from attngen.ir.expr import cdiv, symbol
-from attngen.ir.graph import Module
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.module import Module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import stages
 from attngen.report.page import page
 from attngen.spec import json_schema, make_spec
 from attngen.verify import verify
 from tests.helpers import edit, module_of
+
+pytestmark = pytest.mark.numerics
 
 ROWS = {
     "fp16_wide": Element(2, "float16", "16-bit", "fp16", results="fp32", trains=False),
@@ -47,7 +51,7 @@ TORCH = {
     "fp32_short": torch.float16,
     "bf16_short": torch.float16,
     "fp16_raised": torch.float32,
-}  # of outputs
+}  # the dtypes of outputs
 SPECS: dict[str, dict[str, Any]] = {
     "fwd": {"mask": "causal", "score": ["temperature"]},
     "packed": {"heads": {"sharing": "gqa"}, "mask": "causal"},
@@ -85,21 +89,28 @@ def test_the_table_says_what_specs_may_name() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"backward": {}}, "spec: `dtype` names `fp16_wide`, in which there is no backward; expected `backward: false` beside it"),
+        (
+            {"backward": {}},
+            "spec: `dtype` names `fp16_wide`, which has no backward; expected `backward: false` as well",
+        ),
         (
             {"dtype": ["fp16", "fp16_wide"]},
-            "spec: `dtype` has element types that kernels treat differently: `fp16` gives fp16, of weights times 1, `fp16_wide` "
+            "spec: `dtype` has element types that kernels treat differently: `fp16` gives fp16, of weights times 1, "
+            "`fp16_wide` "
             "gives fp32, of weights times 1; expected a spec for each kind",
         ),
         (
             {"dtype": ["fp16_wide", "fp16_raised"]},
-            "spec: `dtype` has element types that kernels treat differently: `fp16_wide` gives fp32, of weights times 1, `fp16_raised` "
-            "gives fp32, of weights times 256; expected a spec for each kind",
+            "spec: `dtype` has element types that kernels treat differently: `fp16_wide` gives fp32, of weights "
+            "times 1, `fp16_raised` gives fp32, of weights times 256; expected a spec for each kind",
         ),
-        ({"dtype": "fp16_wid"}, "spec: `dtype` is the text `fp16_wid`; expected `bf16`, `fp16`, `fp32`, `fp16_wide`, `fp32_short`, "
-         "`bf16_short` or `fp16_raised`, or a list of these; did you mean `fp16_wide`?"),
+        (
+            {"dtype": "fp16_wid"},
+            "spec: `dtype` is the text `fp16_wid`; expected `bf16`, `fp16`, `fp32`, `fp16_wide`, `fp32_short`, "
+            "`bf16_short` or `fp16_raised`, or a list of these; did you mean `fp16_wide`?",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_spec_gets_one_sentence(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError) as error:
         make_spec(data("fwd") | change)
@@ -112,7 +123,7 @@ def test_a_wrong_spec_gets_one_sentence(change: dict[str, Any], sentence: str) -
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("dtype", "result"), [("fp16_wide", "f32"), ("fp32_short", "fp16")])
 def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) -> None:
-    """In every phase: the tensor, its views, and the value that is stored; nothing else has it where it is no f32."""
+    """In every phase the tensor, its views and the stored value have it; no other value does, unless it is f32."""
     for _, module in stages(make_spec(data(name, dtype))):
         assert print_module(parse_module(print_module(module), "text")) == print_module(module)
         assert result_type(module.dtypes) == result and module.host("forward").type_of("O").dtype == result
@@ -136,15 +147,25 @@ def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) ->
     ("old", "new", "reason"),
     [
         ("%O = arg out : fp16", "%O = arg out : T", "%O is of `T`; expected fp16, as the header's dtype says"),
-        ("%o = map expr(acc*inv_l) uses(acc=%keys_partial.acc, inv_l=%inv_l) : fp16",
-         "%o = map expr(acc*inv_l) uses(acc=%keys_partial.acc, inv_l=%inv_l) : T", "%O_head holds fp16, the value is T"),
-        ("alloc like(%Q) : fp16", "alloc like(%Q) : T", "%O is T[B, Hq, Nq, D_V]; expected fp16[B, Hq, Nq, D_V] for %O"),
-        ("%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : f32",
-         "%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : bf16", "%inv_l is of `bf16`; expected one of T, f32"),
+        (
+            "%o = map expr(acc*inv_l) uses(acc=%keys_partial.acc, inv_l=%inv_l) : fp16",
+            "%o = map expr(acc*inv_l) uses(acc=%keys_partial.acc, inv_l=%inv_l) : T",
+            "%O_head holds fp16, the value is T",
+        ),
+        (
+            "alloc like(%Q) : fp16",
+            "alloc like(%Q) : T",
+            "%O is T[B, Hq, Nq, D_V]; expected fp16[B, Hq, Nq, D_V] for %O",
+        ),
+        (
+            "%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : f32",
+            "%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_partial.l) : bf16",
+            "%inv_l is of `bf16`; expected one of T, f32",
+        ),
         ("dtype fp32_short", "dtype fp32", "%O is of `fp16`; expected one of T, f32"),
         ("dtype fp32_short", "dtype fp32 fp32_short", "which kernels treat differently; expected types that agree on"),
     ],
-)  # fmt: skip
+)
 def test_another_type_of_outputs_is_refused(old: str, new: str, reason: str) -> None:
     with pytest.raises(VerifyError) as error:
         verify(parse_module(edit(print_module(lowered("fwd", "fp32_short")), (old, new)), "edited"))
@@ -167,8 +188,7 @@ def test_a_backward_in_a_type_that_has_none_is_refused() -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", ROWS)
 def test_results_are_those_of_naive_attention(name: str, dtype: str, tmp_path: Path, device: str) -> None:
-    """Within twice its error in the same dtypes, out in the type of outputs; fp32's is nearer to the truth than fp16
-    can be."""
+    """The error is at most twice that of naive attention in the same dtypes, and `out` has the type of outputs."""
     spec = make_spec(data(name, dtype))
     module = module_of(spec, tmp_path)
     for case in (Case(1, *heads_for(spec), 70, 90), Case(1, *heads_for(spec), 20, 30, "bnhd")):
@@ -225,7 +245,7 @@ def test_bytes_of_outputs_are_those_of_their_type(dtype: str, size: int) -> None
 def test_a_device_without_such_products_has_no_schedule(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
 ) -> None:
-    """The peak rates of device classes say which have them; the others get a sentence in the table, and at a call."""
+    """A device class without a peak rate of such products has a sentence in the table, and calls raise it."""
     monkeypatch.setitem(ELEMENTS, "float24", Element(3, "float16", "24-bit", "fp16", results="fp32", trains=False))
     monkeypatch.setitem(CLASSES["sm90"].flops_per_cycle, "24-bit", 1000)
     made = lowered("fwd", "float24")
@@ -242,7 +262,7 @@ def test_a_device_without_such_products_has_no_schedule(
 
 
 def test_bench_counts_the_bytes_of_outputs() -> None:
-    """A problem that is bound by what it moves: 16 columns of q, k and v in 2 bytes, of O in 4, and the LSE."""
+    """A memory-bound problem moves q, k and v in 2 bytes for each element, O in 4, and the LSE; its head_dim is 16."""
     c = cell("specs", make_spec(data("fwd")), 64, 64, batch=1, heads=2)
     found = rates(c, {"matmul_tflops": 1e9, "copy_tb_s": 1.0}, 1, 2 * 64 * 2 * 16 * 2, "fwd", 1.0)
     moved = 2 * 64 * (3 * 16 * 2 + 16 * 4 + 4)
@@ -260,8 +280,8 @@ def test_the_page_and_the_module_say_it() -> None:
 
 
 def test_8_bit_operands_are_a_row_and_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
-    """The dry run of docs/ir.md, without scales: q, k and v in e4m3, O in bf16. The interpreter computes in fp32
-    what NumPy has not."""
+    """A module has q, k and v in e4m3, without scales, and O in bf16. The interpreter computes in fp32 with types
+    that NumPy lacks."""
     monkeypatch.setitem(
         ELEMENTS, "fp8e4nv", Element(1, "float8_e4m3fn", "8-bit", "fp8", False, "bf16", trains=False, weights=8)
     )

@@ -1,4 +1,4 @@
-"""An error that attngen raises on purpose is one sentence, not the last of a chain of tracebacks."""
+"""An error that attngen raises on purpose has no chain of tracebacks before it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import attngen
 from attngen import errors
 from tests.helpers import ROOT
 
-PURPOSE = {
+INTENDED = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.AttngenError)
 }
-PURPOSE |= {"LangError", "TraceError", "VerifyError"}
-# What follows from a mistake of attngen, or of what a folder imports, keeps its cause: somebody has to find that.
-KEPT = ("this is a mistake of attngen", "cannot be imported")
+INTENDED |= {"LangError", "TraceError", "VerifyError"}
+# Errors from a bug in attngen, or from the imports of a folder, keep their cause, which helps to find them.
+WITH_CAUSE = ("this is a mistake of attngen", "cannot be imported")
 
 
 def chained(tree: ast.AST) -> Iterator[ast.Raise]:
-    """The statements in handlers that raise an error on purpose and show another one before it."""
+    """The statements in exception handlers that raise an error on purpose without `from None`."""
     for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):
         for node in ast.walk(handler):
             name = (
@@ -32,7 +32,7 @@ def chained(tree: ast.AST) -> Iterator[ast.Raise]:
                 else ""
             )
             if (
-                name in PURPOSE
+                name in INTENDED
                 and isinstance(node, ast.Raise)
                 and not (isinstance(node.cause, ast.Constant) and node.cause.value is None)
             ):
@@ -40,13 +40,13 @@ def chained(tree: ast.AST) -> Iterator[ast.Raise]:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "attngen").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_errors_on_purpose_show_no_other(path: Path) -> None:
+def test_intended_errors_show_no_other_error(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     found = [ast.get_source_segment(source, node) or "" for node in chained(ast.parse(source))]
-    assert [text for text in found if not any(words in text for words in KEPT)] == []
+    assert [text for text in found if not any(words in text for words in WITH_CAUSE)] == []
 
 
-def test_a_wrong_spec_has_no_traceback_before_it(tmp_path: Path) -> None:
+def test_the_error_of_a_wrong_spec_has_no_cause(tmp_path: Path) -> None:
     for given in (
         {"name": "x", "head_dim": 63},
         {"name": "x", "head_dim": 64, "mask": {"expr": "sin(q_idx) <"}},

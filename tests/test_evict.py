@@ -1,5 +1,5 @@
-"""Modules of traced functions are forgotten, in memory and on disk; who holds something of one computes with it
-still."""
+"""Modules of traced functions are evicted, from memory and from disk; whoever holds one can still compute with
+it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from attngen.cache import store
 from attngen.frontends.block_masks import masked_of
 from tests.helpers import CUDA
 
+pytestmark = pytest.mark.numerics
+
 FAKE = """class OPERATORS:
     @staticmethod
     def release():
@@ -34,7 +36,7 @@ def attention(q, k, v, *, scale=None, return_lse=False):
 
 @pytest.fixture
 def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Two modules are held, and what other tests have loaded is not known; the names of the specs that are compiled."""
+    """Keep two modules at most, and none of other tests; yield the hashes of the specs that are compiled."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path))
     monkeypatch.setattr(api, "_LOADED", {})
     monkeypatch.setattr(api, "_RECENT", OrderedDict())
@@ -64,7 +66,7 @@ def loaded() -> set[str]:
 
 
 def shifted(by: float) -> Callable[..., Any]:
-    """A new function each time."""
+    """A new score function at each call."""
     return lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, score * 0.5 - by)
 
 
@@ -80,14 +82,14 @@ def naive(by: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def is_right(by: float, out: torch.Tensor, inputs: list[torch.Tensor]) -> bool:
-    """Whether an output, and the gradients that its backward gives, are those of attention."""
+    """Whether an output and the gradients of its backward are those of attention."""
     expected = naive(by, *inputs)
     found, right = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected))
     return all(torch.allclose(x, y, atol=2e-3) for x, y in zip((out, *found), (expected, *right)))
 
 
 def operators() -> set[str]:
-    """The names of the operators of this file's modules, as the dispatcher has them."""
+    """The names of the operators of this file's modules in the dispatcher."""
     return {x for x in torch._C._dispatch_get_all_op_names() if x.startswith("attngen::flex_")}
 
 
@@ -106,10 +108,10 @@ def test_of_300_functions_few_modules_stay(few: list[str], monkeypatch: pytest.M
     )
     before, texts = loaded(), len(linecache.cache)
     q, k, v = (x.detach() for x in qkv())
-    functions = [shifted(by) for by in range(300)]  # all of them live
+    functions = [shifted(by) for by in range(300)]  # all of them stay alive
     for function in functions:
         attngen.flex_attention(q, k, v, score_mod=function)
-        attngen.flex_attention(q, k, v, score_mod=functions[0])  # used again and again, it stays
+        attngen.flex_attention(q, k, v, score_mod=functions[0])  # used in each iteration, it stays
     gc.collect()
     assert len(api._RECENT) == len(api._LOADED) == len(loaded() - before) == 20
     assert len(linecache.cache) - texts <= 20 * 3
@@ -130,7 +132,7 @@ def test_what_is_forgotten_is_freed_and_comes_from_the_disk(few: list[str]) -> N
     assert len(operators() - before) == 9  # the first output's graph holds its module
     assert all(
         is_right(by, out, inputs) for by, out in enumerate(outputs)
-    )  # so its backward, the first of its module, runs after that
+    )  # so its backward still runs, the first one of its module
     outputs.clear()
     gc.collect()
     assert len(operators() - before) == 6

@@ -1,4 +1,4 @@
-"""The example trains: a generated module by name, naive attention, and both from one seed."""
+"""examples/tiny_lm.py trains with a generated module, with naive attention, and with both from one seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_module_trains_as_naive_attention_does(tmp_path: Path, name: str) -> N
     assert rows[0] == ["step", "naive", name] and [row[0] for row in rows[1:]] == ["0", "1"]
     for _, ours, naive in rows[1:]:
         assert abs(float(ours) - float(naive)) < 5e-3
-        assert 4 < float(ours) < 7  # ln(256) = 5.5 before anything is learnt
+        assert 4 < float(ours) < 7  # an untrained model has ln(256) = 5.5
 
 
 def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
         (["--attention", "naive", "--data", "/nosuch"], "--data /nosuch: cannot be read (No such file or directory)"),
     ],
 )
-def test_what_cannot_be_trained_is_one_sentence(args: list[str], error: str) -> None:
+def test_wrong_options_get_one_sentence(args: list[str], error: str) -> None:
     done = train(*args)
     assert done.returncode == 1
     assert done.stderr.startswith(f"tiny_lm: {error}") and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Writing modules: all files or none, in the folder asked for and nowhere else."""
+"""Writing a module writes all its files or none, and nothing outside its folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_line_ends_are_the_same_everywhere(tmp_path: Path) -> None:
     assert (tmp_path / "x" / "kernels.py").read_bytes() == b"new\n"
 
 
-def test_caches_of_an_imported_module_do_not_count(tmp_path: Path) -> None:
+def test_bytecode_caches_are_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     write_module(OLD, folder)
     (folder / "__pycache__").mkdir()
@@ -99,8 +99,8 @@ def test_an_interrupt_midway_leaves_the_old_files(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("renames", [0, 1])
-def test_what_a_killed_build_leaves_is_removed_by_the_next(tmp_path: Path, renames: int) -> None:
-    """Killed before the old module is moved away, or before the new one is moved in; folders of others stay."""
+def test_the_next_build_removes_the_files_of_a_killed_one(tmp_path: Path, renames: int) -> None:
+    """A build is killed before it moves the old module away or the new one in; other folders stay."""
     write_module(OLD, tmp_path / "x")
     others = [
         tmp_path / f".x-{platform.node()}-{os.getpid()}-a",
@@ -129,7 +129,7 @@ write_module({NEW!r}, Path({str(tmp_path / "x")!r}))
     assert sorted(tmp_path.glob(".*")) == sorted(others) and read_module(tmp_path / "x") == NEW
 
 
-def test_folders_that_attngen_did_not_write_are_left_alone(tmp_path: Path) -> None:
+def test_folders_that_attngen_did_not_write_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "notes.md").write_text("mine")
@@ -153,10 +153,10 @@ def test_folders_that_attngen_did_not_write_are_left_alone(tmp_path: Path) -> No
     assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize("stranger", [".git/config", "kernels.py/precious"])
-def test_what_lies_hidden_or_under_a_module_s_own_names_is_left_alone(tmp_path: Path, stranger: str) -> None:
+@pytest.mark.parametrize("foreign", [".git/config", "kernels.py/precious"])
+def test_hidden_files_and_folders_named_as_a_modules_files_are_kept(tmp_path: Path, foreign: str) -> None:
     write_module(OLD, tmp_path / "x")
-    path = tmp_path / "x" / stranger
+    path = tmp_path / "x" / foreign
     path.parent.mkdir()
     path.write_text("mine")
     with pytest.raises(AttngenError, match=f"x holds {path.parent.name}, which attngen does not write"):
@@ -164,7 +164,7 @@ def test_what_lies_hidden_or_under_a_module_s_own_names_is_left_alone(tmp_path: 
     assert path.read_text() == "mine"
 
 
-def test_a_link_to_a_module_is_written_where_it_leads(tmp_path: Path) -> None:
+def test_a_link_to_a_module_is_followed(tmp_path: Path) -> None:
     write_module(OLD, tmp_path / "real" / "x")
     (tmp_path / "link").symlink_to(tmp_path / "real" / "x")
     assert write_module(NEW, tmp_path / "link")
@@ -184,7 +184,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert os.listdir(tmp_path) == ["out.html"] and path.read_text() == "old"
 
 
-def test_a_file_is_written_in_a_new_folder_and_where_a_link_leads(tmp_path: Path) -> None:
+def test_a_file_is_written_in_a_new_folder_and_through_a_link(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "er" / "table.json"
     (tmp_path / "link").symlink_to(path)
     for text in ("old\r\n", "new\n"):
@@ -214,30 +214,33 @@ def test_diffs_name_every_file_that_differs(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["file", "hidden file", "folder", "link", "line ends", "no last line end"])
-def test_a_check_sees_whatever_differs(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("difference", ["file", "hidden file", "folder", "link", "line ends", "no last line end"])
+def test_a_diff_shows_every_kind_of_difference(tmp_path: Path, difference: str) -> None:
     folder = tmp_path / "x"
     write_module(NEW, folder)
     (folder / "__pycache__").mkdir()
     assert diff_module(NEW, folder) == ""
-    if what == "file":
+    if difference == "file":
         (folder / "extra.py").write_text("")
-    elif what == "hidden file":
+    elif difference == "hidden file":
         (folder / ".extra").write_text("")
-    elif what == "folder":
+    elif difference == "folder":
         (folder / "extra").mkdir()
-    elif what == "link":
+    elif difference == "link":
         (folder / "extra").symlink_to(tmp_path / "nowhere")
     else:
-        (folder / "kernels.py").write_bytes(b"new\r\n" if what == "line ends" else b"new")
-    said = "kernels.py has other line ends, or an end without one" if "line end" in what else "extra"
-    assert said in diff_module(NEW, folder) and len(diff_module(NEW, folder).splitlines()) == 1
+        (folder / "kernels.py").write_bytes(b"new\r\n" if difference == "line ends" else b"new")
+    expected = "kernels.py has other line ends, or an end without one" if "line end" in difference else "extra"
+    assert expected in diff_module(NEW, folder) and len(diff_module(NEW, folder).splitlines()) == 1
 
 
-def test_what_attngen_wrote_for_an_earlier_spec_is_replaced(tmp_path: Path) -> None:
-    """A spec that has lost its kernels for Hopper: hopper.py was attngen's own. A file of somebody else's stays, and
-    is refused."""
-    header = '"""Gluon kernels of `x` for Hopper. Generated by attngen 0.1.0 from sha256:0123456789abcdef; do not edit.\n"""\n'
+def test_files_of_an_earlier_spec_are_replaced(tmp_path: Path) -> None:
+    """The new spec has no kernels for Hopper, so the hopper.py that attngen wrote is removed; a hopper.py of a user is
+    kept, and the build refused."""
+    header = (
+        '"""Gluon kernels of `x` for Hopper. Generated by attngen 0.1.0 from sha256:0123456789abcdef; do not edit.\n'
+        '"""\n'
+    )
     folder = tmp_path / "x"
     write_module({**OLD, "hopper.py": header}, folder)
     assert write_module(NEW, folder) and read_module(folder) == NEW
@@ -247,7 +250,7 @@ def test_what_attngen_wrote_for_an_earlier_spec_is_replaced(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("missing", ["kernels.py", "runtime.py", "hopper.py"])
-def test_a_folder_that_lacks_a_file_says_so_when_it_is_imported(tmp_path: Path, missing: str) -> None:
+def test_importing_a_folder_that_lacks_a_file_names_the_file(tmp_path: Path, missing: str) -> None:
     shutil.copytree(ROOT / "generated" / "causal_mha", tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "mine" / missing).unlink()
     done = subprocess.run(
@@ -259,9 +262,12 @@ def test_a_folder_that_lacks_a_file_says_so_when_it_is_imported(tmp_path: Path, 
     )
     last = done.stderr.splitlines()[-1]
     assert done.returncode and "circular" not in last
-    one = "ModuleNotFoundError: No module named 'mine.runtime'"
+    no_runtime = "ModuleNotFoundError: No module named 'mine.runtime'"
     assert last == (
-        one
+        no_runtime
         if missing == "runtime.py"
-        else f"ImportError: attention: {tmp_path}/mine lacks {missing}; expected all files that attngen has written there: build it again"
+        else (
+            f"ImportError: attention: {tmp_path}/mine lacks {missing}; expected all files that attngen has "
+            f"written there: build it again"
+        )
     )

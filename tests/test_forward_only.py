@@ -1,4 +1,4 @@
-"""Modules without a backward, `backward: false`: the same forward, no gradients, one sentence where some are wanted."""
+"""Modules with `backward: false`: the same forward, no gradients, and one sentence where a call needs gradients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, heads_for, make_inputs, run_case
+from attngen.conformance.cases import Case, heads_for, make_inputs
+from attngen.conformance.harness import run_case
 from attngen.conformance.oracle import naive_attention, reference_mask
 from attngen.conformance.sweep import repeats
 from attngen.cost.numbers import done, moved
 from attngen.cost.roofline import Problem
 from attngen.cost.theory import theorems
 from attngen.interp.host import execute
-from attngen.interp.tile import DOUBLE
-from attngen.ir.text import parse_module, print_module
+from attngen.interp.values import DOUBLE
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import stages
 from attngen.report.page import page
 from attngen.spec import Spec, make_spec
@@ -28,6 +30,8 @@ from attngen.verify import verify
 from attngen.verify.inputs import verify_interface
 from tests.conftest import CUDA
 from tests.helpers import module_of
+
+pytestmark = pytest.mark.numerics
 
 SENTENCE = (
     r"attention: this module has no backward \(its spec says `backward: false`\); call it under torch.no_grad\(\)"
@@ -49,7 +53,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "documents": {"mask": {"all_of": ["causal", "document"]}},
     "steps": {
         "score": {"expr": "round(s) + t[h]", "params": {"t": {"tensor": ["H"], "grad": True}}}
-    },  # which has no derivative
+    },  # `round` has no derivative
 }
 
 
@@ -73,18 +77,18 @@ def lowered(name: str) -> Any:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_results_are_those_of_naive_attention(name: str, folder: Path, device: str) -> None:
-    """Outputs and LSE alone; twice the same bits."""
+    """The only results are outputs and LSE; a second run gives the same bits."""
     for n_q, n_kv in ((70, 90), (5, 70)) if name == "causal" else ((70, 90),):
         case = Case(1, *heads_for(spec(name)), n_q, n_kv)
         found = run_case(built(name, folder), spec(name), case, "fp16", device)
         assert set(found.ours) == {"out", "out row", "lse", "lse row"} and found.ok, found
-    if name != "dropout":  # which draws a seed
+    if name != "dropout":  # which takes a new seed at each call
         assert repeats(built(name, folder), spec(name), case, "fp16", device, 0)
 
 
 @pytest.mark.parametrize("name", ["causal", "learned", "kv_outer", "data"])
 def test_it_is_the_forward_of_a_module_that_has_one(name: str) -> None:
-    """The kernels are the same, the gradients' are not there, and the text is that of a whole module."""
+    """It has the same kernels except those of gradients, and its text gives the same files."""
     made, whole = (
         lowered(name),
         list(stages(make_spec({k: v for k, v in (BASE | SPECS[name]).items() if k != "backward"})))[-1][1],
@@ -100,7 +104,7 @@ def test_it_is_the_forward_of_a_module_that_has_one(name: str) -> None:
 
 
 def _by_kernel(text: str) -> list[tuple[str, str]]:
-    """The text of each kernel, and of its schedules, by name."""
+    """The text of each kernel and of its schedules, by name."""
     parts = text.replace("\nschedule @", "\nkernel @").split("\nkernel @")[1:]
     names = [part.split()[0] for part in parts]
     return [(f"{name} {names[:at].count(name)}", part.strip()) for at, (name, part) in enumerate(zip(names, parts))]
@@ -110,7 +114,7 @@ def _by_kernel(text: str) -> list[tuple[str, str]]:
 def test_a_gradient_that_is_wanted_gets_one_sentence(
     name: str, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is launched. Not where none is recorded."""
+    """The error comes before any launch, and only where autograd records."""
     module = built(name, folder)
     q, k, v, inputs = make_inputs(spec(name), Case(1, 2, 2, 20, 30), torch.float16, device)
     out = module.attention(q, k, v, **inputs)
@@ -129,7 +133,7 @@ def test_a_gradient_that_is_wanted_gets_one_sentence(
             with pytest.raises(NotImplementedError, match=SENTENCE):
                 module.attention(**given)
     if name == "learned":
-        for at in range(5):  # of a call of the operator itself
+        for at in range(5):  # calls of the operator itself
             args = [q, k, v, inputs["temperature"], inputs["sink"], 0.25]
             args[at] = args[at].detach().requires_grad_()
             with pytest.raises(NotImplementedError, match=SENTENCE):
@@ -143,7 +147,7 @@ def _launched(*args: Any) -> None:
 
 
 def test_torch_traces_it(folder: Path, device: str) -> None:
-    """The operator's schema and fake, torch.compile in one graph, torch.export."""
+    """opcheck accepts the operator; torch.compile makes one graph of a call; torch.export takes it."""
     module = built("causal", folder)
     q, k, v, _ = make_inputs(spec("causal"), Case(1, 4, 2, 70, 70, "bnhd"), torch.float16, device)
     out, lse = module.attention(q, k, v, return_lse=True)
@@ -184,7 +188,7 @@ def test_analysis_and_page_are_of_the_forward() -> None:
     assert all(t.holds for t in found) and not any("backward of ours" in t.claim for t in found)
     steps = list(stages(spec("causal")))
     html = page(spec("causal"), "name: forward_only\n", steps, render(made), Problem())
-    assert "forward, FLOPs" in html and "backward, FLOPs" not in html and "dQ" not in html
+    assert "forward, FLOPs" in html and "backward, FLOPs" not in html and "@dq" not in html
 
 
 def _report(module: Any) -> dict[str, Any]:
@@ -195,7 +199,7 @@ def _report(module: Any) -> dict[str, Any]:
 
 
 def test_text_without_a_backward_has_no_kernel_or_learned_input_of_one() -> None:
-    """What is left of a backward after an edit of the text is refused in one sentence."""
+    """Text that has only part of a backward is refused in one sentence."""
     made = list(stages(make_spec({k: v for k, v in (BASE | SPECS["learned"]).items() if k != "backward"})))[-1][1]
     text = print_module(made)
     start, end = text.index("host @backward"), text.index("kernel @fwd")

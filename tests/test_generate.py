@@ -1,5 +1,4 @@
-"""The examples that serve: a run of the one with pages, its drafted trees, and what the other one gives
-transformers."""
+"""examples/generate.py: a run with small sizes, its drafted trees, and its pages."""
 
 from __future__ import annotations
 
@@ -43,11 +42,11 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def test_requests_come_and_go_and_tokens_are_those_of_the_whole_sequence() -> None:
+def test_served_tokens_are_those_of_the_whole_sequence() -> None:
     done = run()
     assert done.returncode == 0, done.stderr
     assert "attngen, pages of 64" in done.stdout and "SDPA, contiguous" in done.stdout
-    assert done.stdout.count("are those of the whole sequence") == 3  # over pages, with SDPA, with drafts
+    assert done.stdout.count("are those of the whole sequence") == 3  # with pages, with SDPA, with drafted trees
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_wrong_options_get_a_sentence(options: tuple[str, ...], reason: str) -> 
 
 
 def test_drafted_trees() -> None:
-    """Of `abababac`, `b` follows `a` most often, then `c`; a node sees itself and what it comes after."""
+    """In `abababac`, `a` is followed most often by `b`, then by `c`; a node sees itself and its ancestors."""
     text = torch.tensor(list(b"abababac" * 4), dtype=torch.uint8)
     drafts = imported("generate").Drafts(text, torch.device("cpu"))
     tokens = drafts.tokens(ord("a"))
@@ -82,8 +81,8 @@ def test_pages_are_reused() -> None:
     args = generate.arguments([*SMALL, "--slots", "2", "--room", "256"])
     pages = generate.Pages(None, None, torch.zeros(1), args)
     assert len(pages.free) == 4
-    assert pages.take(0, 129) and not pages.take(1, 65)  # three of four pages, and two more
-    taken = pages.taken[0]
-    pages.give(0)
-    assert pages.take(1, 256) and sorted(pages.taken[1]) == sorted([*taken, *pages.table[1].tolist()[:1]])
+    assert pages.allocate(0, 129) and not pages.allocate(1, 65)  # three of four pages, and two more
+    first = pages.pages_of[0]
+    pages.release(0)
+    assert pages.allocate(1, 256) and sorted(pages.pages_of[1]) == sorted([*first, *pages.table[1].tolist()[:1]])
     assert pages.table[0].tolist() == [0] * 4

@@ -1,7 +1,6 @@
-"""Rows that are in no visible pair may hold anything, NaN and infinity too: no other row's result has a part of them.
+"""Rows that are in no visible pair may hold anything, also NaN and infinity: they change no other row's result.
 
-Each call is compared with the same one where these rows hold zeros. Which rows they are is taken from the oracles of
-masks.
+Each call is compared with the same call where these rows hold zeros. The oracles of masks say which rows they are.
 """
 
 from __future__ import annotations
@@ -15,33 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.conformance.harness import (
-    DROPOUT_P,
-    SEED,
-    Case,
-    asked,
-    heads_for,
-    make_all_gradients,
-    make_inputs,
-    result_names,
-    torch_dtype,
-)
+from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_inputs, torch_dtype
+from attngen.conformance.harness import DROPOUT_P, SEED, asked, result_names
 from attngen.conformance.oracle import reference_mask
 from attngen.conformance.over_cache import CacheCase, make_call
 from attngen.spec import Spec, make_spec
 from tests.helpers import CUDA, NIGHTLY, SPECS, built, module_of
 from tests.helpers import spec as spec_of
 
+pytestmark = pytest.mark.numerics
+
 DEVICE = "cuda" if CUDA else "cpu"
 ENDS = {"key_padding", "kv_lengths", "cu_seqlens_kv"}  # inputs that say where keys end
 PADDED = [name for name in SPECS if spec_of(name).trains and {i.name for i in spec_of(name).mask.inputs()} & ENDS]
-SIZES = (50, 50) if CUDA else (70, 70)  # on a GPU as many queries as are not read by descriptors
+SIZES = (50, 50) if CUDA else (70, 70)  # on a GPU, numbers of queries that are not read by descriptors
 BY_POSITIONS: Any = {"expr": "(kv_idx + q_idx) % 3 != 0"}
 
 
 def ends(spec: Spec, n_q: int, n_kv: int) -> dict[str, torch.Tensor]:
-    """Inputs of masks with hidden rows at the ends of two sequences, or behind packed ones, of which one has no
-    query."""
+    """Inputs of masks that hide rows at the ends of two sequences, or behind packed sequences."""
     at = torch.arange(n_kv)
     made = {
         "key_padding": torch.stack([(at >= 5) & (at < n_kv - 13), at < 20]),
@@ -55,7 +46,7 @@ def ends(spec: Spec, n_q: int, n_kv: int) -> dict[str, torch.Tensor]:
 def hidden(
     mask: Any, case: Case, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of queries [B, Hq, Nq] and keys [B, Hkv, Nk] those that are in no visible pair, from the oracle of the mask."""
+    """Which queries [B, Hq, Nq] and keys [B, Hkv, Nk] are in no visible pair, by the oracle of the mask."""
     sees = reference_mask(mask, q, k, inputs).expand(*q.shape[:3], k.shape[2])
     return ~sees.any(-1), ~sees.any(-2).unflatten(1, (case.kv_heads, -1)).any(2)
 
@@ -63,7 +54,7 @@ def hidden(
 def results(
     module: ModuleType, spec: Spec, leaves: list[torch.Tensor], inputs: dict[str, Any], grads: Any, tangents: Any
 ) -> dict[str, Any]:
-    """Everything that a call gives: outputs, gradients and tangents, by name."""
+    """All results of a call by name: outputs, gradients and tangents."""
     learned = [i.name for i in spec.inputs() if i.grad]
     more: dict[str, Any] = {"dropout_p": DROPOUT_P, "seed": SEED} if spec.dropout else {}
 
@@ -83,8 +74,7 @@ def results(
 
 
 def check_ends(module: ModuleType, spec: Spec, hiding: Any, sizes: tuple[int, int] = SIZES, seed: int = 0) -> None:
-    """What keys hold that the mask `hiding` hides, and behind packed sequences queries and their gradients, reaches
-    no other row."""
+    """Keys that the mask `hiding` hides, and queries and gradients behind packed sequences, change no other row."""
     case = Case(2, *heads_for(spec, 4 if spec.heads.sharing == "gqa" else 2), *sizes)
     dtype = torch_dtype(next((d for d in spec.dtype if CUDA or d != "bf16"), spec.dtype[0]))
     q, k, v, inputs = make_inputs(spec, case, dtype, DEVICE, seed)
@@ -122,7 +112,7 @@ def test_what_lies_behind_sequences_reaches_no_other_row(name: str) -> None:
 
 
 def test_one_query_before_what_is_not_a_number() -> None:
-    """`cu_seqlens = [0, 1]` of two rows, of which the second holds NaN."""
+    """`cu_seqlens = [0, 1]` of two rows, where the second holds NaN."""
     x = torch.ones(1, 2, 2, 128, dtype=torch.float16, device=DEVICE)
     x[:, :, 1] = math.nan
     q, k, v = (x.clone().requires_grad_() for _ in range(3))
@@ -144,7 +134,7 @@ def drawn(seed: int) -> dict[str, Any]:
     score = choose([[], [{"softcap": 5.0}], ["alibi"], ["temperature"], ["dense_bias"], ["sink"]])
     sharing = choose(["mha", "gqa", "mqa"])
     extra = choose([{}, {"dropout": True}, {"outputs": ["entropy"]}, {"outputs": ["max_score", "key_mass"]}])
-    if CUDA:  # where kernels for 16 bits read such narrow heads by descriptors
+    if CUDA:  # kernels for 16 bits read such narrow heads by descriptors
         extra |= {"dtype": "fp32"}
     return {
         "name": f"drawn{seed}",
@@ -183,7 +173,7 @@ def over_cache(mask: Any, cache: Any) -> Spec:
 
 
 def cache_cases() -> list[Any]:
-    """Masks, kinds of caches and numbers of queries; on each push all masks, all kinds, and both kernels."""
+    """Masks, kinds of caches and numbers of queries; each push has all masks, all kinds and both kernels."""
     kinds = {"rows": "contiguous", "pages": {"paged": {"page_size": 16}}, "8 bits": EIGHT_BITS}
     often = {
         ("window", "pages", 1),
@@ -202,7 +192,7 @@ def cache_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("what", "cache", "n_q"), cache_cases())
 def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, cache: Any, n_q: int, tmp_path: Path) -> None:
-    """Such as those that a window has left: a server may have given their pages to others."""
+    """Keys that a window has passed are among them: a server may have given their pages to another sequence."""
     spec = over_cache(CACHED[what], cache)
     page = 0 if cache == "contiguous" else cache["paged"]["page_size"]
     module = module_of(spec, tmp_path / "cached")

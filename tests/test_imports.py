@@ -1,5 +1,4 @@
-"""Imports go downwards only: no file, and no package, of attngen needs itself, be it through an import inside a
-function."""
+"""Imports have no cycles between files or between packages of attngen; imports inside functions count too."""
 
 from __future__ import annotations
 
@@ -12,16 +11,20 @@ import networkx
 from tests.helpers import ROOT
 
 FILES = sorted((ROOT / "attngen").rglob("*.py"))
-MOST_AT_THE_TOP = 8  # files, of which one is py.typed
+MAX_TOP_LEVEL_FILES = 8  # files, including py.typed
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules of attngen that a file imports when it runs; not those that it names in types alone."""
+    """The modules of attngen that a file imports at run time, not those that it needs only for types."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    unseen = {id(inner) for node in typing for inner in ast.walk(node)}
+    only_for_types = {id(inner) for node in typing for inner in ast.walk(node)}
     for node in ast.walk(tree):
-        if id(node) in unseen or not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("attngen"):
+        if (
+            id(node) in only_for_types
+            or not isinstance(node, ast.ImportFrom)
+            or not (node.module or "").startswith("attngen")
+        ):
             continue
         for alias in node.names:
             inside = ROOT / f"{node.module}.{alias.name}".replace(".", "/")
@@ -30,21 +33,21 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def package(module: str) -> str:
-    """The package that a module is in: its folder. A package is in itself, a file at the top of attngen is a package
-    of its own."""
+    """The package of a module, which is its folder. A package contains itself; a file at the top of attngen counts as
+    a package."""
     is_package = (ROOT / module.replace(".", "/")).is_dir()
     return module if is_package or module.count(".") == 1 else module.rpartition(".")[0]
 
 
-def circles(edges: Iterator[tuple[str, str]]) -> list[list[str]]:
-    """The groups of nodes that need each other."""
+def cycles(edges: Iterator[tuple[str, str]]) -> list[list[str]]:
+    """The groups of nodes that depend on each other."""
     graph: networkx.DiGraph[str] = networkx.DiGraph()
     graph.add_edges_from(edges)
     return [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
 
 
-def needs() -> Iterator[tuple[str, str]]:
-    """Each module of attngen with each module that it imports."""
+def imports() -> Iterator[tuple[str, str]]:
+    """Pairs of a module of attngen and a module that it imports."""
     for path in FILES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         yield from ((name, other) for other in imported(path))
@@ -60,22 +63,53 @@ def test_only_the_registry_names_a_target() -> None:
         assert named <= inside or path == folder / "registry.py", path
 
 
-def test_no_file_needs_itself() -> None:
+def test_files_have_no_import_cycles() -> None:
     assert len(FILES) > 200
-    assert circles(needs()) == []
+    assert cycles(imports()) == []
 
 
-def test_no_package_needs_itself() -> None:
-    """`attngen.targets.hopper` needs `attngen.targets.hopper.passes`, so no file of that imports from the former."""
-    edges = [(package(name), package(other)) for name, other in needs()]
+def test_packages_have_no_import_cycles() -> None:
+    """`attngen.targets.hopper` imports `attngen.targets.hopper.passes`, so no file of the latter imports the former."""
+    edges = [(package(name), package(other)) for name, other in imports()]
     assert len({name for name, _ in edges}) >= 40
-    assert circles((a, b) for a, b in edges if a != b) == []
+    assert cycles((a, b) for a, b in edges if a != b) == []
 
 
-def test_a_circle_of_packages_is_found() -> None:
-    assert circles(iter([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")])) == [["a", "b", "c"]]
+def test_a_cycle_of_packages_is_found() -> None:
+    assert cycles(iter([("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")])) == [["a", "b", "c"]]
 
 
-def test_few_files_are_at_the_top() -> None:
+def test_few_files_are_at_the_top_level() -> None:
     found = sorted(path.name for path in (ROOT / "attngen").iterdir() if path.is_file())
-    assert len(found) <= MOST_AT_THE_TOP, found
+    assert len(found) <= MAX_TOP_LEVEL_FILES, found
+
+
+# Imports stand at the top of a file. Where start-up time needs it, they stand in functions: the rooms where that is so,
+# and what starts faster without the import.
+IN_FUNCTIONS = {
+    "attngen/__init__.py": "`import attngen` imports nothing until a name is used",
+    "attngen/api.py": "a module in the cache is imported without the compiler",
+    "attngen/frontends": "a function that was traced before is called without the compiler",
+    "attngen/integrations": "registering with transformers imports no compiler",
+    "attngen/cli": "a command imports only what it runs, and `--help` nothing",
+    "attngen/bench": "a child process imports only the peer that it measures",
+    "attngen/tune/run.py": "a dry run imports no torch",
+    "attngen/lang/part.py": "torch is imported where an oracle is evaluated",
+    "attngen/report/elements.py": "torch is imported where a mask is sampled",
+    "attngen/conformance/interpreter.py": "Triton is imported after TRITON_INTERPRET is set",
+}
+
+
+def imports_in_functions(path: Path) -> bool:
+    """Whether a file imports modules of attngen inside functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    inner = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom))
+    return any((node.module or "").startswith("attngen") for node in inner)
+
+
+def test_imports_stand_in_functions_only_where_start_up_needs_it() -> None:
+    found = {path.relative_to(ROOT).as_posix() for path in FILES if imports_in_functions(path)}
+    rooms = {name: room for name in found for room in IN_FUNCTIONS if name == room or name.startswith(f"{room}/")}
+    assert found - rooms.keys() == set()
+    assert set(rooms.values()) == IN_FUNCTIONS.keys()

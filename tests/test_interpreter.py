@@ -1,5 +1,5 @@
-"""Triton's interpreter: what it is given, by which threads, and that what attngen/conformance/interpreter.py takes
-out of it changes no result."""
+"""Triton's interpreter: the configs that modules give it, calls from threads, and results that do not change by what
+attngen/conformance/interpreter.py leaves out."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ import torch
 
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.conformance.harness import KEYS, load_module, make_inputs
+from attngen.conformance.cases import make_inputs
+from attngen.conformance.harness import load_module
 from attngen.conformance.over_cache import CacheCase, run_cache_case
-from attngen.ir.graph import Module
+from attngen.conformance.result import KEYS
+from attngen.ir.module import Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from tests.conftest import CUDA
 from tests.helpers import SPECS, built, module_of, spec, target
 from tests.test_numerics import problem, run, small
 
-CACHED = {"name": "served", "head_dim": 32, "mask": "causal"}
+CACHED = {"name": "cached", "head_dim": 32, "mask": "causal"}
 CACHES: list[Any] = [
     "contiguous",
     {"paged": {"page_size": 16}},
@@ -33,16 +35,16 @@ CACHES: list[Any] = [
 ]
 
 
-def _only(module: Module, *devices: str) -> Module:
-    """The module with schedules of some device classes alone."""
+def _only_devices(module: Module, *devices: str) -> Module:
+    """The module with the configs of some device classes only."""
     return replace(
         module,
         schedules=tuple((name, tuple(r for r in rows if r.device in devices)) for name, rows in module.schedules),
     )
 
 
-def _given(kernels: Any) -> list[dict[str, Any]]:
-    """The rows that the interpreter takes of a module's tables."""
+def _interpreted_configs(kernels: Any) -> list[dict[str, Any]]:
+    """The configs that the interpreter takes from a module's tables."""
     tables = [table for table in kernels["SCHEDULES"].values() if any(len(key) == 2 for key in table)]
     assert tables and all(any(key[0] == kernels["INTERPRETED_AS"] for key in table) for table in tables)
     return [
@@ -55,19 +57,21 @@ def _given(kernels: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_it_gets_no_row_that_asks_for_what_a_device_has(name: str) -> None:
-    """Flags of rows are copies by descriptors, instructions that convert, and launches that overlap."""
-    assert not any(value is True for config in _given(vars(built(name).kernels)) for value in config.values())
+def test_its_configs_ask_for_no_features_of_devices(name: str) -> None:
+    """Flags of configs ask for loads by descriptors, conversion instructions, or dependent launches."""
+    assert not any(
+        value is True for config in _interpreted_configs(vars(built(name).kernels)) for value in config.values()
+    )
 
 
 @pytest.mark.parametrize("name", ["causal_mha", "decode_paged_fp8_gqa"])
-def test_of_a_class_that_has_more_it_gets_the_tiles(name: str) -> None:
-    module = _only(target(name), "sm90", "sm100")
+def test_its_configs_have_the_tiles_of_a_device_class(name: str) -> None:
+    module = _only_devices(target(name), "sm90", "sm100")
     kernels: dict[str, Any] = {}
     text = render(module)["kernels.py"]
     exec(text[text.index("\nSCHEDULES = ") : text.index("\nINTERPRETED_BYTES")], kernels)
     assert kernels["INTERPRETED_AS"] == "interpreter" and not any(
-        value is True for config in _given(kernels) for value in config.values()
+        value is True for config in _interpreted_configs(kernels) for value in config.values()
     )
     for table in kernels["SCHEDULES"].values():
         if ("interpreter", 2) in table:
@@ -80,7 +84,7 @@ def test_of_a_class_that_has_more_it_gets_the_tiles(name: str) -> None:
 
 @pytest.mark.parametrize("backward", [{}, {"backward": {"deterministic": False}}, {"backward": False}], ids=str)
 @pytest.mark.parametrize("cache", CACHES, ids=str)
-def test_calls_over_a_cache_run_whatever_the_backward(
+def test_calls_with_a_cache_run_with_any_backward(
     cache: Any, backward: dict[str, Any], tmp_path: Path, device: str
 ) -> None:
     made = make_spec({**CACHED, "cache": cache, **backward})
@@ -94,14 +98,14 @@ def test_calls_over_a_cache_run_whatever_the_backward(
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
 @pytest.mark.parametrize("cache", CACHES[::3], ids=str)
 @pytest.mark.parametrize("others", ["sm90", "sm80"])
-def test_it_runs_the_tiles_of_a_class_that_has_more(cache: Any, others: str, tmp_path: Path, device: str) -> None:
-    """Also where no class has all kernels."""
+def test_it_runs_the_tiles_of_a_device_class(cache: Any, others: str, tmp_path: Path, device: str) -> None:
+    """Also if no device class has configs of all kernels."""
     made = make_spec({**CACHED, "cache": cache, "backward": False})
-    made_of = lower(made)
-    decode, rest = dict(_only(made_of, "sm90").schedules)["decode"], _only(made_of, others).schedules
-    mixed = replace(made_of, schedules=tuple((name, decode if name == "decode" else rows) for name, rows in rest))
-    write_module(render(mixed), tmp_path / "served")
-    module = load_module(tmp_path / "served")
+    lowered = lower(made)
+    decode, rest = dict(_only_devices(lowered, "sm90").schedules)["decode"], _only_devices(lowered, others).schedules
+    mixed = replace(lowered, schedules=tuple((name, decode if name == "decode" else rows) for name, rows in rest))
+    write_module(render(mixed), tmp_path / "cached")
+    module = load_module(tmp_path / "cached")
     assert module.kernels.INTERPRETED_AS == "interpreter"
     result = run_cache_case(
         module, made, CacheCase(2, 2, 1, (0, 3, 17), 1, 48, 16 if "paged" in cache else 0), "fp16", device
@@ -110,9 +114,9 @@ def test_it_runs_the_tiles_of_a_class_that_has_more(cache: Any, others: str, tmp
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
-def test_threads_call_modules_at_once() -> None:
-    """Each of eight threads gets what it gets alone. Both modules have a copy of the runtime, and one has a mask of
-    dropout to draw."""
+def test_threads_call_modules_concurrently() -> None:
+    """Each of eight threads gets the results of a single thread. Both modules have a copy of the runtime, and one
+    computes a dropout mask."""
     names = ["causal_gqa", "causal_dropout_mqa"]
     problems = [
         make_inputs(spec(names[i % 2]), small(names[i % 2], 9 + i, 9, batch=1), torch.float16, "cpu", seed=i)
@@ -128,15 +132,15 @@ def test_threads_call_modules_at_once() -> None:
             return [attend(q, k, v, dropout_p=0.2, seed=i), attend.dropout_mask((1, 1, 9, 9), 0.2, i, device="cpu")]
         return [attend(q, k, v)]
 
-    alone = [call(i, wait=False) for i in range(8)]
+    sequential = [call(i, wait=False) for i in range(8)]
     with ThreadPoolExecutor(8) as threads:
-        together = list(threads.map(lambda i: call(i, wait=True), range(8)))
-    for one, other in zip(alone, together):
+        concurrent = list(threads.map(lambda i: call(i, wait=True), range(8)))
+    for one, other in zip(sequential, concurrent):
         assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
-def test_numpy_says_nothing_of_rows_that_see_nothing_or_of_large_scores() -> None:
+def test_numpy_does_not_warn_of_rows_without_keys_or_of_large_scores() -> None:
     module = built("causal_gqa")
     q, k = (torch.full((1, h, n, 128), 200.0, dtype=torch.float16, requires_grad=True) for h, n in ((2, 40), (1, 20)))
     with warnings.catch_warnings():
@@ -153,7 +157,7 @@ def test_results_are_the_same_to_the_bit(name: str, device: str, monkeypatch: py
 
     leaves, inputs, grads = problem(name, small(name, 40, 70), device)
     options: dict[str, Any] = {"dropout_p": 0.2, "seed": 7} if "dropout" in name else {}
-    light = run(name, leaves, inputs, grads, **options)
+    patched = run(name, leaves, inputs, grads, **options)
     builder = interpreter.interpreter_builder
     assert not builder.options.sanitize_overflow and not builder.options.debug, (
         "debug alone asserts what sanitize_overflow computes"
@@ -166,12 +170,12 @@ def test_results_are_the_same_to_the_bit(name: str, device: str, monkeypatch: py
         monkeypatch.setattr(made, "__init__", made.__init__.__wrapped__)
     monkeypatch.setattr(core.block_type, "__new__", lambda cls, *_: object.__new__(cls))
     assert builder.options.sanitize_overflow
-    as_it_is = run(name, leaves, inputs, grads, **options)
-    assert all(light[key].equal(as_it_is[key]) for key in KEYS)
+    original = run(name, leaves, inputs, grads, **options)
+    assert all(patched[key].equal(original[key]) for key in KEYS)
 
 
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
-def test_a_type_is_made_once_and_says_the_same() -> None:
+def test_a_type_is_made_once() -> None:
     from triton.runtime import interpreter
 
     core = interpreter.tl.core

@@ -1,7 +1,6 @@
-"""Forward mode: tangents of every module against torch.func.jvp of naive attention, and PyTorch's ways to ask for them.
+"""Forward mode: tangents of every module against torch.func.jvp of naive attention, by each of PyTorch's interfaces.
 
-What random modules compute is held against naive attention, in fp64 and after every pass, by
-tests/transforms/test_equality.py.
+tests/transforms/test_equality.py compares random modules with naive attention, in fp64 and after every pass.
 """
 
 from __future__ import annotations
@@ -12,19 +11,22 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-import attngen
 from attngen.builders import build_module
-from attngen.conformance.harness import Case, heads_for, make_inputs, run_case, torch_dtype
+from attngen.conformance.cases import Case, heads_for, make_inputs, torch_dtype
+from attngen.conformance.harness import run_case
 from attngen.conformance.oracle import naive_attention, reference_mask, relative_error
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.ops import Dot
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.conftest import CUDA
-from tests.helpers import FEW, SMALLER, WRAPPERS, built, edit, module_of, target
+from tests.helpers import FEW, SMALLER, WRAPPERS, built, cached_module, edit, module_of, target
 from tests.helpers import spec as spec_of
 from tests.test_numerics import PADDED, dtypes, padding, small
+
+pytestmark = pytest.mark.numerics
 
 NAME = "causal_mqa"
 SHAPES = [
@@ -54,7 +56,7 @@ def test_against_naive(name: str, shape: tuple[int, int, str], device: str) -> N
 @pytest.mark.parametrize("name", ["causal_mqa", "sinks_window_gqa", "temperature_mha"])
 @pytest.mark.parametrize("scale", [0.02, 4.0])
 def test_scale(name: str, scale: float, device: str) -> None:
-    """Down to nearly uniform weights, up to scores in the hundreds."""
+    """Tangents are right from nearly uniform weights to scores in the hundreds."""
     result = run_case(built(name), spec_of(name), small(name), dtypes(name)[0], device, scale=scale, tangents=True)
     assert result.ok, str(result)
 
@@ -65,11 +67,11 @@ def test_bf16(device: str) -> None:
 
 
 def test_tangents_of_16_bits_do_not_overflow_beside_fp32(device: str) -> None:
-    """Where weights are small, a weight times a large tangent has to be: both before and after its cast to fp16."""
+    """A small weight times a large tangent does not overflow, before and after its cast to fp16."""
     spec = make_spec({"name": "both", "head_dim": 32, "dtype": ["fp16", "fp32"]})
     q, k, v = (x.half() for x in torch.randn(3, 1, 1, 512, 32, generator=torch.Generator().manual_seed(0)).to(device))
     q, along = q / 100, (torch.full_like(q, 3e4), torch.zeros_like(k), torch.zeros_like(v))
-    attend = attngen.build(spec).attention
+    attend = cached_module(spec).attention
     found = torch.func.jvp(lambda *x: attend(*x, return_lse=False), (q, k, v), along)[1]
 
     def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -101,25 +103,41 @@ def test_rows_that_see_no_key_have_tangents_of_zero(name: str, device: str) -> N
 VARIANTS: dict[str, dict[str, Any]] = {
     "learned by distance": {"score": [{"relative_bias": {"max_distance": 16}}]},
     "learned by score, of a function": {
-        "score": [{"expr": "tanh(s * w[h]) + 0.1 * bias[b, h, q_idx, kv_idx]", "params": {
-            "w": {"tensor": ["H"], "grad": True}, "bias": {"tensor": ["B", "H", "Nq", "Nk"], "grad": True}}}],
+        "score": [
+            {
+                "expr": "tanh(s * w[h]) + 0.1 * bias[b, h, q_idx, kv_idx]",
+                "params": {
+                    "w": {"tensor": ["H"], "grad": True},
+                    "bias": {"tensor": ["B", "H", "Nq", "Nk"], "grad": True},
+                },
+            }
+        ],
         "heads": {"sharing": "gqa"},
     },
     "several reads of one input": {
-        "score": [{"expr": "s + t[h, 0] * s + sqrt(abs(t[h, 1]) + 1)", "params": {"t": {"tensor": ["H", 2], "grad": True}}}],
+        "score": [
+            {"expr": "s + t[h, 0] * s + sqrt(abs(t[h, 1]) + 1)", "params": {"t": {"tensor": ["H", 2], "grad": True}}}
+        ],
     },
     "an infinite slope": {"score": [{"expr": "sqrt(abs(s)) + s"}], "mask": "causal"},
-    "a sink and entropies": {"score": ["sink"], "outputs": ["entropy", "max_score"], "mask": {"sliding_window": {"left": 20, "right": 0}}},
+    "a sink and entropies": {
+        "score": ["sink"],
+        "outputs": ["entropy", "max_score"],
+        "mask": {"sliding_window": {"left": 20, "right": 0}},
+    },
     "entropies and dropout": {"outputs": ["entropy"], "dropout": True, "heads": {"sharing": "mqa"}, "mask": "causal"},
     "narrow values": {"head_dim": {"qk": 40, "v": 24}, "mask": "causal"},
     "tf32": {"dtype": "fp32", "fp32_precision": "tf32", "mask": {"dilated": {"step": 7}}},
     "a mask of data": {
-        "mask": {"expr": "allowed[b, q_idx, kv_idx]", "params": {"allowed": {"tensor": ["B", "Nq", "Nk"], "dtype": "bool"}}},
+        "mask": {
+            "expr": "allowed[b, q_idx, kv_idx]",
+            "params": {"allowed": {"tensor": ["B", "Nq", "Nk"], "dtype": "bool"}},
+        },
         "outputs": ["key_mass"],
         "heads": {"sharing": "gqa"},
     },
     "keys outside": {"schedule": {"order": "kv_outer"}, "mask": "causal"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -131,13 +149,13 @@ def test_variants(name: str, device: str, tmp_path: Any) -> None:
         assert result.ok, str(result)
 
 
-# ------------------------------------------------------------------------------------------------- PyTorch's ways to ask
+# ------------------------------------------------------------------------------------------------- PyTorch's interfaces
 
 
 def problem(
     name: str, device: str, n_q: int = 33, n_kv: int = 50
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
-    """(q, k, v), their tangents, and what mask, modifiers and dropout read."""
+    """(q, k, v), their tangents, and the inputs of mask, modifiers and dropout."""
     case, dtype = small(name, n_q, n_kv), torch_dtype(dtypes(name)[0])
     *points, inputs = make_inputs(spec_of(name), case, dtype, device)
     *along, _ = make_inputs(spec_of(name), case, dtype, device, seed=1)
@@ -146,7 +164,7 @@ def problem(
 
 @pytest.mark.parametrize("name", FEW)
 def test_dual_tensors_and_jvp_agree(name: str, device: str) -> None:
-    """To the bit, and with the results of a call without tangents; so do calls of the operator."""
+    """They agree to the bit; their results are those of a call without tangents."""
     points, along, inputs = problem(name, device)
     attention = built(name).attention
     expected = attention(*points, **inputs, return_lse=True)
@@ -188,7 +206,7 @@ def test_what_has_no_tangent_has_one_of_zero(which: tuple[int, ...], device: str
 
 
 def test_tangents_may_lie_anywhere(device: str) -> None:
-    """Expanded, transposed, of stride 2, negated as a view."""
+    """Tangents may be expanded, transposed, of stride 2, or lazily negated."""
     points, along, _ = problem(NAME, device)
     attention = built(NAME).attention
     views = [
@@ -214,7 +232,7 @@ def test_fp32_arguments_under_autocast(device: str) -> None:
 
 
 class Block(torch.nn.Module):
-    """A small network of two times, as MeanFlow's: its velocity u(z, t) has attention in it."""
+    """A small network as MeanFlow's, whose velocity u(z, t) is computed with attention."""
 
     def __init__(self, attention: Any, columns: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -231,8 +249,8 @@ class Block(torch.nn.Module):
 
 
 def mean_flow(network: Block, z: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """MeanFlow (Geng et al. 2025), algorithm 1: the gradients of its loss, whose target has the tangent of u,
-    detached."""
+    """MeanFlow (Geng et al. 2025), algorithm 1: the loss, the tangent of u, and the gradients of the loss, whose
+    target has the detached tangent."""
     t, r = torch.full((), 0.8, device=z.device), 0.3
     u, dudt = torch.func.jvp(network, (z, t), (v, torch.ones_like(t)))
     loss = (u - (v - (t - r) * dudt).detach()).square().mean()
@@ -240,7 +258,7 @@ def mean_flow(network: Block, z: torch.Tensor, v: torch.Tensor) -> list[torch.Te
 
 
 def test_a_step_of_mean_flow_has_the_gradients_of_naive_attention(device: str) -> None:
-    """The parameters' gradients flow through u alone; what flows back is the ordinary backward's."""
+    """The parameters' gradients flow only through u, by the ordinary backward."""
     full = "full_mha"
     spec, dtype = spec_of(full), torch_dtype(dtypes(full)[0])
 
@@ -274,7 +292,7 @@ def test_gradients_under_transforms_of_torch_func(device: str) -> None:
 
 
 def test_no_ordinary_call_is_a_recorded_operator(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no dual level is open, calls take the fast ways."""
+    """Calls outside of a dual level take the fast path."""
     points, along, _ = problem(NAME, device)
     seen: list[Any] = []
     operators, apply = built(NAME).OPERATORS, built(NAME).OPERATORS.recorded.apply
@@ -296,13 +314,16 @@ def test_opcheck_of_the_operator(device: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------- refused calls
 
 
 def test_the_tangent_has_no_gradient(device: str) -> None:
     points, along, _ = problem(NAME, device)
     leaves = [x.requires_grad_() for x in points]
-    sentence = "attention: the tangents that forward mode gives cannot be differentiated again; expected that of the output detached"
+    sentence = (
+        "attention: the tangents that forward mode gives cannot be differentiated again; expected that of the output "
+        "detached"
+    )
     out, tangent = torch.func.jvp(lambda q: built(NAME).attention(q, *leaves[1:]), (leaves[0].detach(),), (along[0],))
     assert tangent.requires_grad and all(
         x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves[1:], retain_graph=True)
@@ -323,7 +344,7 @@ def test_the_tangent_has_no_gradient(device: str) -> None:
 
 
 def test_gradients_have_no_tangent(device: str) -> None:
-    """Forward mode over the backward is a second derivative, too."""
+    """Forward mode over the backward is also a second derivative."""
     points, along, _ = problem(NAME, device)
     gradient = torch.func.grad(lambda q: built(NAME).attention(q, *points[1:]).sum())
     with pytest.raises(RuntimeError, match="attention: its gradients cannot be differentiated again"):
@@ -399,7 +420,8 @@ CHANGED = {
 
 @pytest.mark.parametrize("rule", CHANGED)
 def test_the_verifier_holds_it(rule: str) -> None:
-    """It masks and scores as the header says, visits what the mask shows, and its host program gives all tangents."""
+    """Its mask and scores are the header's, it visits all that the mask shows, and its host program gives all
+    tangents."""
     phase, *change = CHANGED[rule]
     text = print_module(build_module(spec_of(NAME)) if phase == "logical" else target(NAME))
     at = "host @jvp" if rule.startswith("host") else "kernel @jvp"
@@ -415,7 +437,7 @@ def test_names_of_derivatives_are_taken(other: str, what: str) -> None:
     score = [{"expr": f"s * {other}[h] + foo[h]", "params": params}]
     with pytest.raises(
         SpecError,
-        match=f"declares `{other}`, the name that the {what} of `foo` has in generated code; expected another one",
+        match=f"declares `{other}`, the name of the {what} of `foo` in generated code; expected another one",
     ):
         make_spec({"name": "wrong", "head_dim": 32, "score": score})
     assert make_spec({"name": "right", "head_dim": 32, "backward": False, "score": score})

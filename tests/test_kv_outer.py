@@ -1,5 +1,5 @@
-"""FlashAttention-1's order of loops, for specs that specs/ does not have: grouped heads, unions, modifiers, widths
-of their own."""
+"""FlashAttention-1's loop order, for specs that specs/ does not have: grouped heads, unions of masks, modifiers, other
+head_dims."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from attngen.conformance.harness import Case, heads_for, run_case
+from attngen.conformance.cases import Case, heads_for
+from attngen.conformance.harness import run_case
 from attngen.spec import make_spec
 from tests.helpers import module_of
+
+pytestmark = pytest.mark.numerics
 
 VARIANTS = {
     "grouped, a union, a softcap": {
@@ -27,7 +30,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_against_naive(name: str, device: str, tmp_path: Path) -> None:
-    """Tiles of keys and of queries that pass the end, rows that see nothing."""
+    """Results are right where tiles of keys and queries pass the end, and for rows that see no key."""
     spec = make_spec(
         {"name": "walks", "head_dim": 32, "dtype": ["fp16"], "schedule": {"order": "kv_outer"}, **VARIANTS[name]}
     )

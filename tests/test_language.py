@@ -1,7 +1,6 @@
-"""What the language of expressions gained, in modules built here: results and all gradients against attention written
-by hand.
+"""Modules with expressions of the language: results and all gradients against attention written by hand.
 
-The oracles are plain PyTorch in fp64 on positions and tensors; they share nothing with the language, its evaluator or
+The oracles are plain PyTorch in fp64 on positions and tensors, and share no code with the language, its evaluator or
 its masks.
 """
 
@@ -21,14 +20,15 @@ from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from tests.helpers import ROOT, module_of
 
+pytestmark = pytest.mark.numerics
+
 FREE = {"backward": {"deterministic": False}}
-Oracle = Callable[
-    ..., tuple[torch.Tensor, torch.Tensor]
-]  # scores, positions (h, q, kv, q_pos), inputs -> new scores, what is visible
+# (scores, positions (h, q, kv, q_pos), inputs) -> (new scores, visible pairs)
+Oracle = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Variant(NamedTuple):
-    """A spec's parts, its inputs for (heads, queries, keys), and its oracle."""
+    """The keys of a spec, its inputs for (heads, queries, keys), and its oracle."""
 
     parts: dict[str, Any]
     inputs: Callable[[int, int, int], dict[str, Any]]
@@ -40,7 +40,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def bits(*shape: int) -> torch.Tensor:
-    """True in about half of the places."""
+    """Return a tensor that is True in about half of its elements."""
     return (torch.arange(math.prod(shape)) * 7 % 5 < 3).reshape(shape)
 
 
@@ -60,7 +60,7 @@ BUCKET = (
 
 
 def t5_bucket(distance: int) -> int:
-    """T5's bucket of a distance, key less query: 32 of them up to 128, half for keys that come later (Raffel et al.
+    """Return T5's bucket of the distance key - query: 32 buckets up to 128, half of them for later keys (Raffel et al.
     2020)."""
     later, far = (16 if distance > 0 else 0), abs(distance)
     return later + (far if far < 8 else min(15, 8 + int(math.log(far / 8) / math.log(16) * 8)))
@@ -134,11 +134,11 @@ def pair_classes(
     t: torch.Tensor,
     u: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What pairs of a class have in common; a class that a table does not have counts as zero, a negative one from
-    the end."""
+    """Scores with tables by the class of a pair. A class outside of a table reads zero; negative ones count from the
+    end."""
 
     def read(table: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        """Of a table [..., n]: [..., queries, keys]."""
+        """Read a table [..., n] at classes, as [..., queries, keys]."""
         n = table.shape[-1]
         return sum(
             (table[..., c, None, None] * ((classes == c) | (classes == c - n)) for c in range(n)), torch.zeros(())
@@ -157,7 +157,10 @@ VARIANTS: dict[str, Variant] = {
     "functions of scalars in a score": Variant(
         {
             "score": {
-                "expr": "s * exp(-0.1 * h) + log(1 - 2 ** (-5 - h)) * (q_pos - kv_idx) * sigmoid(t) + tanh(h - 1) * kv_idx / 64",
+                "expr": (
+                    "s * exp(-0.1 * h) + log(1 - 2 ** (-5 - h)) * (q_pos - kv_idx) * sigmoid(t) + tanh(h - 1) * "
+                    "kv_idx / 64"
+                ),
                 "params": {"t": NUMBER},
             }
         },
@@ -167,7 +170,9 @@ VARIANTS: dict[str, Variant] = {
     "functions of scalars in a mask": Variant(
         {
             "mask": {
-                "expr": "kv_idx <= q_pos + 2 ** h and kv_idx > t - log(h + 2) or kv_idx < n ** 0.5 and exp(0.5 * h) < 2",
+                "expr": (
+                    "kv_idx <= q_pos + 2 ** h and kv_idx > t - log(h + 2) or kv_idx < n ** 0.5 and exp(0.5 * h) < 2"
+                ),
                 "params": {"t": NUMBER, "n": {"scalar": "int", "min": 1}},
             }
         },
@@ -177,7 +182,10 @@ VARIANTS: dict[str, Variant] = {
     "floor, round and int in a mask": Variant(
         {
             "mask": {
-                "expr": "kv_idx <= floor(x * q_pos) + round(1.5 * h) and int(x * kv_idx - 9) % 3 != 1 and round((kv_idx - q_pos) / 4) != 2",
+                "expr": (
+                    "kv_idx <= floor(x * q_pos) + round(1.5 * h) and int(x * kv_idx - 9) % 3 != 1 and "
+                    "round((kv_idx - q_pos) / 4) != 2"
+                ),
                 "params": {"x": NUMBER},
             }
         },
@@ -187,8 +195,8 @@ VARIANTS: dict[str, Variant] = {
     "floor, round and casts in a score": Variant(
         {
             "score": {
-                "expr": "s * float(h + 1) + round(0.375 * (kv_idx - q_pos)) / 8 + int(kv_idx > q_idx) / 4 + floor(t[b, kv_idx]) * 0.1 "
-                "+ int((q_pos - kv_idx) / 3) / 16",
+                "expr": "s * float(h + 1) + round(0.375 * (kv_idx - q_pos)) / 8 + int(kv_idx > q_idx) / 4 + "
+                "floor(t[b, kv_idx]) * 0.1 + int((q_pos - kv_idx) / 3) / 16",
                 "params": {"t": tensor("B", "Nk")},
             }
         },
@@ -230,7 +238,10 @@ VARIANTS: dict[str, Variant] = {
         {
             "mask": "causal",
             "score": {
-                "expr": "s * (1 + w[h, pair[q_idx, kv_idx]] / 4) + t[pair[q_idx, kv_idx] - 3, q_idx] + u[hkv, abs(pair[q_idx, kv_idx])]",
+                "expr": (
+                    "s * (1 + w[h, pair[q_idx, kv_idx]] / 4) + t[pair[q_idx, kv_idx] - 3, q_idx] + u[hkv, "
+                    "abs(pair[q_idx, kv_idx])]"
+                ),
                 "params": {
                     "pair": tensor("Nq", "Nk", dtype="int32"),
                     "w": tensor("H", 5, grad=True),
@@ -283,7 +294,7 @@ def spec_of(variant: Variant) -> Spec:
 
 
 def attended(q: Any, k: Any, v: Any, oracle: Oracle, given: dict[str, Any]) -> torch.Tensor:
-    """Softmax of the oracle's scores where it sees, times v; zero for a query that sees nothing."""
+    """Return the softmax of the oracle's visible scores, times v; zero for a query that sees nothing."""
     (_, heads, n_q, width), n_kv = q.shape, k.shape[2]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     h = torch.arange(heads)[:, None, None]
@@ -295,8 +306,8 @@ def attended(q: Any, k: Any, v: Any, oracle: Oracle, given: dict[str, Any]) -> t
 
 
 def compare(module: Any, oracle: Oracle, given: dict[str, Any], device: str, sizes: tuple[int, int, int, int]) -> None:
-    """The result and the gradients of q, k, v and of what is learned, by the module in fp32 and by the oracle in
-    fp64 on the CPU."""
+    """Compare the output and the gradients of q, k, v and the gradient inputs: the module in fp32, the oracle in fp64
+    on the CPU."""
     heads, n_q, n_kv, width = sizes
     generator = torch.Generator().manual_seed(1)
     shapes = (1, heads, n_q, width), (1, max(1, heads // 2), n_kv, width), (1, max(1, heads // 2), n_kv, width)
@@ -329,7 +340,7 @@ def doc(module: Any) -> str:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_the_language_gained(name: str, device: str, tmp_path: Path) -> None:
-    """At lengths that cut tiles, with fewer queries than keys."""
+    """Lengths leave partial tiles, and queries are fewer than keys."""
     variant = VARIANTS[name]
     module = module_of(spec_of(variant), tmp_path / "gained")
     compare(module, variant.oracle, variant.inputs(4, 40, 57), device, (4, 40, 57, 16))
@@ -343,8 +354,8 @@ def window_and_sinks(
 
 
 def test_the_readmes_example_decodes(device: str, tmp_path: Path) -> None:
-    """One query over a cache of 400 keys is at position 399: it sees the window's 256 keys and the first 4, and
-    distances to itself."""
+    """One query for 400 keys is at position 399: it sees the window's 256 keys and the first 4, and its distances count
+    from there."""
     example = next(
         found
         for found in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
@@ -357,14 +368,15 @@ def test_the_readmes_example_decodes(device: str, tmp_path: Path) -> None:
     compare(module, window_and_sinks, given, device, (2, 1, 400, 64))
     q, k, v = (torch.zeros(1, 2, n, 64, device=device) for n in (1, 400, 400))
     flat = torch.zeros(2, device=device)
-    v[:, :, 4:144] = 1.0  # what it must not see
+    v[:, :, 4:144] = 1.0  # keys that it must not see
     assert module.attention(q, k, v, sinks=4, slope=flat).abs().max() == 0
     v[:, :, 144:] = v[:, :, :4] = 2.0
     assert (module.attention(q, k, v, sinks=4, slope=flat) - 2).abs().max() < 1e-5
 
 
 def test_buckets_at_their_edges_are_exact() -> None:
-    """fp32's logarithm does not move a power of two into the bucket below: its factors are one number."""
+    """fp32's logarithm does not move a power of two into the bucket below, because constant factors are folded into
+    one."""
     module = lower(spec_of(VARIANTS["T5's buckets, summed in order"]))
-    texts = {str(e) for op in module.kernel("fwd").ops() if op.name == "bias_place" for e in [op.expr]}  # type: ignore[attr-defined]
+    texts = {str(e) for op in module.kernel("fwd").ops() if op.name == "bias_place" for e in [op.expr]}
     assert len(texts) == 1 and "2.0" in texts.pop()

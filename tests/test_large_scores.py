@@ -1,7 +1,7 @@
-"""Large scores: gradients, tangents and outputs in fp32 are as near to the truth as those of naive attention.
+"""Large scores: gradients, tangents and outputs in fp32 are as accurate as those of naive attention.
 
-An LSE of a thousand has an error of 3e-5 in fp32, which is a factor of each weight that is made anew from it. So fp32
-modules keep more of each query than its LSE.
+An LSE of a thousand has an error of 3e-5 in fp32, which becomes a factor of each weight that is recomputed from it. So
+fp32 modules store more per query than its LSE.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-import attngen
-from attngen.conformance.harness import Case, heads_for, run_case
+from attngen.conformance.cases import Case, heads_for
+from attngen.conformance.harness import run_case
 from attngen.conformance.oracle import naive_attention, reference_mask, relative_error
 from attngen.spec import make_spec
+from tests.helpers import cached_module
+
+pytestmark = pytest.mark.numerics
 
 WINDOW = {"sliding_window": {"left": 20, "right": 0}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,7 +50,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def spec_of(kind: str) -> Any:
-    """With tiles of one size in all kernels: NumPy's products of others differ in the last bit."""
+    """Return a spec with one tile size in all kernels, because NumPy's products of other sizes differ in the last
+    bit."""
     schedule = {"block_q": 32, "block_kv": 32, **KINDS[kind].get("schedule", {})}
     return make_spec({"name": "large", "head_dim": 32, "dtype": "fp32", **KINDS[kind], "schedule": schedule})
 
@@ -55,10 +59,10 @@ def spec_of(kind: str) -> Any:
 @pytest.mark.parametrize("scale", [30.0, 3e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_naive(kind: str, scale: float, device: str) -> None:
-    """Scores of hundreds, and of hundreds of thousands: every result, gradient and tangent."""
+    """Every result, gradient and tangent is right for scores of hundreds, and of hundreds of thousands."""
     spec = spec_of(kind)
     result = run_case(
-        attngen.build(spec),
+        cached_module(spec),
         spec,
         Case(1, *heads_for(spec), 70, 90),
         "fp32",
@@ -73,8 +77,8 @@ def test_against_naive(kind: str, scale: float, device: str) -> None:
 @pytest.mark.parametrize(("keys", "score"), [(40, 8e2), (40, 8e4), (3, 8e6)])
 @pytest.mark.parametrize("kind", ["causal", "a window, groups of heads", "keys in the outer loop", "a sink"])
 def test_equal_keys(kind: str, keys: int, score: float, device: str) -> None:
-    """Queries that see one key many times: all weights are 1 / n, however large the score, and gradients of v at
-    most twice as far off."""
+    """Queries see equal keys, so all weights are 1 / n for any score; gradients of v have at most twice the error of
+    naive attention."""
     spec = spec_of(kind)
     heads, kv_heads = heads_for(spec)
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +102,7 @@ def test_equal_keys(kind: str, keys: int, score: float, device: str) -> None:
         return naive_attention(q, k, v, mask, 32**-0.5, sink=given["sink"].to(q.dtype) if given else None)[0]
 
     truth = gradient(naive, torch.float64)
-    ours = gradient(lambda q, k, v: attngen.build(spec).attention(q, k, v, **given), torch.float32)
+    ours = gradient(lambda q, k, v: cached_module(spec).attention(q, k, v, **given), torch.float32)
     bar = 2 * max(relative_error(gradient(naive, torch.float32), truth), torch.finfo(torch.float32).eps)
     assert relative_error(ours, truth) <= bar
 
@@ -114,15 +118,14 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("score", [8e2, 8e4, 8e6])
 @pytest.mark.parametrize("kind", CACHES)
 def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:
-    """Programs have parts of 1,500 keys, of more than one length: their weights need more digits than an LSE in fp32
-    has."""
+    """Programs have splits of 1,500 keys, of different lengths, whose weights need more digits than an fp32 LSE has."""
     spec = make_spec(
         {"name": "large", "head_dim": 32, "dtype": "fp32", "mask": "causal", "backward": False, **CACHES[kind]}
     )
     heads, kv_heads = (
         (4 if spec.heads.sharing == "gqa" else 1),
         1,
-    )  # of one key head even the interpreter deals the keys in parts
+    )  # with one key head even the interpreter splits the keys
     keys, room = 1500, 1504
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(1, kv_heads, 1, 32, generator=generator)
@@ -145,6 +148,6 @@ def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:
         inputs = (q.to(dtype), k[:, :, :keys].to(dtype), v[:, :, :keys].to(dtype))
         return naive_attention(*inputs, seen, 32**-0.5, sink=None if sink is None else sink.to(dtype))
 
-    ours = attngen.build(spec).attention.with_kvcache(q, *stored, **given, return_lse=True)
+    ours = cached_module(spec).attention.with_kvcache(q, *stored, **given, return_lse=True)
     for found, in_fp32, truth in zip(ours, naive(torch.float32), naive(torch.float64), strict=True):
         assert relative_error(found, truth) <= 2 * max(relative_error(in_fp32, truth), torch.finfo(torch.float32).eps)

@@ -1,4 +1,4 @@
-"""Tensors of `any` length: one module for all lengths, what it reads beyond them, and what is refused."""
+"""Tensors of `any` length: one module serves all lengths, reads outside of them give zero, and errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from attngen import api
 from attngen.cache import store
 from attngen.conformance.oracle import reference_mask, reference_scores, relative_error
 from attngen.errors import SpecError, VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.verify.inputs import verify_interface
 from tests.helpers import module_of
-from tests.hopper.test_numerics import hold
+from tests.hopper.test_numerics import compare_with_naive
+
+pytestmark = pytest.mark.numerics
 
 IDS = {"tensor": ["Nq"], "dtype": "int32"}
 PARTS: dict[str, Any] = {
@@ -39,7 +42,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def inputs(documents: int, rows: int, device: str) -> dict[str, torch.Tensor]:
-    """Starts of documents, a table, and numbers of documents of which some are beyond both, on either side."""
+    """Return starts of documents, a table, and document ids, some of which are outside of both on either side."""
     g = torch.Generator().manual_seed(documents)
     found = {
         "starts": torch.randint(0, N_KV + 3, (documents,), generator=g, dtype=torch.int32),
@@ -96,12 +99,12 @@ def test_lengths_are_symbols_of_compiled_graphs(module: Any, device: str) -> Non
     for documents, rows in ((3, 4), (5, 9), (12, 7), (8, 20)):
         given = inputs(documents, rows, device)
         assert graph(q, **given).equal(module.attention(q, q, q, **given))
-    assert counter.frame_count <= 2  # the second, for lengths that differ where they were equal
+    assert counter.frame_count <= 2  # the second is for lengths that were equal in the first
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """An empty cache, and the names of the specs that are compiled."""
+    """Set an empty cache, and yield a list of the names of the specs that are compiled."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path))
     compiled: list[str] = []
     render = api._render
@@ -110,7 +113,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 
 
 def test_another_number_of_documents_needs_no_other_module(cache: list[str], device: str) -> None:
-    """Tables that functions for FlexAttention capture: `starts` is computed into."""
+    """Functions for FlexAttention capture tensors of any length, such as `starts`."""
     q = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).to(device)
     for count in (2, 3, 7):
         document = (torch.arange(40, device=device) * count // 40).int()
@@ -135,7 +138,10 @@ def test_another_number_of_documents_needs_no_other_module(cache: list[str], dev
         ),
         (
             {**PARTS, "cache": "contiguous", "backward": False},
-            "`mask` declares `starts` with `any` length, which calls over a cache do not take; expected a number, or a name",
+            (
+                "`mask` declares `starts` with `any` length, which calls with a cache do not take; expected a "
+                "number, or a name"
+            ),
         ),
         (
             {**PARTS, "score": {"expr": "s * starts_len", "params": {"starts_len": {"scalar": "float"}}}},
@@ -160,11 +166,11 @@ def test_the_spec_and_the_ir_say_it_and_read_it_again() -> None:
 
 
 def test_a_warp_specialized_kernel_takes_lengths() -> None:
-    """Run on NumPy, its roles in random orders."""
+    """It runs on NumPy, with its warp groups in random order."""
     spec = make_spec({"name": "lengths", "head_dim": 128, "dtype": "bf16", "schedule": {"backend": "hopper"}, **PARTS})
     module = lower(spec)
     for seed in range(4):
-        hold(module, "lengths", seed, of=spec)
+        compare_with_naive(module, "lengths", seed, of=spec)
 
 
 @pytest.mark.parametrize(

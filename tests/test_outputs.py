@@ -1,5 +1,4 @@
-"""What calls give beside the output: the entropy and the largest score of each query, and the weight that each key
-gets."""
+"""Additional outputs of calls: the entropy and the largest score of each query, and the total weight of each key."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ import pytest
 import torch
 
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, heads_for, make_all_gradients, make_inputs, run_case, torch_dtype
+from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_inputs, torch_dtype
+from attngen.conformance.harness import run_case
 from attngen.conformance.oracle import naive_max_score, reference_mask
 from attngen.errors import SpecError
 from attngen.ir.names import OF_OUTPUTS, OUTPUTS
@@ -23,7 +23,9 @@ from attngen.spec import Spec, make_spec
 from tests.conftest import CUDA
 from tests.helpers import built, module_of
 from tests.helpers import spec as spec_of
-from tests.hopper.test_numerics import hold
+from tests.hopper.test_numerics import compare_with_naive
+
+pytestmark = pytest.mark.numerics
 
 NAME = "causal_outputs_gqa"
 ALL: dict[str, Any] = {
@@ -69,14 +71,14 @@ def variant(name: str) -> Spec:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The module of a variant, built once."""
+    """Return a function that returns the module of a variant, built once."""
     return cache(lambda name: module_of(variant(name), tmp_path_factory.mktemp("outputs") / "outputs"))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_against_naive(name: str, sizes: tuple[int, int], modules: Any, device: str) -> None:
-    """All outputs and all gradients: few queries, ragged tiles, rows that see nothing."""
+    """All outputs and gradients are right for few queries, partial tiles, and rows that see nothing."""
     spec = variant(name)
     result = run_case(modules(name), spec, Case(2, *heads_for(spec, 4), *sizes, "bnhd"), spec.dtype[0], device)
     assert set(spec.outputs) <= result.ours.keys() and result.ok, str(result)
@@ -89,7 +91,7 @@ def problem(device: str, n_q: int = 70, n_kv: int = 50) -> tuple[torch.Tensor, .
 
 @pytest.mark.parametrize("sizes", [(70, 50), (20, 60), (0, 9), (9, 0)])
 def test_the_largest_of_each_head_is_that_of_its_queries(sizes: tuple[int, int], device: str) -> None:
-    """As QK-clipping needs it, [Hq]; -inf where nothing is seen."""
+    """The maximum per head, [Hq], is the one that QK-clipping needs; it is -inf where nothing is visible."""
     q, k, v = problem(device, *sizes)
     attention = built(NAME).attention
     out, of_rows = attention(q, k, v, return_max_score=True)
@@ -117,7 +119,7 @@ def test_results_come_in_the_order_of_the_arguments(device: str) -> None:
 
 
 def test_a_column_of_weights_sums_to_the_queries_that_see_a_key(device: str) -> None:
-    """The last key is seen by the last query alone, where queries are as many as keys."""
+    """With as many queries as keys only the last query sees the last key."""
     q, k, v = problem(device, 50, 50)
     out, lse, key_mass = built(NAME).attention(q, k, v, return_lse=True, return_key_mass=True)
     assert (
@@ -130,8 +132,8 @@ def test_a_column_of_weights_sums_to_the_queries_that_see_a_key(device: str) -> 
 
 
 def test_operators_and_compiled_calls(device: str) -> None:
-    """Schemas, stand-ins under tracers and autograd of all operators; one graph without breaks, and the same bits
-    and gradients."""
+    """Schemas, fake implementations and autograd of all operators are right. A compiled call is one graph, and gives
+    the same bits and gradients."""
     module, asked = built(NAME), {f"return_{name}": True for name in spec_of(NAME).outputs}
     q, k, v = problem(device, 20, 30)
     grads = make_all_gradients(spec_of(NAME), Case(2, *heads_for(spec_of(NAME)), 20, 30), torch.float16, device)
@@ -149,7 +151,7 @@ def test_operators_and_compiled_calls(device: str) -> None:
     compiled = torch.compile(call, backend="inductor" if CUDA else "aot_eager", fullgraph=True)
     found = [(*r, *torch.autograd.grad(r[:3], (q, k, v), grads)) for r in (call(q, k, v), compiled(q, k, v))]
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
-    for at in range(3):  # of each result alone
+    for at in range(3):  # of each result by itself
         made = [torch.autograd.grad(f(q, k, v)[at], (q, k), grads[at]) for f in (call, compiled)]
         assert all(a.equal(b) for a, b in zip(*made)) and any(x.any() for x in made[0])
 
@@ -175,15 +177,15 @@ def test_wrong_calls_are_refused(device: str) -> None:
         ),
         (
             {"outputs": ["key_mass"], "cache": {"paged": {}}, "backward": False},
-            "asks for `key_mass`, which calls over a cache do not give",
+            "asks for `key_mass`, which calls with a cache do not return",
         ),
         (
             {"outputs": ["max_score"], "schedule": {"order": "kv_outer"}},
-            "asks for `max_score`, which `order: kv_outer` does not give",
+            "asks for `max_score`, which `order: kv_outer` does not return",
         ),
         (
             {"outputs": ["max_score"], "mask": {"expr": "kv_idx < results", "params": {"results": {"scalar": "int"}}}},
-            "declares `results`, a name that modules with `outputs` have themselves; expected another one",
+            "declares `results`, which is a name of modules with `outputs`; expected another one",
         ),
     ],
 )
@@ -194,7 +196,7 @@ def test_wrong_specs_are_refused(more: dict[str, Any], sentence: str) -> None:
 
 
 def variables(spec: Spec) -> set[str]:
-    """The names of arguments and variables in a generated module."""
+    """Return the names of arguments and variables in a generated module."""
     made = render(lower(spec))
     nodes = [node for file in ("kernels.py", "__init__.py") for node in ast.walk(ast.parse(made[file]))]
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -207,7 +209,7 @@ def variables(spec: Spec) -> set[str]:
 
 @pytest.mark.parametrize("name", ["grouped, causal", "a sink, which all rows see"])
 def test_names_that_outputs_bring_are_reserved(name: str) -> None:
-    """Inputs of masks and modifiers are variables of kernels and host programs, too."""
+    """Inputs of masks and modifiers are variables of kernels and host programs, too, and must not collide."""
     brought = variables(variant(name)) - variables(make_spec({**ALL, **VARIANTS[name], "outputs": "lse"}))
     free = {n for n in brought if not name_problem(n) and not n.endswith("_strides")}
     assert {"entropy", "e", "results"} <= free <= OF_OUTPUTS
@@ -225,7 +227,7 @@ def test_the_lse_is_always_among_outputs_and_their_order_says_nothing() -> None:
 
 @pytest.mark.parametrize("score", [[], ["alibi"], [{"softcap": 5.0}], ["sink"]])
 def test_the_largest_score_comes_from_warp_specialized_kernels_too(score: list[Any]) -> None:
-    """They keep the running maximum as portable ones do, wherever they compute the rows' part of scores."""
+    """They keep the running maximum as portable kernels do, wherever they compute the row terms of scores."""
     more = {
         "head_dim": 128,
         "mask": "causal",
@@ -237,4 +239,4 @@ def test_the_largest_score_comes_from_warp_specialized_kernels_too(score: list[A
     module = lower(spec)
     assert [kernel.name for kernel in module.warp_specialized if "MAX_SCORE" in kernel.writes] == ["fwd"]
     for seed in range(4):
-        hold(module, "outputs", seed, of=spec)
+        compare_with_naive(module, "outputs", seed, of=spec)

@@ -1,5 +1,5 @@
-"""The page of `explain --html`: one file that loads nothing, says what the analysis says, and is written whole or
-not at all."""
+"""The page of `explain --html`: one file that loads nothing, agrees with the analysis, and is written completely or not
+at all."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from attngen.cli.build import _tiles
 from attngen.codegen.render import render
 from attngen.codegen.signature import signatures
 from attngen.cost.roofline import Problem
-from attngen.ir.expr import parse, symbol
-from attngen.ir.graph import Module
+from attngen.ir.expr import symbol
+from attngen.ir.expr_text import parse
+from attngen.ir.module import Module
 from attngen.ir.ops import Loop
+from attngen.ir.printer import print_module
 from attngen.ir.sizes import Sizes
-from attngen.ir.text import print_module
 from attngen.lowering.pipeline import lower, stages
 from attngen.report.charts import PLOT
 from attngen.report.elements import SIDE, Sample
@@ -44,7 +45,7 @@ NAMES = ("causal_mqa", "local_global_dropout_mha", "causal_padding_gqa")
 @cache
 def html(name: str, problem: Problem | None = None) -> str:
     text = (ROOT / "specs" / f"{name}.yaml").read_text()
-    files = keep(target(name), render(target(name)), ROOT / "generated" / name)  # with the compiler's readings
+    files = keep(target(name), render(target(name)), ROOT / "generated" / name)  # with the compile reports
     return page(spec(name), text, list(lowered(name).items()), files, problem or Problem())
 
 
@@ -61,7 +62,7 @@ def words(element: ET.Element) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_loads_nothing(name: str) -> None:
+def test_the_page_loads_nothing(name: str) -> None:
     for element in tree(name).iter():
         assert element.tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "form")
         for key, value in element.attrib.items():
@@ -75,7 +76,7 @@ def test_it_loads_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_and_labels_lead_somewhere(name: str) -> None:
+def test_links_and_labels_have_targets(name: str) -> None:
     ids = [e.get("id") for e in tree(name).iter() if e.get("id")]
     assert len(ids) == len(set(ids))
     named = [e.get("href", "")[1:] for e in tree(name).iter("a")]
@@ -86,7 +87,7 @@ def test_links_and_labels_lead_somewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_holds_the_spec_every_pass_and_the_code(name: str) -> None:
+def test_the_page_has_the_spec_every_pass_and_the_code(name: str) -> None:
     listed = {e.get("aria-label", ""): words(e) for e in tree(name).iter("pre")}
     assert listed["The spec as written"] == (ROOT / "specs" / f"{name}.yaml").read_text()
     files = render(target(name))
@@ -123,42 +124,42 @@ def test_texts_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("name", ["window_gqa", "causal_padding_gqa"])
-def test_tiles_drawn_are_tiles_counted(name: str) -> None:
+def test_rendered_tiles_equal_counted_tiles(name: str) -> None:
     module = target(name)
     found = dict(tile_maps(Sample(spec(name)), module, Problem()))
     assert found.keys() == {k.name for k in module.kernels} - {"delta", "packed", "bwd", "dkdv_end", "dq_end"}
-    for kernel, drawn in found.items():
-        assert isinstance(drawn, TileMap)
-        sizes = (drawn.n, drawn.n, drawn.block_q, drawn.block_kv)
-        tile = PLOT * PLOT * drawn.block_q * drawn.block_kv / drawn.n**2
+    for kernel, rendered in found.items():
+        assert isinstance(rendered, TileMap)
+        sizes = (rendered.n, rendered.n, rendered.block_q, rendered.block_kv)
+        tile = PLOT * PLOT * rendered.block_q * rendered.block_kv / rendered.n**2
         for cls in ("full", "partial"):
-            wanted = count_tiles(module.kernel(kernel), *sizes, cls)
-            area = (s.attributes for s in drawn.drawing.shapes if s.attributes["class"] == cls)
-            assert drawn.count(cls) == wanted > 0
-            assert sum(float(a["width"]) * float(a["height"]) for a in area) / tile == pytest.approx(wanted, rel=0.05)
-        assert sum(int(row[-1]) for row in drawn.programs()) == count_tiles(module.kernel(kernel), *sizes)
+            expected = count_tiles(module.kernel(kernel), *sizes, cls)
+            area = (s.attributes for s in rendered.drawing.shapes if s.attributes["class"] == cls)
+            assert rendered.count(cls) == expected > 0
+            assert sum(float(a["width"]) * float(a["height"]) for a in area) / tile == pytest.approx(expected, rel=0.05)
+        assert sum(int(row[-1]) for row in rendered.programs()) == count_tiles(module.kernel(kernel), *sizes)
 
 
-def test_ranges_are_listed_and_the_last_tile_is_cut() -> None:
-    drawn = draw_tiles(
+def test_ranges_are_listed_and_the_last_tile_is_partial() -> None:
+    rendered = draw_tiles(
         Sample(spec("window_gqa")), target("window_gqa"), target("window_gqa").kernel("fwd"), Problem(n_q=300, n_kv=300)
     )
-    assert list(drawn.programs())[3:] == [
+    assert list(rendered.programs())[3:] == [
         ["3", "192 .. 256", "0 .. 3", "3 .. 4", "4"],
         ["4", "256 .. 300", "0 .. 4", "4 .. 5", "5"],
     ]
-    last = drawn.drawing.shapes[-2]
+    last = rendered.drawing.shapes[-2]
     assert (last.hint, last.attributes["width"]) == ("program 4: partial 4 .. 5", "44")
 
 
-def test_a_pattern_of_blocks_is_drawn() -> None:
-    for kernel, drawn in tile_maps(
+def test_a_pattern_of_blocks_is_rendered() -> None:
+    for kernel, rendered in tile_maps(
         Sample(spec("local_global_dropout_mha")), target("local_global_dropout_mha"), Problem()
     ):
-        assert isinstance(drawn, TileMap), kernel
-        side = drawn.n // 64
+        assert isinstance(rendered, TileMap), kernel
+        side = rendered.n // 64
         listed = sum(abs(i - j) <= 2 or i < 1 or j < 1 for i in range(side) for j in range(side))
-        assert drawn.count("full") == listed * 64 * 64 // (drawn.block_q * drawn.block_kv)
+        assert rendered.count("full") == listed * 64 * 64 // (rendered.block_q * rendered.block_kv)
 
 
 DATA = parse_spec("""
@@ -180,51 +181,51 @@ def data() -> Module:
 
 
 def by_hand(n: int) -> np.ndarray:
-    """The mask of DATA on the sample that the page describes."""
+    """Return the mask of DATA on the sample that the page describes."""
     q, k = np.mgrid[:n, :n]
     return (k <= q) & ((q * 5 // n == k * 5 // n) | ((q * 8 // n + k * 8 // n) % 4 != 3))
 
 
-def test_masks_of_data_are_drawn_with_sample_data() -> None:
-    """The tiles in static ranges are those of causal; those of blocks with nothing visible are pale, those that are
-    all visible full."""
+def test_masks_of_data_are_rendered_with_sample_data() -> None:
+    """Tiles in static ranges are those of causal. Tiles of blocks without visible pairs are unlisted, and tiles of
+    fully visible blocks are full."""
     maps = dict(tile_maps(Sample(DATA), data(), Problem()))
     assert list(maps) == ["fwd", "dq", "dkdv", "jvp", "blocks"]
     for kernel in ("fwd", "dq", "dkdv"):
-        drawn = maps[kernel]
-        assert isinstance(drawn, TileMap)
-        blocks = by_hand(drawn.n).reshape(drawn.n // 128, 128, drawn.n // 128, 128).sum((1, 3))
-        wanted = {"full": 0, "partial": 0, "unlisted": 0, "empty": 0}
-        for i, q in enumerate(range(0, drawn.n, drawn.block_q)):
-            for j, k in enumerate(range(0, drawn.n, drawn.block_kv)):
+        rendered = maps[kernel]
+        assert isinstance(rendered, TileMap)
+        blocks = by_hand(rendered.n).reshape(rendered.n // 128, 128, rendered.n // 128, 128).sum((1, 3))
+        expected = {"full": 0, "partial": 0, "unlisted": 0, "empty": 0}
+        for i, q in enumerate(range(0, rendered.n, rendered.block_q)):
+            for j, k in enumerate(range(0, rendered.n, rendered.block_kv)):
                 count = blocks[q // 128, k // 128]
-                hidden = k > q + drawn.block_q - 1
+                hidden = k > q + rendered.block_q - 1
                 cls = "empty" if hidden else "unlisted" if not count else "full" if count == 128**2 else "partial"
-                wanted[cls] += 1
-                assert (drawn.cells[i][j] if drawn.own == "q" else drawn.cells[j][i]) == cls
-        assert {cls: drawn.count(cls) for cls in wanted} == wanted and min(wanted.values()) > 0
-        assert sum(int(row[-1]) for row in drawn.programs()) == wanted["full"] + wanted["partial"]
-        assert any("The ranges are static" in remark for remark in drawn.remarks)
+                expected[cls] += 1
+                assert (rendered.cells[i][j] if rendered.own == "q" else rendered.cells[j][i]) == cls
+        assert {cls: rendered.count(cls) for cls in expected} == expected and min(expected.values()) > 0
+        assert sum(int(row[-1]) for row in rendered.programs()) == expected["full"] + expected["partial"]
+        assert any("The ranges are static" in remark for remark in rendered.remarks)
     found = maps["blocks"]
     assert isinstance(found, TileMap) and found.count("unlisted") == 0
-    assert any(remark.startswith("It finds out which blocks of scores count") for remark in found.remarks)
+    assert any(remark.startswith("It finds the visible blocks of scores") for remark in found.remarks)
 
 
-def test_a_block_mask_of_a_call_is_drawn_from_a_sample() -> None:
+def test_a_block_mask_argument_is_rendered_from_a_sample() -> None:
     sample = Sample(spec("block_sparse_mha"))
-    for _, drawn in tile_maps(sample, target("block_sparse_mha"), Problem()):
-        assert isinstance(drawn, TileMap)
-        listed = sum(map(sum, sample.listed(drawn.n, 128))) * 128 * 128 // (drawn.block_q * drawn.block_kv)
+    for _, rendered in tile_maps(sample, target("block_sparse_mha"), Problem()):
+        assert isinstance(rendered, TileMap)
+        listed = sum(map(sum, sample.listed(rendered.n, 128))) * 128 * 128 // (rendered.block_q * rendered.block_kv)
         assert (
-            drawn.count("full") == listed
-            and drawn.count("unlisted") == drawn.n**2 // (drawn.block_q * drawn.block_kv) - listed > 0
+            rendered.count("full") == listed
+            and rendered.count("unlisted") == rendered.n**2 // (rendered.block_q * rendered.block_kv) - listed > 0
         )
 
 
-def test_what_only_a_call_bounds_is_said() -> None:
-    (_, drawn), *_ = tile_maps(Sample(spec("causal_padding_gqa")), target("causal_padding_gqa"), Problem())
-    assert isinstance(drawn, TileMap)
-    assert "Drawn for a call that hides nothing by kv_lengths; others visit fewer tiles." in drawn.remarks
+def test_bounds_that_depend_on_the_call_are_mentioned() -> None:
+    (_, rendered), *_ = tile_maps(Sample(spec("causal_padding_gqa")), target("causal_padding_gqa"), Problem())
+    assert isinstance(rendered, TileMap)
+    assert "Drawn for a call that hides nothing by kv_lengths; others visit fewer tiles." in rendered.remarks
 
 
 @pytest.mark.parametrize(
@@ -234,21 +235,21 @@ def test_what_only_a_call_bounds_is_said() -> None:
         ("2*Nk", "Its loop over full tiles runs 0 .. 2048 unless"),
     ],
 )
-def test_a_bound_that_cannot_be_told_leaves_the_map_out(end: str, why: str) -> None:
+def test_a_bound_that_is_unknown_leaves_the_map_out(end: str, why: str) -> None:
     def longer(module: Module) -> Module:
         ranges = ((sympy.Integer(0), parse(end)),)
         return module.map_kernels(
             lambda k: k.rewrite(lambda _, op: [replace(op, ranges=ranges) if isinstance(op, Loop) else op])
         )
 
-    for _, drawn in tile_maps(Sample(spec("causal_mqa")), longer(target("causal_mqa")), Problem()):
-        assert not isinstance(drawn, TileMap) and drawn.startswith(why)
+    for _, rendered in tile_maps(Sample(spec("causal_mqa")), longer(target("causal_mqa")), Problem()):
+        assert not isinstance(rendered, TileMap) and rendered.startswith(why)
 
 
-# ---------------------------------------------------------------------------------------------- the mask by elements
+# ---------------------------------------------------------------------------------------------- elements of the mask
 
 
-def test_elements_are_those_of_formulas_by_hand() -> None:
+def test_elements_equal_formulas_by_hand() -> None:
     q, k = np.mgrid[:SIDE, :SIDE]
     (causal,) = Sample(spec("causal_mqa")).pictures
     assert np.array_equal(causal.seen, k <= q) and "All heads are alike." in causal.remarks
@@ -267,7 +268,7 @@ def test_elements_are_those_of_formulas_by_hand() -> None:
     assert "The first head of the first sequence; other sequences differ." in lengths.remarks
 
 
-def test_elements_further_on_show_an_edge_that_is_too_far_away() -> None:
+def test_a_second_picture_shows_an_edge_beyond_the_first_elements() -> None:
     first, window = Sample(spec("window_gqa")).pictures
     q, k = np.mgrid[window.q0 : window.q0 + SIDE, window.k0 : window.k0 + SIDE]
     assert np.array_equal(window.seen, (k <= q) & (q - k <= 1023)) and 0 < np.sum(window.seen) < SIDE**2
@@ -277,10 +278,10 @@ def test_elements_further_on_show_an_edge_that_is_too_far_away() -> None:
     assert np.array_equal(blocks.seen, (abs(q - k) <= 2) | (q < 1) | (k < 1)) and 0 < np.sum(blocks.seen) < SIDE**2
 
 
-def test_elements_drawn_are_those_seen() -> None:
+def test_rendered_elements_equal_visible_ones() -> None:
     for picture in Sample(DATA).pictures:
-        drawn = [s.attributes for s in picture.drawing.shapes if s.attributes["class"] == "full"]
-        area = sum(float(a["width"]) * float(a["height"]) for a in drawn) * SIDE**2 / PLOT**2
+        rendered = [s.attributes for s in picture.drawing.shapes if s.attributes["class"] == "full"]
+        area = sum(float(a["width"]) * float(a["height"]) for a in rendered) * SIDE**2 / PLOT**2
         assert area == pytest.approx(np.sum(picture.seen), rel=1e-3)
     chart = next(e for e in tree("causal_mqa").iter("svg") if e.get("aria-labelledby", "").startswith("mask-1"))
     assert chart[1].text == f"{SIDE} queries from 0 by {SIDE} keys from 0: {SIDE * (SIDE + 1) // 2} elements visible"
@@ -296,7 +297,7 @@ def test_samples_of_blocks_count_what_is_visible() -> None:
 @pytest.mark.parametrize(
     "mask", ["{expr: kv_idx < n, params: {n: {scalar: int}}}", "{expr: 'q_idx - kv_idx < 3 * (h + 1)'}"]
 )
-def test_masks_of_fewer_dimensions_are_drawn(mask: str) -> None:
+def test_masks_of_fewer_dimensions_are_rendered(mask: str) -> None:
     sample = Sample(parse_spec(f"name: x\nhead_dim: 64\nmask: {mask}\n"))
     (picture,) = sample.pictures
     q, k = np.mgrid[:SIDE, :SIDE]
@@ -307,7 +308,7 @@ def test_masks_of_fewer_dimensions_are_drawn(mask: str) -> None:
     assert ("The first head of the first sequence; other heads differ." in picture.remarks) == (n is None)
 
 
-def test_edges_too_far_away_are_said_not_to_be_drawn() -> None:
+def test_a_remark_says_which_edges_are_too_far_away_to_render() -> None:
     (picture,) = Sample(spec("chunked_gqa")).pictures
     assert "The mask has numbers up to 8192; edges so far away are not drawn." in picture.remarks
     _, dilated = Sample(spec("dilated_mha")).pictures
@@ -315,11 +316,11 @@ def test_edges_too_far_away_are_said_not_to_be_drawn() -> None:
     assert np.array_equal(dilated.seen, (k <= q) & (q - k <= 2048) & ((q - k) % 4 == 0)) and (q - k > 2048).any()
 
 
-# ---------------------------------------------------------------------------------------------- how it is called
+# ---------------------------------------------------------------------------------------------- signatures
 
 
 @pytest.mark.parametrize("name", ["causal_dropout_mqa", "document_gqa", "block_sparse_mha"])
-def test_signatures_are_those_of_the_module(name: str) -> None:
+def test_signatures_equal_those_of_the_module(name: str) -> None:
     module = built(name)
     found = {s.name: s for s in signatures((ROOT / "generated" / name / "__init__.py").read_text())}
     own = [
@@ -332,11 +333,12 @@ def test_signatures_are_those_of_the_module(name: str) -> None:
         real = inspect.signature(
             module.attention if shown == "attention" else getattr(module.attention, shown.partition(".")[2])
         )
-        taken = [name for name, p in real.parameters.items() if p.kind is not p.VAR_KEYWORD]  # those are refused
+        # **kwargs is only there to refuse unknown arguments.
+        accepted = [name for name, p in real.parameters.items() if p.kind is not p.VAR_KEYWORD]
         assert [a.split(":")[0] for a in s.code.splitlines()[1:-1] if a.strip() != "*,"] == [
-            f"    {name}" for name in taken
+            f"    {name}" for name in accepted
         ]
-        assert all(meaning for *_, meaning in s.args) and [row[0] for row in s.args] in ([], taken)
+        assert all(meaning for *_, meaning in s.args) and [row[0] for row in s.args] in ([], accepted)
         assert s.says and s.code.startswith(f"{shown}(\n") and f") -> {real.return_annotation}" in s.code
     assert ["return_lse", "bool", "False"] in [row[:3] for row in found["attention"].args] and found[
         "attention"
@@ -349,21 +351,21 @@ def test_the_page_has_the_arguments() -> None:
     assert "    kv_lengths: torch.Tensor,\n" in words(section) and "    scale: float | None = None,\n" in words(section)
 
 
-def test_kernels_beside_the_directions_are_explained() -> None:
+def test_auxiliary_kernels_are_explained() -> None:
     sentence = "@packed, in place of @fwd where Hkv &lt; Hq and Nq &lt; 64. Forward of few queries:"
     assert html("causal_mqa").count(sentence) == 2 and sentence not in html("local_global_dropout_mha")
     assert html("causal_mqa").count("<li>@dq_end. After the backward:") == 2
     files = keep(data(), render(data()), ROOT / "generated" / "none")
     text = page(DATA, "name: data\n", list(stages(DATA)), files, Problem())
-    assert text.count("<li>@blocks. Before all:") == 2 and "No map." not in text
-    assert "hidden by the sample data alone" in text and "hidden by the sample data alone" not in html("causal_mqa")
+    assert text.count("<li>@blocks. Before the others:") == 2 and "No map." not in text
+    assert "hidden only by the sample data" in text and "hidden only by the sample data" not in html("causal_mqa")
 
 
 # ---------------------------------------------------------------------------------------------- formulas
 
 
-def test_nothing_is_too_wide_to_be_read() -> None:
-    """Lines may break between <math> elements, which are short; the specs' lines are wrapped."""
+def test_formulas_and_specs_fit_the_page() -> None:
+    """Lines may break between <math> elements, which are short, and lines of specs are wrapped."""
     for name in ("window_gqa", "chunked_gqa", "causal_padding_gqa"):
         text = tree(name)
         parts = [words(e).replace(" ", "") for e in text.iter("math") if e.find(".//mtable") is None]
@@ -442,17 +444,18 @@ def test_a_wrong_path_is_one_sentence(
 
 
 def test_fits_name_each_backend_and_no_kernel_that_fits_elsewhere() -> None:
-    """window_gqa has its one-pass backward on sm90 alone, and its forward in two forms there."""
+    """window_gqa has its fused backward only on sm90, and both a portable and a warp-specialized forward there."""
     module = target("window_gqa")
     report = json.loads((ROOT / "generated" / "window_gqa" / "report.json").read_text(encoding="utf-8"))
     panels = {cls: _fit(module, cls, Problem(q_heads=16, kv_heads=4), report) for cls in ("sm80", "sm90")}
     rows = {cls: {row[0]: row[1] for row in panel.table.rows} for cls, panel in panels.items()}
-    assert {"@fwd": "64 × 64", "@fwd, hopper": "128 × 128", "@bwd, hopper": "64 × 128"}.items() <= rows["sm90"].items()
-    assert rows["sm80"]["@bwd"] == "none" and "@bwd: runs on sm90 alone" in panels["sm80"].charts[0].says
+    expected = {"@fwd": "64 × 64", "@fwd, hopper": "128 × 128", "@bwd, hopper": "64 × 128"}
+    assert expected.items() <= rows["sm90"].items()
+    assert rows["sm80"]["@bwd"] == "none" and "@bwd: runs only on sm90" in panels["sm80"].charts[0].says
     assert not any("no tile fits" in panel.charts[0].says for panel in panels.values())
 
 
-def test_the_table_of_build_has_the_tiles_that_long_calls_take() -> None:
+def test_the_table_of_build_has_the_tiles_of_long_calls() -> None:
     tiles = {
         name: [_tiles(target(name), written) for written in ({"O"}, {"dK", "dV"}, {"dQ"})]
         for name in ("window_gqa", "causal_fp32")

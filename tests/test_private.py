@@ -1,4 +1,4 @@
-"""The runtime without the private interfaces of torch and Triton: what it does by the public way gives the same."""
+"""The runtime without private interfaces of torch and Triton: its public replacements give the same results."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from attngen.conformance.harness import load_module
 from tests.helpers import ROOT, built
 from tests.test_numerics import problem, small
 
+pytestmark = pytest.mark.numerics
+
 NAME = "causal_dropout_mqa"
-# what a version may lack: (where it is, its name)
+# Interfaces that a version may lack: (module or object, name)
 PRIVATE = [
     (torch._C._dynamo.guards, "_empty_strided_cpu"),
     (torch._C._dynamo.guards, "_empty_strided_cuda"),
@@ -30,8 +32,8 @@ PRIVATE = [
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> Any:
-    """The module as it is imported where one private interface is not there; torch has it back afterwards, which may
-    need it."""
+    """Import the module where one private interface is missing. Torch itself may need it, so it is restored
+    afterwards."""
     with monkeypatch.context() as patches:
         if hasattr(home, name):
             patches.delattr(home, name)
@@ -48,7 +50,7 @@ def test_without_one_the_results_are_the_same(
 
 
 def call(module: Any, leaves: list[torch.Tensor], grads: Any) -> list[torch.Tensor]:
-    """Results and gradients, of a call with its LSE and of one without."""
+    """Return results and gradients of a call with its LSE and of one without."""
     found: list[torch.Tensor] = []
     for lse in (True, False):
         out = module.attention(*leaves, dropout_p=0.25, seed=7, return_lse=lse)
@@ -81,7 +83,7 @@ def test_nothing_else_in_the_runtime_names_a_private_interface() -> None:
 
 
 def test_a_generated_runtime_is_the_source_word_for_word() -> None:
-    """Each function and class of the sources stands in every generated runtime.py as it is there."""
+    """Every generated runtime.py has each function and class of the sources unchanged."""
     bundled = (ROOT / "generated" / NAME / "runtime.py").read_text()
     for path in sorted((ROOT / "attngen" / "runtime").glob("*.py")):
         if path.name == "__init__.py":

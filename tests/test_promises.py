@@ -1,10 +1,10 @@
-"""What the data of a call promises: each promise that the IR of some module declares is broken, and the call says so
-in one sentence."""
+"""Promises about the data of a call: for each promise that the IR of a module declares, a call that breaks it gets one
+sentence."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -17,13 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attngen.conformance.harness import load_module
 from attngen.errors import VerifyError
+from attngen.ir.parser import parse_module
 from attngen.ir.sizes import Sizes
-from attngen.ir.text import parse_module
 from attngen.masks import registry
 from attngen.verify.inputs import verify_interface
 from tests.helpers import CUDA, ROOT, SPECS, built, spec, target
 
-N = 150  # two pages of 64 and a part of the third, or two blocks of 128
+pytestmark = pytest.mark.numerics
+
+N = 150  # two pages of 64 and part of a third, or one block of 128 and part of a second
 PROMISING = [name for name in SPECS if target(name).cache is None and any(i.promises for i in target(name).inputs)]
 CACHES = [name for name in SPECS if target(name).cache is not None]
 BLOCKS = [name for name in SPECS if target(name).blocks is not None]
@@ -39,8 +41,8 @@ def test_specs_make_every_kind_of_promise() -> None:
 
 
 def broken(name: str, x: torch.Tensor, most: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(an expression that the error matches, the input with a promise broken), for each promise of an input of a
-    committed spec."""
+    """Yield (regular expression of the error, input with a broken promise) for each promise of an input of a committed
+    spec."""
     promises = next(i for s in SPECS for i in target(s).inputs if i.name == name and i.promises).promises
 
     def changed(at: int, value: int) -> torch.Tensor:
@@ -83,9 +85,7 @@ def test_broken_promises_of_inputs_are_refused(name: str) -> None:
         for match, x in broken(i.name, given[i.name], N) if i.promises else ():
             with refused(f"^attention: {match}{re.escape(i.help)}$"):
                 attention(*tensors, **{**given, i.name: x}, check=True)
-            attention(
-                *tensors, **{**given, i.name: x}, check=False
-            )  # right for some reading of the data, and never a crash
+            attention(*tensors, **{**given, i.name: x}, check=False)  # some defined result, and never a crash
             tried += 1
     assert tried
 
@@ -113,7 +113,8 @@ def test_plans_whose_numbers_fall_are_refused(name: str) -> None:
             x = getattr(plan, field).clone()
             x[..., -1] = -1
             with refused(
-                rf"^attention: plan.{field}\[.*is -1, after \d+; expected numbers that never fall: what attention.plan makes$"
+                rf"^attention: plan.{field}\[.*is -1, after \d+; expected numbers that never fall: what "
+                rf"attention.plan makes$"
             ):
                 attention(*tensors, plan=plan._replace(**{field: x}), check=True)
 
@@ -130,15 +131,57 @@ def test_lists_of_blocks_that_differ_from_one_another_are_refused(name: str) -> 
     for field in plan._fields:
         for edit in (lambda x: x + 1, lambda x: x - 1, lambda x: x.flip(-1).contiguous()):
             with refused(
-                r"^attention: (kv|q)_(rank|list)\[.*of the plan is -?\d+; expected \d+, which follows from its other lists"
+                r"^attention: (kv|q)_(rank|list)\[.*of the plan is -?\d+; expected \d+, which follows from its "
+                r"other lists"
             ):
                 attention(*tensors, block_mask=plan._replace(**{field: edit(getattr(plan, field))}), check=True)
 
 
+def cache_cases(
+    page: int | None, full: torch.Tensor, numbers: Callable[..., torch.Tensor]
+) -> list[tuple[str | None, dict[str, Any]]]:
+    """Return (expression that the error matches, or None for a valid call; changed arguments) of calls with a cache of
+    48 rows, with pages of `page` rows if it is not None. `full` are lengths that leave no room for new keys."""
+    falls = numbers([0] * 6 + [-1] * 42, [0] * 48)
+    cases: list[tuple[str | None, dict[str, Any]]] = [
+        (None, {}),
+        (
+            (
+                r"cache_seqlens\[0\] is 47; expected a number from 0 to 46: the cache has room for 48 keys .* and "
+                r"the call 2 new"
+            ),
+            {"cache_seqlens": full},
+        ),
+        (r"cache_seqlens\[1\] is -1; expected a number from 0 to 46", {"cache_seqlens": numbers(0, -1)}),
+        (r"kv_lengths\[1\] is 49; expected a number from 0 to 48: ", {"kv_lengths": numbers(7, 49)}),
+        (r"document_ids\[0, 6\] is -1, after 0; expected numbers that never fall: ", {"document_ids": falls}),
+        # past the last key
+        (None, {"document_ids": falls, "cache_seqlens": numbers(4, 20), "kv_lengths": numbers(6, 3)}),
+    ]
+    if page is not None:
+        cases += [
+            (
+                r"page_table\[0, 0\] is -1; expected a number from 0 to 5: .*6 pages, and sequence 0",
+                {"page_table": numbers([-1, 1, 2], [3, 4, 5])},
+            ),
+            (r"page_table\[1, 1\] is 6; expected a number from 0 to 5", {"page_table": numbers([0, 1, 2], [3, 6, 5])}),
+            (None, {"page_table": numbers([0, 2_000_000_000, -7], [3, 4, 99])}),  # past the last keys
+            (
+                r"page_table\[0, 0\] is 4, where another sequence has keys",
+                {"page_table": numbers([4, 1, 2], [3, 4, 5])},
+            ),
+            # before the first key of the last query's document
+            (None, {"page_table": numbers([0, 1, 2], [-1, 4, 5])}),
+            # the call only reads
+            (None, {"page_table": numbers([0, 1, 2], [0, 4, 5]), "k": None, "v": None, "kv_lengths": numbers(5, 3)}),
+        ]
+    return cases
+
+
 @pytest.mark.parametrize("page", [None, 16])
 def test_caches_are_checked(page: int | None, tmp_path: Path) -> None:
-    """All that a call over a cache promises, of a module with and without pages; with `check=False`, keys without
-    room are left out."""
+    """Calls check every promise about a cache, with and without pages. With `check=False`, new keys without room are
+    dropped."""
     from attngen.spec import make_spec
     from tests.helpers import module_of
 
@@ -166,43 +209,7 @@ def test_caches_are_checked(page: int | None, tmp_path: Path) -> None:
         attention.with_kvcache(q, *caches, **{"k": new, "v": new, "check": True, **table, **given, **changed})
 
     full = numbers(47, 5)
-    falls = numbers([0] * 6 + [-1] * 42, [0] * 48)
-    cases: list[tuple[str | None, dict[str, Any]]] = [
-        (None, {}),
-        (
-            r"cache_seqlens\[0\] is 47; expected a number from 0 to 46: the cache has room for 48 keys .* and the call 2 new",
-            {"cache_seqlens": full},
-        ),
-        (r"cache_seqlens\[1\] is -1; expected a number from 0 to 46", {"cache_seqlens": numbers(0, -1)}),
-        (r"kv_lengths\[1\] is 49; expected a number from 0 to 48: ", {"kv_lengths": numbers(7, 49)}),
-        (r"document_ids\[0, 6\] is -1, after 0; expected numbers that never fall: ", {"document_ids": falls}),
-        (
-            None,
-            {"document_ids": falls, "cache_seqlens": numbers(4, 20), "kv_lengths": numbers(6, 3)},
-        ),  # past the last key
-    ]
-    if page is not None:
-        cases += [
-            (
-                r"page_table\[0, 0\] is -1; expected a number from 0 to 5: .*6 pages, and sequence 0",
-                {"page_table": numbers([-1, 1, 2], [3, 4, 5])},
-            ),
-            (r"page_table\[1, 1\] is 6; expected a number from 0 to 5", {"page_table": numbers([0, 1, 2], [3, 6, 5])}),
-            (None, {"page_table": numbers([0, 2_000_000_000, -7], [3, 4, 99])}),  # past the last keys
-            (
-                r"page_table\[0, 0\] is 4, where another sequence has keys",
-                {"page_table": numbers([4, 1, 2], [3, 4, 5])},
-            ),
-            (
-                None,
-                {"page_table": numbers([0, 1, 2], [-1, 4, 5])},
-            ),  # before the last query's document, as far as is known without a kernel
-            (
-                None,
-                {"page_table": numbers([0, 1, 2], [0, 4, 5]), "k": None, "v": None, "kv_lengths": numbers(5, 3)},
-            ),  # read alone
-        ]
-    for match, changed in cases:
+    for match, changed in cache_cases(page, full, numbers):
         with nullcontext() if match is None else refused(f"^attention.with_kvcache: {match}"):
             call(**changed)
     call(cache_seqlens=full, check=False)
@@ -238,7 +245,7 @@ def test_the_environment_says_whether_calls_check(monkeypatch: pytest.MonkeyPatc
 
 
 class PassOn(TorchDispatchMode):
-    """A mode that sees all operators and changes nothing."""
+    """A dispatch mode that changes nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -268,10 +275,10 @@ def test_the_verifier_refuses_other_promises(line: str, why: str) -> None:
 
 
 def test_masks_with_integers_say_what_these_promise() -> None:
-    """A mask of the library that reads a tensor of integers either says what its numbers promise, or takes any."""
+    """Every mask of the library that reads an integer tensor declares promises, except for `document_ids`."""
     silent = set()
     for mask in registry().values():
         for fields in ({}, {"lengths": True}, {"packed": True}, {"sorted": True}, {"per": "batch"}):
-            with suppress(ValidationError):  # it has no such field, or needs others
+            with suppress(ValidationError):  # the mask has no such field, or needs others
                 silent |= {i.name for i in mask(**fields).inputs() if i.dtype == "i32" and i.shape and not i.promises}
-    assert silent == {"document_ids"}  # in any order
+    assert silent == {"document_ids"}  # any ids are valid

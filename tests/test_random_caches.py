@@ -1,11 +1,10 @@
-"""A random cross product of specs with a cache of keys and values: calls over it are right, or the spec gets one
-sentence.
+"""Random specs with a KV cache: calls with it are right, or the spec gets one sentence.
 
-A drawn spec is emitted from the text of its IR, as in tests/test_random_specs.py. One call over a cache is held against
-naive attention for each of: decoding, a few queries over keys that are there, and appending many keys; where there is a
-backward, a usual call with gradients.
+A random spec is emitted from the text of its IR, as in tests/test_random_specs.py. Three calls are compared with naive
+attention: decode of one token, a few queries with existing keys, and a call that appends many keys. Specs with a
+backward also have a call without a cache, with gradients.
 
-`python -m tests.test_random_specs --caches --specs 300 --seed 7` draws more.
+`python -m tests.test_random_specs --caches --specs 300 --seed 7` tests more.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ import pytest
 from tests.spec_strategies import Data, cache_data, drawn
 from tests.test_random_specs import of_caches
 
+pytestmark = pytest.mark.numerics
+
 ON_PUSH, NIGHTLY = (3, 4), (100, 101, 102, 103, 104, 105)  # seeds
-FEW, MANY = 20, 50  # specs of each
+FEW, MANY = 20, 50  # specs per seed
 KINDS = ("mha", "mqa", "gqa", "contiguous", "paged", "fp8_e4m3", "latent", "page", "split", "all_of", "any_of")
 
 
 def _hold(number: int, count: int, device: str) -> list[Data]:
-    """The specs that build, of so many that are drawn."""
+    """Return those of `count` random specs that build."""
     found = list(of_caches(number, count, device))
     assert [(data, error) for data, error in found if isinstance(error, Exception)] == []
     return [data for data, what in found if what == "built"]

@@ -1,14 +1,14 @@
-"""Random compositions of the language's whole table of functions, three deep, build or are refused by a sentence about
-the spec.
+"""Random compositions of all functions of the language, three deep, build or are refused with a sentence about the
+spec.
 
-They are drawn as score modifiers, with learned tensors of every kind of reduction, at times below a soft cap, and as
-masks, with data, named parts and operations on bits; under every kind of mask, forward, backward and in forward mode.
-No rule of the verifier refuses one.
+They are score modifiers, with gradient tensors for every kind of reduction and sometimes within a soft cap, and masks,
+with data, named parts and bitwise operations; under every kind of mask, forward, backward and in forward mode. No rule
+of the verifier may refuse one.
 
-The passes run from logical IR up to those that choose tiles: all rules that compare expressions hold each kernel there,
-after each of these passes. One spec in 50 goes on, to target IR, with the tile that it names. No kernel is printed or
-run: numbers are the business of tests/test_random_scores.py and tests/test_random_specs.py. By hand there are more, and
-`--whole` takes each to target IR:
+The passes run from logical IR up to those that choose tiles, and after each of them the verifier checks all rules that
+compare expressions. One spec in 50 continues to target IR, with the tile that it names. No kernel is printed or run:
+tests/test_random_scores.py and tests/test_random_specs.py check numbers. The command line tests more, and `--whole`
+takes each spec to target IR:
 
     python -m tests.test_random_expressions --count 2000 --seed 7
 """
@@ -34,17 +34,19 @@ from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from tests.spec_strategies import Data
 
+pytestmark = pytest.mark.numerics
+
 DEPTH = 3
-PUSHED, EACH = 6, 25  # tests on a push, and specs of each
+PUSHED, EACH = 6, 25  # tests on a push, and specs per test
 WHOLE = 50  # one spec in so many goes to target IR
-MOST_TIME = 120  # seconds of CPU time that a spec may take by hand
+MOST_TIME = 120  # seconds of CPU time per spec on the command line
 LAST = "assign-memory-space"  # the last pass before tiles are chosen
 
-# Functions by what they give; those of numbers alone are drawn with as many as they take.
+# Functions by the type of their result. Functions that take only numbers get as many as they accept.
 CONDITIONS = ("any", "all")
 ROUNDED = ("int", "floor", "round")
-WHOLE_NUMBERS = ("min", "max", "abs", "clamp", "where", "relu", "sum", *ROUNDED)  # integers, of integers
-# Operators by what they are of.
+WHOLE_NUMBERS = ("min", "max", "abs", "clamp", "where", "relu", "sum", *ROUNDED)  # integer results for integers
+# Operators by the type of their operands.
 WHOLE_SIGNS = {
     "//": ast.FloorDiv,
     "%": ast.Mod,
@@ -92,7 +94,7 @@ FLAGS: dict[str, Data] = {
     "allowed[b, h, q_idx, kv_idx]": {"allowed": {"tensor": ["B", "H", "Nq", "Nk"], "dtype": "bool"}},
     "always": {"always": {"value": True}},
 }
-AT = {"table": {"tensor": [12], **GRAD}, "lookup": {"tensor": ["any"], "dtype": "int32"}}  # read at a drawn place
+AT = {"table": {"tensor": [12], **GRAD}, "lookup": {"tensor": ["any"], "dtype": "int32"}}  # read at a random index
 PARAMS = {
     name: param for reads in (REAL_READS, WHOLE_READS, FLAGS) for read in reads.values() for name, param in read.items()
 } | AT
@@ -108,19 +110,19 @@ NAMED: list[Any] = [
 
 
 class Drawn:
-    """Writes a random expression, with its named parts."""
+    """Writer of a random expression with its named parts."""
 
     def __init__(self, chance: random.Random, score: bool, first: str) -> None:
         self.chance, self.score = chance, score
-        self.first = first  # the function or operator that is drawn first
+        self.first = first  # the function or operator to use first
         self.let: dict[str, str] = {}
         self.turns: list[str] = []
-        self.steps = 0  # how many conditions and functions that round enclose the next draw: they have no gradient
+        self.steps = 0  # number of enclosing conditions and rounding functions, which have no gradient
 
     def data(self, text: str) -> Data:
-        """As a spec writes it."""
+        """Return the expression as in a spec."""
         used = text
-        for name, part in reversed(self.let.items()):  # a part is over those before it
+        for name, part in reversed(self.let.items()):  # a part may use those before it
             used += f"\n{part}" if re.search(rf"\b{name}\b", used) else ""
         self.let = {name: part for name, part in self.let.items() if re.search(rf"\b{name}\b", used)}
         params = {name: param for name, param in PARAMS.items() if re.search(rf"\b{name}\b", used)}
@@ -192,18 +194,18 @@ class Drawn:
         return f"not ({a})" if sign == "not" else f"({a}) {sign} ({b})"
 
     def asks(self, names: Collection[str], share: float) -> bool:
-        """Whether one of these is the first to draw; or a share of draws, once that is drawn."""
+        """Return whether `first` is among the names; once it has been used, True for a share of calls."""
         return self.first in names if self.first else self.chance.random() < share
 
     def pick(self, names: Sequence[str]) -> str:
-        """One of these functions or operators: the first one that is asked for, or any."""
+        """Return one of these functions or operators: `first` if it is among them, else any."""
         if self.first in names:
             name, self.first = self.first, ""
             return name
         return self.chance.choice(names)
 
     def function(self, name: str, part: Any, depth: int) -> str:
-        """A call, whose first argument is as deep as it can be."""
+        """Return a call whose first argument has the full remaining depth."""
         below = depth - 1
         if name in (*CONDITIONS, "sum"):
             turn = f"i{depth}{len(self.turns)}"
@@ -227,7 +229,7 @@ class Drawn:
         return f"{name}({', '.join([part(below), *(part(self.chance.randrange(depth)) for _ in range(count - 1))])})"
 
     def named(self, text: str) -> str:
-        """At times, the name of a part with this text."""
+        """Return the text, or sometimes the name of a new part with this text."""
         if self.turns or self.chance.random() > 0.1:
             return text
         name = f"named{len(self.let)}"
@@ -236,7 +238,7 @@ class Drawn:
 
 
 def spec_of(number: int) -> Data:
-    """The spec that a number gives. Two in three have a drawn modifier, and every second one a drawn mask."""
+    """Return the spec of a number. Two of three have a random modifier, and every second one a random mask."""
     chance = random.Random(number)
     data: Data = {"name": "drawn", "head_dim": 16, "dtype": [chance.choice(["fp16", "fp32"])]}
     data["heads"] = {"sharing": chance.choice(["mha", "gqa", "mqa"])}
@@ -258,7 +260,7 @@ def spec_of(number: int) -> Data:
             condition if chance.random() < 0.7 else {chance.choice(["all_of", "any_of"]): [condition, data["mask"]]}
         )
     shared = {name for part in written(data["mask"]) for name in part.get("params", {})}
-    for part in written(data.get("score")):  # no tensor is both the mask's and the modifier's
+    for part in written(data.get("score")):  # no tensor belongs to both the mask and the modifier
         for name in sorted(shared & {*part.get("params", {})}):
             _rename(part, name)
     return data
@@ -275,13 +277,13 @@ def _rename(part: Data, name: str) -> None:
 
 
 def last_pass(number: int) -> str | None:
-    """The pass after which a spec is done with; None for all of them."""
+    """Return the last pass to run for a spec; None for all passes."""
     return LAST if number % WHOLE else None
 
 
 def outcome(data: Data, after: str | None = None) -> str:
-    """`built`, or the sentence that the spec gets. All else is raised: what breaks a rule, and sentences that name
-    no key."""
+    """Return `built`, or the sentence that the spec gets. Raise other errors: broken rules, and sentences that name no
+    key."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -297,7 +299,7 @@ def outcome(data: Data, after: str | None = None) -> str:
 
 
 def written(data: Any) -> Iterator[Data]:
-    """The expressions that a spec writes as modifiers or as a mask."""
+    """Yield the expressions in the modifiers or the mask of a spec."""
     if isinstance(data, dict) and "expr" in data:
         yield data
     elif isinstance(data, (dict, list)):
@@ -312,7 +314,7 @@ def test_compositions_build_or_get_a_sentence_about_the_spec(part: int) -> None:
 
 
 def test_the_whole_table_is_drawn() -> None:
-    """Every function and operator of the language, as a modifier and as a mask."""
+    """Every function and operator of the language is in some modifier and in some mask."""
     specs = [spec_of(number) for number in range(PUSHED * EACH)]
     for kind in ("score", "mask"):
         drawn = [expression for data in specs for expression in written(data.get(kind))]
@@ -331,11 +333,11 @@ def test_the_whole_table_is_drawn() -> None:
 
 
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks a rule is raised, and so is a sentence that names no key."""
+    """A broken rule is raised, and so is a sentence that names no key."""
     capped = {"name": "x", "head_dim": 16, "score": [{"expr": "20 * tanh((s - abs(q_idx - kv_idx)) / 20)"}]}
     assert outcome(capped, LAST) == "built"
     with monkeypatch.context() as patch:
-        patch.setattr("attngen.verify.meaning.equal", lambda a, b: False)
+        patch.setattr("attngen.verify.scores.equal", lambda a, b: False)
         with pytest.raises(VerifyError, match="breaks rule `scores`"):
             outcome({**capped, "name": "y"}, LAST)
 

@@ -1,8 +1,8 @@
 """Derivatives of random scores against PyTorch's in float64, and the exp2-softmax forms that kernels compute instead.
 
-What is differentiated is what a spec's modifiers come to; what PyTorch differentiates is the evaluator of Python's
-trees and the modifiers' hand-written oracles. Random points are no kinks; the kinks have tests of their own, where
-PyTorch's conventions hold.
+Our derivative is that of the expression of all modifiers of a spec. PyTorch differentiates the evaluator of Python's
+syntax trees and the hand-written oracles of modifiers. Random points are not at kinks. Kinks have their own tests,
+which follow PyTorch's conventions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ import torch
 
 from attngen.builders.semantics import S, derivative, shared, whole_numbers
 from attngen.errors import SpecError
-from attngen.ir.expr import FUNCTIONS, clamp, exp2, floordiv, log2, mod, parse, select, sigmoid, symbol, to_text
+from attngen.ir.expr import FUNCTIONS, clamp, exp2, floordiv, log2, mod, select, sigmoid, symbol
+from attngen.ir.expr_text import parse, to_text
 from attngen.ir.sizes import Sizes
 from attngen.spec import Spec, make_spec
 from attngen.transforms.exp2_softmax import in_base_two
 from tests.lang_strategies import Sample, piecewise_scores, scores
 from tests.spec_strategies import drawn
 
+pytestmark = pytest.mark.numerics
+
 SIZES = Sizes(2, 4, 2, 5, 7)
 SHAPE = (SIZES.batch, SIZES.q_heads, SIZES.n_q, SIZES.n_kv)
-EXPRESSIONS = 200  # of each of the two strategies
+EXPRESSIONS = 200  # for each of the two strategies
 
-# Reads that stand where `slope[h]` is drawn, and their tensors.
+# Reads that replace `slope[h]` in a random expression, and the dimensions of their tensors.
 READS: dict[str, list[Any]] = {
     "slope[h]": ["H"],
     "table[q_idx - kv_idx]": [6],  # from the end where negative, 0 outside
@@ -90,8 +93,8 @@ _NUMPY: dict[Any, Callable[..., Any]] = {
 
 
 def value(e: Any, values: dict[str, Any], real: type = np.float64) -> Any:
-    """The value of an expression on arrays; integers stay so in float64. KeyError for a function that the IR does
-    not have."""
+    """Return the value of an expression on arrays. In float64 integers stay integers. Raises KeyError for a function
+    that the IR does not have."""
     if e.is_Symbol:
         return values[e.name]
     if e in (sympy.true, sympy.false):
@@ -115,8 +118,8 @@ def positions() -> dict[str, Any]:
 
 
 def at_reads(spec: Spec, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """What the reads of a spec give at every score, and where each read is of its tensor: indices, and whether these
-    are inside."""
+    """Return the values of a spec's reads at every score, and for each read its indices and whether they are in
+    bounds."""
     known = {**positions(), **values}
     places: dict[str, tuple[Any, Any]] = {}
     for read in spec.reads():
@@ -134,21 +137,21 @@ def at_reads(spec: Spec, values: dict[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def modifier(chance: random.Random, sample: Sample, number: int) -> dict[str, Any]:
-    """A drawn expression as a spec writes it, at times with other reads in place of the slope."""
+    """Return a random expression as in a spec, sometimes with other reads in place of the slope."""
     text = re.sub(r"slope\[h\]", lambda _: chance.choice(["slope[h]", *READS]), sample.text)
     params = {name: param.model_dump(mode="json") for name, param in sample.params.items()}
     params |= {key.partition("[")[0]: {"tensor": dims, "grad": True} for key, dims in READS.items() if key in text}
     for name in list(params):
         if not re.search(rf"\b{name}\b", text):
             del params[name]
-        elif "tensor" in params[name]:  # no two modifiers share one
+        elif "tensor" in params[name]:  # modifiers share no tensor
             text = re.sub(rf"\b{name}\b", f"{name}{number}", text)
             params[f"{name}{number}"] = params.pop(name)
     return {"expr": text, "params": params}
 
 
 def random_specs(number: int) -> Iterator[Spec]:
-    """Specs with one drawn modifier, or several, some of them named."""
+    """Yield specs with one random modifier, or with several, some of them from the library."""
     chance = random.Random(number)
     found: list[Sample] = []
     for strategy in (scores(), piecewise_scores()):
@@ -172,12 +175,12 @@ def random_specs(number: int) -> Iterator[Spec]:
                     "params": {"weight": {"tensor": ["H", "Nk"], "grad": True}},
                 }
             )
-        with contextlib.suppress(SpecError):  # of a drawn one that forgets the score, or a parameter, once simplified
+        with contextlib.suppress(SpecError):  # if the simplified expression does not use the score or a parameter
             yield make_spec({"name": "drawn", "heads": {"sharing": "gqa"}, "head_dim": 64, "score": chain})
 
 
 def call(spec: Spec, number: int) -> dict[str, Any]:
-    """Scores and arguments of a call, none of which is at a kink."""
+    """Return scores and arguments of a call, none of them at a kink."""
     chance = np.random.default_rng(number)
     values: dict[str, Any] = {"s": chance.uniform(-3, 3, SHAPE)}
     for i in spec.inputs():
@@ -192,7 +195,7 @@ def call(spec: Spec, number: int) -> dict[str, Any]:
 
 
 def by_torch(spec: Spec, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The score, and the gradients of its sum by `s` and by what is learned."""
+    """Return the score, and the gradients of its sum by `s` and by the gradient inputs."""
     leaves = {
         name: torch.tensor(x, dtype=torch.float64).requires_grad_()
         for name, x in values.items()
@@ -228,7 +231,7 @@ def specs() -> tuple[Spec, ...]:
 
 
 def test_derivatives_are_those_of_torch() -> None:
-    """By the score itself, and by every tensor that is learned."""
+    """Derivatives by the score itself and by every gradient input equal PyTorch's."""
     count = learned = 0
     for number, spec in enumerate(specs()):
         values = call(spec, number)
@@ -255,7 +258,8 @@ def test_derivatives_are_those_of_torch() -> None:
 
 
 def test_what_kernels_compute_has_the_same_value() -> None:
-    """In base two, with what is common computed once; and the IR's text has every part of it."""
+    """Expressions in base two, with common subexpressions computed once, have the same values, and can be printed and
+    parsed as IR."""
     for number, spec in enumerate(specs()):
         known, _ = at_reads(spec, call(spec, number))
         plain = spec.modified()
@@ -276,7 +280,7 @@ def test_what_kernels_compute_has_the_same_value() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    """A derivative with one sign wrong is found."""
+    """A derivative with one wrong sign is found."""
     spec = make_spec({"name": "x", "head_dim": 64, "score": [{"expr": "tanh(s) + abs(s - 0.25) * 0.001"}]})
     values = call(spec, 0)
     known, _ = at_reads(spec, values)
@@ -289,7 +293,7 @@ def test_the_check_can_fail() -> None:
         close(value(wrong, known), gradient, 1e-9)
 
 
-# (score, s, its derivative by s there)
+# (score, s, derivative by s at that point)
 KINKS = [
     ("abs(s)", 0.0, 0.0),
     ("abs(s - 1)", 1.0, 0.0),
@@ -324,8 +328,8 @@ KINKS = [
 
 @pytest.mark.parametrize(("text", "at", "expected"), KINKS, ids=[f"{text} at {at}" for text, at, _ in KINKS])
 def test_at_a_kink_the_derivative_is_torchs(text: str, at: float, expected: float) -> None:
-    """abs has 0 at 0; of equals, min and max give each half; clamp lets through at its bounds; a choice has what it
-    chooses."""
+    """abs has 0 at 0. min and max give half to each of two equal operands. clamp passes the gradient at its bounds.
+    where has the gradient of the chosen branch."""
     spec = make_spec({"name": "kink", "head_dim": 64, "score": [{"expr": text}]})
     values = {"s": np.full(SHAPE, at)}
     score, gradients = by_torch(spec, values)
@@ -341,7 +345,7 @@ def test_at_a_kink_the_derivative_is_torchs(text: str, at: float, expected: floa
     "text", ["min(s, row[q_idx])", "max(row[q_idx], s)", "abs(s - row[q_idx])", "clamp(s, row[q_idx], 9)"]
 )
 def test_a_tensor_at_a_kink(text: str) -> None:
-    """The half that min and max give, and what clamp gives its bounds, reach the tensor too."""
+    """The tensor, too, gets its half from min and max, and its gradient as a bound of clamp."""
     params = {"row": {"tensor": ["Nq"], "grad": True}}
     spec = make_spec({"name": "kink", "head_dim": 64, "score": [{"expr": text, "params": params}]})
     values = {
@@ -376,7 +380,7 @@ FAR += [
 
 @pytest.mark.parametrize("text", FAR)
 def test_base_two_forms_stay_finite(text: str) -> None:
-    """In fp32 at scores of ten thousand, where exp2 is infinite or zero; so do their derivatives."""
+    """Values and derivatives are finite in fp32 at scores of ten thousand, where exp2 is infinite or zero."""
     spec = make_spec({"name": "far", "head_dim": 64, "score": [{"expr": text}]})
     e = spec.modified()
     far = np.array([-1e4, -200.0, -1.0, 0.0, 1.0, 200.0, 1e4])

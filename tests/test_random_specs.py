@@ -1,9 +1,9 @@
-"""A random cross product of the spec language: the module of each drawn spec is right, or the spec gets one sentence.
+"""Random specs of the whole spec language: the module of each is right, or the spec gets one sentence.
 
-A spec goes through every pass with the verifier. Its module is emitted from the text of its IR, as `attngen emit` does,
-and run on one small problem: results and all gradients are held against naive attention, as `attngen test` does.
+A spec goes through every pass with the verifier. Its module is emitted from the text of its IR, as by `attngen emit`,
+and runs on one small problem: results and all gradients are compared with naive attention, as by `attngen test`.
 
-`python -m tests.test_random_specs --specs 5000 --seed 7` draws more than CI does.
+`python -m tests.test_random_specs --specs 5000 --seed 7` tests more than CI.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ import sympy
 from attngen.cli.common import lower
 from attngen.codegen.files import diff_module, write_module
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, Result, cli_cases, heads_for, load_module, run_case
+from attngen.conformance.cases import Case, cli_cases, heads_for
+from attngen.conformance.harness import load_module, run_case
 from attngen.conformance.over_cache import CacheCase, run_cache_case
+from attngen.conformance.result import Result
 from attngen.errors import SpecError, VerifyError
-from attngen.ir.graph import Module
-from attngen.ir.text import parse_module
+from attngen.ir.module import Module
+from attngen.ir.parser import parse_module
 from attngen.spec import Spec, load_spec, make_spec
 from attngen.verify import verify
 from tests.conftest import CUDA
 from tests.spec_strategies import Data, cache_data, drawn, spec_data
 
-CI_SEEDS, CI_SPECS = (4, 2, 7), 24  # of each seed
-LENGTHS = (17, 33, 70, 135)  # of queries and keys, which differ
+pytestmark = pytest.mark.numerics
+
+CI_SEEDS, CI_SPECS = (4, 2, 7), 24  # per seed
+LENGTHS = (17, 33, 70, 135)  # of queries and of keys, always different
 
 
 def as_yaml(data: Data) -> str:
-    """A spec with a line for each key; JSON is YAML."""
+    """Return a spec with a line for each key; values are JSON, which is YAML."""
     return "\n".join(f"{key}: {json.dumps(value)}" for key, value in data.items())
 
 
-Held = Callable[
-    [ModuleType, Spec, random.Random, str], list[Result]
-]  # a module against naive attention, in some calls on a device
+# Compares some calls of a module with naive attention, on a device.
+Held = Callable[[ModuleType, Spec, random.Random, str], list[Result]]
 
 
 def one_call(module: ModuleType, spec: Spec, chance: random.Random, device: str) -> list[Result]:
@@ -55,7 +58,7 @@ def one_call(module: ModuleType, spec: Spec, chance: random.Random, device: str)
 
 
 def calls_over_a_cache(module: ModuleType, spec: Spec, chance: random.Random, device: str) -> list[Result]:
-    """The same of each way to call `with_kvcache`, and of a usual call, if there are gradients."""
+    """Compare each kind of call of `with_kvcache`, and a call with gradients if the spec has a backward."""
     results = one_call(module, spec, chance, device) if spec.trains else []
     for case in cache_problems(spec, chance):
         results.append(
@@ -65,8 +68,8 @@ def calls_over_a_cache(module: ModuleType, spec: Spec, chance: random.Random, de
 
 
 def outcome(data: Data, path: Path, device: str, held: Held = one_call) -> str:
-    """`built` if the module is right, or the sentence that the spec gets; all else is raised, as are sentences
-    without a line."""
+    """Return `built` if the module is right, or the sentence that the spec gets. Raise other errors, and sentences
+    without a line number."""
     path.write_text(as_yaml(data))
     try:
         spec = load_spec(path)
@@ -88,7 +91,7 @@ def outcome(data: Data, path: Path, device: str, held: Held = one_call) -> str:
     }
     try:
         results = held(module, spec, random.Random(as_yaml(data)), device)
-    except ValueError as error:  # no tile fits this device, which the table of schedules says
+    except ValueError as error:  # no tile fits this device, as the table of schedules says
         if str(error) not in not_fitting:
             raise
         return str(error)
@@ -97,15 +100,15 @@ def outcome(data: Data, path: Path, device: str, held: Held = one_call) -> str:
 
 
 def emit(files: dict[str, str], folder: Path) -> None:
-    """Write a module from the text of its IR alone, which gives the same files."""
+    """Write a module from only the text of its IR, and check that the files are the same."""
     write_module(render(verify(parse_module(files["schedule.ir"]))), folder)
     assert (diff := diff_module(files, folder)) == "", diff
 
 
 def problem(spec: Spec, chance: random.Random) -> tuple[Case, str, int]:
-    """A small case of ragged sizes, a dtype that `attngen test` runs the spec in, and a seed of the inputs.
+    """Return a small case of ragged sizes, a dtype in which `attngen test` runs the spec, and a seed for the inputs.
 
-    One query is of eight sequences: the error of few rows is rounding's luck.
+    A case with one query has eight sequences, because the error of a few rows varies by chance.
     """
     n_q = chance.choice((1, *LENGTHS))
     n_kv = chance.choice([n for n in LENGTHS if n != n_q])
@@ -115,15 +118,16 @@ def problem(spec: Spec, chance: random.Random) -> tuple[Case, str, int]:
 
 
 def dtypes(spec: Spec, given: Sequence[str]) -> Sequence[str]:
-    """Those to draw from. Where scores have a tanh, fp32 is not one if there is another dtype: the LSE of a query
-    that sees one key is a score, no sum, and that of `softcap` in fp32 has twice the error of torch's."""
+    """Return the dtypes to choose from. If scores have a tanh, fp32 is left out if there is another dtype: the LSE of a
+    query that sees one key is a score, not a sum, and with `softcap` in fp32 it has twice the error of torch's."""
     rough = any(part.sink() is None and part.expression().has(sympy.tanh) for part in spec.score)
     return [dtype for dtype in given if not (rough and dtype == "fp32")] or given
 
 
 def cache_problems(spec: Spec, chance: random.Random) -> Iterator[CacheCase]:
-    """Small calls over a cache: of one query, of a few over keys that are there, and of many that are new. Some
-    sequences have no key, or end at an edge of a page or a tile; there are several, as in `problem`."""
+    """Yield small calls with a cache: of one query, of a few with existing keys, and of many with new keys. Some
+    sequences have no key, or end at the edge of a page or a tile. There are several sequences for the reason in
+    `problem`."""
     assert spec.cache is not None
     page = {"": 0, "page_rows": chance.choice((3, 16, 80))}.get(spec.cache.page)
     page = int(spec.cache.page) if page is None else page
@@ -131,7 +135,7 @@ def cache_problems(spec: Spec, chance: random.Random) -> Iterator[CacheCase]:
     edges = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, *([page - 1, page, page + 1] if page else []))
     for n_q, new, sequences in ((1, 1, 5), (chance.randint(2, 5), 0, 3), (many := chance.choice((21, 70)), many, 2)):
         lengths = [chance.choice([n for n in (*edges, chance.randint(0, 150)) if n <= 150]) for _ in range(sequences)]
-        if not new:  # queries stand at the last keys
+        if not new:  # queries are at the last keys
             lengths = [max(n, n_q) for n in lengths]
         room = max(lengths) + new
         room = -(-room // page) * page if page else room
@@ -143,12 +147,12 @@ Outcomes = Iterator[tuple[Data, str | Exception]]
 
 
 def outcomes(number: int, count: int, device: str) -> Outcomes:
-    """Drawn specs, each with its outcome or the exception that it should not have raised."""
+    """Yield random specs, each with its outcome or with an unexpected exception."""
     yield from _outcomes(drawn(spec_data(), count, number), one_call, device)
 
 
 def of_caches(number: int, count: int, device: str) -> Outcomes:
-    """The same of specs with a cache of keys and values."""
+    """Do the same for specs with a KV cache."""
     yield from _outcomes(drawn(cache_data(), count, number), calls_over_a_cache, device)
 
 
@@ -185,7 +189,7 @@ CAUSAL: Data = {"name": "drawn", "head_dim": 16, "mask": "causal"}
 @pytest.mark.parametrize(
     "mask",
     [
-        "0 < kv_idx and 1 < kv_idx and q_idx <= kv_idx",  # two lower bounds of which one follows from the other
+        "0 < kv_idx and 1 < kv_idx and q_idx <= kv_idx",  # of two lower bounds, one follows from the other
         "kv_idx * 3 == q_idx",  # a bound that is a multiple of a position
         "(q_idx > q_len and seen[b, kv_idx]) or kv_idx <= q_idx",  # no pair meets one side
         "(q_idx + 3 < kv_idx and kv_idx < q_idx + 2) or kv_idx % 3 == 0",
@@ -222,7 +226,7 @@ def test_masks_that_no_pair_meets_say_so(mask: str, order: str, tmp_path: Path, 
 
 
 def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """IR that breaks a rule is no sentence, and neither is one that names no key."""
+    """IR that breaks a rule is raised, and not returned as a sentence."""
     assert outcome(CAUSAL, tmp_path / "x.yaml", device) == "built"
 
     def broken(*_: object) -> None:
@@ -241,7 +245,7 @@ TF32: Data = {"dtype": "fp32", "fp32_precision": "tf32"}
 def test_a_wrong_kernel_is_found(
     kernel: str, wrong: str, more: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """A causal one that hides the last key of each query."""
+    """The wrong kernel is causal, and hides the last key of each query."""
 
     def edited(module: Module, rendered: Callable[[Module], dict[str, str]] = render) -> dict[str, str]:
         files = rendered(module)
@@ -256,7 +260,7 @@ def test_a_wrong_kernel_is_found(
 def test_a_text_that_gives_another_module_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """What is read has other stages than what was printed."""
+    """The parsed module has another number of stages than the printed one."""
     two = parse_module(
         render(lower(tmp_path, make_spec(CAUSAL)))["schedule.ir"].replace("num_stages=3", "num_stages=2")
     )

@@ -1,8 +1,7 @@
-"""The runtime's functions at their source, on plain CPU tensors: shapes, strides, checks and sums, against what torch
-itself says.
+"""Functions of attngen/runtime on plain CPU tensors: shapes, strides, checks and sums, compared with torch.
 
-Generated folders have copies, which tests/test_private.py holds to be the same; launches and operators are tested
-there, with kernels.
+Generated folders have copies; tests/test_private.py checks that they are the same. Other tests of generated modules
+cover launches and operators.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from attngen.runtime.cache import _repeats_elements, _share_memory
 
 
 def laid_out(order: tuple[int, ...]) -> torch.Tensor:
-    """A tensor [2, 3, 5, 8] whose first three dimensions lie in memory in an order."""
+    """Return a tensor [2, 3, 5, 8] with a given memory order of its first three dimensions."""
     shape = (2, 3, 5)
     return torch.randn(*(shape[d] for d in order), 8).permute(*(order.index(d) for d in range(3)), 3)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)])
 @pytest.mark.parametrize("width", [8, 12])
-def test_results_lie_in_memory_as_their_tensor_does(order: tuple[int, ...], width: int) -> None:
+def test_results_have_the_memory_order_of_their_tensor(order: tuple[int, ...], width: int) -> None:
     x = laid_out(order)
     shape, strides = memory.rows_layout(x, width)
     made = memory.empty_rows(x, width)
@@ -36,23 +35,23 @@ def test_results_lie_in_memory_as_their_tensor_does(order: tuple[int, ...], widt
     assert made.untyped_storage().nbytes() == 4 * math.prod(shape)  # without gaps
 
 
-def test_a_layout_that_puts_rows_too_far_apart_is_given_up() -> None:
+def test_a_layout_with_too_large_row_strides_is_replaced() -> None:
     far = torch.empty((1, 4, 2**18, 64), device="meta").permute(0, 2, 1, 3)
     assert far.stride(2) > memory.MAX_ROW_STRIDE
     assert memory.rows_layout(far, 64) == ((1, 2**18, 4, 64), (2**18 * 256, 256, 64, 1))
 
 
-def test_only_what_kernels_cannot_read_in_place_is_copied() -> None:
+def test_only_tensors_that_kernels_cannot_read_are_copied() -> None:
     x = torch.randn(1, 2, 4, 8)
     assert memory.addressable(x) is x and memory.addressable(x[:, :, :, :4]).data_ptr() == x.data_ptr()
-    turned, negated = x.transpose(2, 3), torch._neg_view(x)
-    for odd in (turned, negated):
+    transposed, negated = x.transpose(2, 3), torch._neg_view(x)
+    for odd in (transposed, negated):
         found = memory.addressable(odd)
         assert found.equal(odd) and found.stride(3) == 1 and not found.is_neg()
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_rows_of_a_group_are_those_of_its_heads_one_after_another(queries: int) -> None:
+def test_rows_of_a_group_are_the_concatenated_rows_of_its_heads(queries: int) -> None:
     x = torch.randn(2, 6, queries, 8)
     for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
         rows, strides = memory.by_group(given, 3)
@@ -65,7 +64,7 @@ def test_rows_of_a_group_are_those_of_its_heads_one_after_another(queries: int) 
     assert to.equal(x)
 
 
-def test_room_for_splits_is_the_tensor_itself_if_there_is_one() -> None:
+def test_the_buffer_of_one_split_is_the_tensor_itself() -> None:
     x = laid_out((0, 2, 1))
     same, strides = memory.room_for_splits(x, 1)
     assert same is x and x.as_strided((2, 3, 1, 5, 8), (*strides, 1)).equal(x.unsqueeze(2))
@@ -79,15 +78,15 @@ def test_room_for_splits_is_the_tensor_itself_if_there_is_one() -> None:
     assert memory.nothing(x, 3, torch.float64).shape == (0, 0, 0)
 
 
-def test_a_divisor_is_the_greatest_up_to_a_number() -> None:
+def test_divisor_returns_the_greatest_divisor_up_to_a_limit() -> None:
     for a in range(1, 40):
         for b in range(1, 45):
             assert gradients.divisor(a, b) == max(n for n in range(1, b + 1) if a % n == 0)
     assert gradients.divisor(12, 0) == 1
 
 
-def test_sums_by_distance_go_to_their_places_in_the_table() -> None:
-    """A table of [heads, 5] distances, clamped at its ends; distances outside of `index`'s range count nowhere."""
+def test_sums_by_distance_are_added_to_their_table_entries() -> None:
+    """The table is [heads, 5] distances, clamped at its ends. Distances with an index out of range are dropped."""
     parts = torch.randn(2, 3, 4, 9, dtype=torch.float64)
     index = torch.tensor([0, 0, 1, 2, -1, 3, 4, 7, -6])
     found = gradients.by_distance(parts, torch.zeros(3, 5, dtype=torch.float64), 1, (1,), index)
@@ -100,7 +99,7 @@ def test_sums_by_distance_go_to_their_places_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("n", "kind"), [(1, 1), (16, 2), (17, 0), (2**31, 6), (2**31 + 1, 4)])
-def test_kinds_of_integers_are_those_that_triton_compiles_for(n: int, kind: int) -> None:
+def test_kinds_of_integers_are_those_that_triton_specializes(n: int, kind: int) -> None:
     assert launch.kind_of(n) == kind
 
 
@@ -142,9 +141,9 @@ def test_wrong_inputs_are_one_sentence(x: Any, dtype: torch.dtype, shape: list[A
 
 def test_inputs_are_converted_expanded_and_differentiated_in_their_dtype() -> None:
     x = torch.randn(2, 1, dtype=torch.float16, requires_grad=True)
-    taken = checks.take_input(Q, "slope", x, torch.float32, [2, (1, 3)], "")
-    assert taken.shape == (2, 3) and taken.dtype == torch.float32
-    taken.sum().backward()
+    found = checks.take_input(Q, "slope", x, torch.float32, [2, (1, 3)], "")
+    assert found.shape == (2, 3) and found.dtype == torch.float32
+    found.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float16 and x.grad.tolist() == [[3], [3]]
     far = torch.tensor([-(2**40), -1, 2**40])
     assert checks.take_input(Q, "ids", far, torch.int32, [3], "").tolist() == [1 - 2**31, -1, 2**31 - 1]
@@ -167,8 +166,8 @@ def test_wrong_numbers_are_one_sentence(x: Any, kind: type, error: str) -> None:
 
 
 @pytest.mark.parametrize("gluon", [False, True])
-def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
-    """It is filled in from one of the same form, which holds no tensor."""
+def test_a_descriptor_equals_one_from_its_constructor(gluon: bool) -> None:
+    """It is copied from a cached descriptor of the same form, which holds no tensor."""
     from attngen.runtime.descriptors import descriptor
 
     for x in (torch.zeros(2, 3, 100, 64, dtype=torch.bfloat16) for _ in range(2)):
@@ -192,8 +191,8 @@ def test_a_descriptor_is_what_its_class_makes(gluon: bool) -> None:
         assert copied.base is not x and copied.shape[2] == rows and copied.strides[3] == 1
 
 
-def test_views_that_share_an_element_are_told_from_those_that_do_not() -> None:
-    """Random views of one buffer with steps, slices and other orders of dimensions, against the places of all their
+def test_views_that_share_an_element_are_detected() -> None:
+    """Random views of one buffer, with steps, slices and permuted dimensions, are compared by the addresses of all
     elements."""
     chance = random.Random(5)
     buffer = torch.arange(600)

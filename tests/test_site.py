@@ -1,6 +1,7 @@
-"""The site of the docs: its generated pages have every spec and every word of the tables; its links; its notebook runs.
+"""The documentation site: generated pages have every spec and every word of the tables, links are rewritten, and the
+notebook runs.
 
-`make docs` builds it, and refuses links that lead nowhere. These tests need no MkDocs.
+`make docs` builds the site and refuses broken links. These tests need no MkDocs.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ REFERENCE = reference_pages()
 
 
 def titles(page: str, level: str = "##") -> list[str]:
-    """The headings of a page at a level, without backticks."""
+    """Return the headings of a page at a level, without backticks."""
     return [title.replace("`", "") for title in re.findall(rf"^{level} (.*)$", REFERENCE[page], re.MULTILINE)]
 
 
 def rows(page: str) -> list[str]:
-    """The first cells of the tables of a page that are code."""
+    """Return the first cells of a page's tables that are code."""
     return re.findall(r"^\| <code>(.*?)</code> \|", REFERENCE[page], re.MULTILINE)
 
 
 # ---------------------------------------------------------------------------------------------- the reference
 
 
-def test_every_mask_modifier_and_command_has_its_place() -> None:
+def test_the_reference_has_every_mask_modifier_command_and_function() -> None:
     assert titles("reference/masks.md") == list(registry())
     assert titles("reference/scores.md") == list(score_registry())
     assert titles("reference/commands.md") == [f"attngen {name}" for name in COMMANDS]
@@ -65,14 +66,14 @@ def test_every_word_of_the_language_is_explained() -> None:
 
 
 @pytest.mark.parametrize("page", ["masks", "scores", "language"])
-def test_yaml_of_the_reference_is_read(page: str) -> None:
+def test_yaml_of_the_reference_is_valid(page: str) -> None:
     for block in re.findall(r"^```yaml\n(.*?)^```", REFERENCE[f"reference/{page}.md"], re.MULTILINE | re.DOTALL):
         Spec.model_validate({"name": "shown", "head_dim": 64} | yaml.safe_load(block))
 
 
-def test_a_new_mask_needs_no_edit_for_its_example() -> None:
+def test_the_reference_makes_an_example_of_a_new_mask() -> None:
     class Near(Mask):
-        """Made for this test."""
+        """A mask for this test."""
 
         name = "near"
         size: int = Field(ge=16)
@@ -93,9 +94,9 @@ def test_the_table_of_variants_links_to_the_page_of_each() -> None:
     assert [path.stem for path in spec_files()] == SPECS
 
 
-def test_the_page_of_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the spec, a picture, maps of tiles, the signature, the code; and what it links to is what `attngen
-    explain --html` writes."""
+def test_the_page_of_a_spec_has_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the spec, a picture, maps of tiles, the signature and the code, and links to the page of `attngen explain
+    --html`."""
     name = "softcap_window_gqa"
     path = ROOT / "specs" / f"{name}.yaml"
     made = make_pages(path, spec(name))
@@ -116,7 +117,7 @@ def test_the_page_of_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------------------------------- pages and links
 
 
-def test_links_are_made_to_hold_in_the_site() -> None:
+def test_links_are_rewritten_for_the_site() -> None:
     assert relinked("[a](../../README.md#speed)", "cookbook/sdpa.md") == "[a](../overview.md#speed)"
     assert (
         relinked("[a](docs/ir.md) [b](CONTRIBUTING.md#tests) [c](#start)", "overview.md")
@@ -131,13 +132,12 @@ def test_links_are_made_to_hold_in_the_site() -> None:
         relinked("[a](../specs/causal_mqa.yaml) [b](../specs)", "index.md")
         == "[a](specs/causal_mqa.md) [b](specs/index.md)"
     )
-    assert (
-        relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"
-    )  # not in the site, so MkDocs refuses it
+    # Not in the site, so MkDocs refuses it
+    assert relinked("[a](../examples/tiny_lm.py)", "index.md") == "[a](../examples/tiny_lm.py)"
     assert all((ROOT / source).is_file() for source in OUTSIDE)
 
 
-def test_cells_stay_one_cell() -> None:
+def test_text_with_bars_stays_one_cell() -> None:
     assert cell("a | b\n  c") == "a \\| b c" and code("a | <b>") == "<code>a &#124; &lt;b&gt;</code>"
 
 
@@ -163,16 +163,16 @@ def test_ci_builds_the_site() -> None:
 
 
 def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
-    """From top to bottom, in a process of its own, on the CPU."""
+    """The notebook runs from top to bottom, in its own process, on the CPU."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "ATTNGEN_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "docs.site.notebook"]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_a_spec_that_somebody_tries_is_not_one_of_the_project(tmp_path: Path) -> None:
-    """`attngen new` writes to specs/: neither the tests nor the site take it before it is committed. Without git,
-    all specs are taken."""
+def test_uncommitted_specs_are_ignored(tmp_path: Path) -> None:
+    """`attngen new` writes to specs/, and neither the tests nor the site use such a spec before it is in git. Without
+    git all specs are used."""
     (tmp_path / "specs").mkdir()
     for name in ("ours", "tried"):
         (tmp_path / "specs" / f"{name}.yaml").touch()

@@ -1,5 +1,4 @@
-"""The soak of `make soak`: it finds runs that give other bits, and its long call is one that a backward in one pass
-takes."""
+"""`make soak`: it finds runs that give other bits, and its long call uses the fused backward."""
 
 from __future__ import annotations
 
@@ -9,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.conformance.harness import Case
+from attngen.conformance.cases import Case
 from attngen.conformance.over_cache import CacheCase, cache_cases
 from attngen.heuristics import FUSED_KEYS, FUSED_ROWS
-from attngen.ir.text import print_module
+from attngen.ir.printer import print_module
 from tests.helpers import CUDA, built, spec, target
 from tests.soak import cases, differing
+
+pytestmark = pytest.mark.numerics
 
 CASE = Case(1, 4, 2, 5, 7)
 
 
 def unsteady(every: int) -> Any:
-    """A module whose results have another last bit in each so manieth run."""
+    """Return a fake module whose results have another last bit in every `every`-th run."""
     runs = iter(range(1000))
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +38,7 @@ def test_runs_with_other_bits_are_counted(every: int, wrong: int) -> None:
 
 
 def test_calls_over_a_cache_run_too() -> None:
-    """All that `attngen test` runs, and an unsteady one is found."""
+    """All calls of `attngen test` run, and one that gives other bits is found."""
     made, small = spec("decode_gqa"), CacheCase(2, 1, 1, (0, 5), 1, 8)
     assert [c for c in cases(made, 132) if isinstance(c, CacheCase)] == cache_cases(made, True)
     right, runs = built("decode_gqa"), iter(range(100))
@@ -54,7 +55,7 @@ def test_calls_over_a_cache_run_too() -> None:
 
 def test_the_long_case_takes_the_backward_in_one_pass() -> None:
     for name in ("causal_gqa", "causal_mqa", "full_mha"):
-        enough = f"Nk >= {FUSED_ROWS} and Nq >= {FUSED_ROWS} and B*Hq*Nk >= {FUSED_KEYS}*processors"
+        enough = f"Nk >= {FUSED_ROWS} and Nq >= {FUSED_ROWS} and B*Hq*Nk >= {FUSED_KEYS}*num_sms"
         assert enough in print_module(target(name))
         *_, long = cases(spec(name), 132)
         assert isinstance(long, Case)

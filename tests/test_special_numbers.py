@@ -1,8 +1,7 @@
-"""Infinities and the largest finite numbers in each input of a modifier, in rows that see keys and in rows that see
-none.
+"""Infinities and the largest finite numbers in each input of a modifier, for rows that see keys and rows that see none.
 
-Where naive attention in fp64 gives no NaN, nor does a module; a row that sees no key gives zeros, its LSE is its sink,
-or -inf, and it gives no gradient to q.
+If naive attention in fp64 gives no NaN, a module gives none either. A row that sees no key has an output of zeros, an
+LSE of its sink or -inf, and no gradient of q.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-import attngen
-from attngen.conformance.harness import Case, asked, heads_for, make_all_gradients, make_inputs, torch_dtype
+from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_inputs, torch_dtype
+from attngen.conformance.harness import asked
 from attngen.conformance.oracle import naive_attention, reference_mask, reference_scores
 from attngen.spec import make_spec
+from tests.helpers import cached_module
+
+pytestmark = pytest.mark.numerics
 
 LARGEST = torch.finfo(torch.float32).max
 NUMBERS = (-torch.inf, -LARGEST, -3e38, LARGEST, torch.inf)
-WINDOW = {
-    "sliding_window": {"left": 5, "right": 0}
-}  # of 20 queries, aligned with the last of 15 keys, the first 5 see none
+# Of 20 queries, aligned with the last of 15 keys, the first 5 see none.
+WINDOW = {"sliding_window": {"left": 5, "right": 0}}
 KINDS: dict[str, dict[str, Any]] = {
     "a sink": {"score": "sink", "heads": {"sharing": "gqa"}},
     "a sink and outputs": {"score": "sink", "outputs": ["entropy", "max_score", "key_mass"]},
@@ -36,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def results(attend: Any, leaves: list[torch.Tensor], grads: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Outputs, gradients and tangents of attention along its own arguments."""
+    """Return outputs, gradients and tangents of attention along its own arguments."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     found = attend(*leaves)
     smooth = found[: len(grads)]
@@ -47,7 +48,7 @@ def results(attend: Any, leaves: list[torch.Tensor], grads: tuple[torch.Tensor, 
 
 
 def attended(attend: Any, x: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of attention, whose input x has no gradient unless it is among the leaves."""
+    """Return the results of attention. Its input x has a gradient only if it is among the leaves."""
     found: tuple[torch.Tensor, ...] = attend(*leaves, *([x] if len(leaves) == 3 else []))
     return found
 
@@ -56,7 +57,7 @@ def attended(attend: Any, x: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> None:
     spec = make_spec({"name": "special", "head_dim": 16, "dtype": dtype, "mask": WINDOW, **KINDS[kind]})
-    module, case = attngen.build(spec), Case(1, *heads_for(spec, 2), 20, 15)
+    module, case = cached_module(spec), Case(1, *heads_for(spec, 2), 20, 15)
     q, k, v, drawn = make_inputs(spec, case, torch_dtype(dtype), device, 0)
     grads = make_all_gradients(spec, case, torch_dtype(dtype), device, 0)
     mask = reference_mask(spec.mask, q, k, drawn)
@@ -72,9 +73,8 @@ def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> Non
         return found
 
     wrong = []
-    per_score = (
-        dtype == "fp16" and "sink" not in kind and "temperature" not in kind
-    )  # there scores above 2.3e38 are +inf
+    # In these kinds scores above 2.3e38 are +inf.
+    per_score = dtype == "fp16" and "sink" not in kind and "temperature" not in kind
     for number in [x for x in NUMBERS if x < 0 or not per_score]:
         for whole in (False, True):
             x, limit = drawn[name].clone(), torch.finfo(drawn[name].dtype)
@@ -90,7 +90,8 @@ def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> Non
             expected = x[None, :, None].expand_as(lse) if "sink" in kind else torch.full_like(lse, -torch.inf)
             if out[~seen].any() or dq[~seen].any() or not torch.allclose(lse[~seen], expected[~seen], rtol=1e-6):
                 wrong.append(
-                    f"{number} in {'all' if whole else 'some'} places: rows that see no key have more than zeros, or another LSE"
+                    f"{number} in {'all' if whole else 'some'} places: rows that see no key have more than "
+                    f"zeros, or another LSE"
                 )
     assert not wrong
 
@@ -99,7 +100,7 @@ def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> Non
     "score", ["dense_bias", {"expr": "s + far[kv_idx]", "params": {"far": {"tensor": ["Nk"], "dtype": "fp32"}}}]
 )
 def test_rows_of_the_lowest_numbers_alone(score: Any, device: str) -> None:
-    """In fp32 such a row has the mean of the values, as in PyTorch, forward and backward; one of -inf alone sees no
+    """In fp32 such a row has the mean of the values, as in PyTorch, forward and backward. A row with only -inf sees no
     key."""
     spec = make_spec({"name": "lowest", "head_dim": 16, "dtype": "fp32", "score": score})
     q, k, v, drawn = make_inputs(spec, Case(1, 2, 2, 20, 15), torch.float32, device, 0)
@@ -107,10 +108,10 @@ def test_rows_of_the_lowest_numbers_alone(score: Any, device: str) -> None:
     for number in (-LARGEST, -3e38):
         x = torch.full_like(drawn[name], number)
         if score == "dense_bias":
-            x[..., :5] = -torch.inf  # and a mask
+            x[..., :5] = -torch.inf  # also hide some keys
             x[:, :, 7] = -torch.inf
         v.requires_grad_()
-        out, lse = attngen.build(spec).attention(q, k, v, **{name: x}, return_lse=True)
+        out, lse = cached_module(spec).attention(q, k, v, **{name: x}, return_lse=True)
         keys = slice(5, None) if score == "dense_bias" else slice(None)
         rows = [i for i in range(20) if score != "dense_bias" or i != 7]
         torch.testing.assert_close(

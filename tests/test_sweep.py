@@ -1,4 +1,4 @@
-"""`attngen test --report`: every case is on the page, and one that is wrong, or not the same twice, fails."""
+"""`attngen test --report`: every case is on the page, and wrong results or other bits in a second run fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 from attngen import cli
 from attngen.conformance import sweep
-from attngen.conformance.harness import Case, load_module
+from attngen.conformance.cases import Case
+from attngen.conformance.harness import load_module
 from attngen.conformance.over_cache import cache_cases
 from attngen.conformance.sweep import Job, Table, cases, failures, page, run_job
 from attngen.heuristics import FUSED_KEYS
@@ -24,7 +25,7 @@ SPEC = "name: small\nhead_dim: 16\nmask: causal\ndtype: [fp16, bf16]\n"
 
 
 class Here:
-    """In place of ProcessPoolExecutor: the same calls, in this process."""
+    """Replaces ProcessPoolExecutor: makes the same calls in this process."""
 
     def __init__(
         self, workers: int, context: object, initializer: Callable[..., object], initargs: tuple[Any, ...]
@@ -46,7 +47,7 @@ class Here:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one spec, in which two cases are run, the second as a large one."""
+    """Make a folder with one spec and two cases, the second of which counts as large."""
     (tmp_path / "specs").mkdir()
     (tmp_path / "specs" / "small.yaml").write_text(SPEC)
     monkeypatch.chdir(tmp_path)
@@ -61,19 +62,19 @@ def locks_of_this_process() -> int:
 
 
 def test_processes_share_a_lock() -> None:
-    """Two large cases at once would not fit on a device."""
+    """Two large cases at the same time would not fit on a device."""
     with sweep.processes(1) as pool:
         assert pool.submit(locks_of_this_process).result() == 1
 
 
-def test_a_page_of_all_cases(project: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+def test_the_page_has_all_cases(project: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["test", "--all", "--report", "docs/page.md"])
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     dtypes = ("bf16", "fp16") if device == "cuda" else ("fp16",)
     assert caught.value.code == 0
-    assert said.out == f"docs/page.md: {2 * len(dtypes)} cases, 0 above the bar\n"
-    assert [line.partition(": ")[0] for line in said.err.splitlines() if line.startswith("small ")] == [
+    assert printed.out == f"docs/page.md: {2 * len(dtypes)} cases, 0 above the bar\n"
+    assert [line.partition(": ")[0] for line in printed.err.splitlines() if line.startswith("small ")] == [
         f"small {dtype} {case}" for dtype in dtypes for case in ("B1 H2 Nq17 Nk17", "B1 H2 Nq33 Nk40 bnhd")
     ]
     text = (project / "docs" / "page.md").read_text()
@@ -125,10 +126,10 @@ def test_other_bits_in_a_second_run_fail(tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 cases, 1 above the bar." in page([table], device)
 
 
-def test_calls_over_a_cache_are_on_the_page_and_fail_if_wrong(
+def test_calls_with_a_cache_are_on_the_page_and_fail_if_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """Out and LSE of each, and whether a second call gives the same bits."""
+    """Output and LSE of each call are compared, and the bits of a second call."""
     text = {
         "name": "small",
         "head_dim": 16,
@@ -161,8 +162,8 @@ def test_calls_over_a_cache_are_on_the_page_and_fail_if_wrong(
     assert first[0].endswith("| NO |") and not first[1] and second[0].endswith("| yes |") and not second[1]
 
 
-def test_which_cases_there_are() -> None:
-    """On CUDA up to 32k rows, and 16k where scores are modified: the oracle keeps them all."""
+def test_cases_reach_the_longest_sequences() -> None:
+    """On CUDA cases have up to 32k rows, and 16k with score modifiers, as the oracle stores all scores."""
     assert (
         max(c.n_q for c in cases(spec("causal_mha"), 132)) == 32768
         and max(c.n_q for c in cases(spec("alibi_mha"), 132)) == 16384

@@ -1,5 +1,4 @@
-"""Generated modules among PyTorch's machinery: torch.library, torch.compile, CUDA graphs, checkpoints, autocast,
-DDP, pickles."""
+"""Generated modules with torch.library, torch.compile, CUDA graphs, checkpoints, autocast, DDP and pickle."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from attngen.conformance.harness import Case, heads_for, load_module
+from attngen.conformance.cases import Case, heads_for
+from attngen.conformance.harness import load_module
 from tests.conftest import CUDA
 from tests.helpers import FEW, KINDS, ROOT, SPECS, built, target
 from tests.helpers import spec as spec_of
@@ -33,7 +33,7 @@ def options(name: str) -> dict[str, Any]:
 
 
 class Record(TorchDispatchMode):
-    """The calls of attngen's operators."""
+    """Records the calls of attngen's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +48,12 @@ class Record(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [(n, x) for n in KINDS for x in ("bhnd", "bnhd") if CUDA or x == "bhnd" or n in KINDS[:3]]
-    + [
-        (n, "bhnd") for n in ("dense_bias_dropout_mha", "relative_bias_mha") if n not in KINDS
-    ],  # learned inputs of several dimensions
+    # gradient inputs of several dimensions
+    + [(n, "bhnd") for n in ("dense_bias_dropout_mha", "relative_bias_mha") if n not in KINDS],
 )
 def test_opcheck(name: str, layout: str, device: str) -> None:
-    """Schema, autograd registration, fake implementation and AOT dispatch of all operators, with every set of
-    gradients needed."""
+    """Schema, autograd registration, fake implementation and AOT dispatch of all operators are right, for each set of
+    requested gradients."""
     leaves, inputs, grads = problem(name, Case(1, *heads_for(spec_of(name), 2), 20, 30, layout), device)
     with Record() as record:
         out, lse = built(name).attention(*leaves, **inputs, **options(name), return_lse=True)
@@ -63,7 +62,7 @@ def test_opcheck(name: str, layout: str, device: str) -> None:
         torch.autograd.grad(lse, leaves[1:], grads[1])
     programs = [call for call in record.calls if call[0] not in (built(name).FORWARD, built(name).BACKWARD)]
     assert len(programs) == len([d for d in target(name).derived if d.program])
-    for op, given in programs:  # of what masks read
+    for op, given in programs:  # programs that prepare inputs of masks
         torch.library.opcheck(op, given)
     (forward, args), *backward = record.calls[len(programs) :]
     assert forward is built(name).FORWARD and [op for op, _ in backward] == [built(name).BACKWARD] * 3
@@ -83,12 +82,12 @@ def test_opcheck(name: str, layout: str, device: str) -> None:
         for d in (False, None, True)
         if CUDA
         or n == "causal_dropout_mqa"
-        or (d is None and n != "local_global_dropout_mha")  # others have its blocks, its dropout
+        or (d is None and n != "local_global_dropout_mha")  # other specs cover its blocks and its dropout
     ],
 )
 def test_compile(name: str, dynamic: bool | None, device: str) -> None:
-    """One graph without breaks, the same bits, and no graph per length: a static one, then at most one with symbolic
-    sizes."""
+    """A compiled call is one graph without breaks and gives the same bits. There is one static graph, and then at most
+    one with symbolic sizes."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor" if CUDA else "aot_eager")
     attention, drop = built(name).attention, options(name)
@@ -98,7 +97,9 @@ def test_compile(name: str, dynamic: bool | None, device: str) -> None:
 
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
     lengths = [20, 45, 77, 130]
-    if CUDA or spec_of(name).mask.blocks():  # more blocks than heads in each (on CUDA, where four are run), or tiles
+    if (
+        CUDA or spec_of(name).mask.blocks()
+    ):  # each length has more blocks or tiles than heads (on CUDA four lengths run)
         lengths = [270, 401, 530, 660] if CUDA else [140, 270, 333]
     lengths = lengths[:1] if dynamic is False else lengths if CUDA else lengths[:3]
     for n in lengths:
@@ -106,14 +107,13 @@ def test_compile(name: str, dynamic: bool | None, device: str) -> None:
         results = [f(*leaves, inputs) for f in (call, compiled)]
         found = [(*r, *torch.autograd.grad(r, leaves, grads)) for r in results]
         assert all(a.equal(b) for a, b in zip(*found))
-    whole = (
-        any(not i.shape for i in spec_of(name).inputs()) or "document" in name
-    )  # numbers, which torch takes for constants at first
+    # Torch first takes numbers for constants.
+    whole = any(not i.shape for i in spec_of(name).inputs()) or "document" in name
     assert counter.frame_count <= (1 if dynamic is False else 2 + whole)
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_compiled_dropout_draws_anew(name: str, device: str) -> None:
+def test_compiled_dropout_generates_other_bits_in_each_call(name: str, device: str) -> None:
     torch._dynamo.reset()
     (q, k, v), inputs, _ = problem(name, small(name, 33, 33), device)
     attention = built(name).attention
@@ -126,7 +126,7 @@ def test_compiled_dropout_draws_anew(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", FEW)
 def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
-    """With dropout drawn from torch's generator: the second forward drops what the first did."""
+    """With a dropout seed from torch's generator, the second forward drops the same weights as the first."""
     leaves, inputs, grads = problem(name, small(name, 33, 33), device)
     drop = {"dropout_p": 0.3} if spec_of(name).dropout else {}
 
@@ -148,8 +148,8 @@ def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FEW)
 def test_autocast(name: str, dtype: torch.dtype, device: str) -> None:
-    """fp32 arguments, and mixed ones, are computed in autocast's dtype if the module has it; gradients come back in
-    theirs."""
+    """fp32 and mixed arguments are computed in autocast's dtype if the module has it; gradients have the arguments'
+    dtypes."""
     leaves, inputs, _ = problem(name, small(name, 33, 33), device)
     q, k, v = (x.detach().float().requires_grad_() for x in leaves)
     has = dtype in built(name).DTYPES
@@ -176,7 +176,7 @@ def test_vmap_is_refused(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", FEW)
 def test_second_derivatives_are_refused(name: str, device: str) -> None:
-    """Whether or not the gradient that flows in requires one; first derivatives with a graph are right."""
+    """They are refused whether or not the incoming gradient requires one. First derivatives with a graph are right."""
     leaves, inputs, (grad, _) = problem(name, small(name, 33, 33), device)
     expected = torch.autograd.grad(built(name).attention(*leaves, **inputs, **options(name)), leaves, grad)
     for flowing in (grad, grad.clone().requires_grad_()):
@@ -212,7 +212,7 @@ def test_two_imports_under_one_name_both_work(device: str) -> None:
     assert first.attention(q, k, v).equal(second.attention(q, k, v))
 
 
-# Loads a saved graph beside a copy of the module in another place, and saves what the graph gives.
+# Loads a saved graph with a copy of the module in another folder, and compares the results of the graph.
 LOAD = """
 import importlib, sys, torch
 sys.path.insert(0, sys.argv[1])
@@ -227,8 +227,8 @@ print("the same")
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path: Path) -> None:
-    """Results and gradients of a graph by torch.export, at another length; the operators' names do not depend on
-    where a module is."""
+    """A graph by torch.export gives the same results and gradients at another length. Names of operators do not depend
+    on the folder of a module."""
     generated = built(name)
 
     class Model(torch.nn.Module):
@@ -240,8 +240,10 @@ def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path:
             return self.attention(q, k, v, **inputs, return_lse=True)
 
     leaves, inputs, _ = problem(name, small(name, 48, 48), device)
-    length = torch.export.Dim.AUTO  # of which a module's wrapper may ask that there are few blocks
-    declared = {i.name: i.shape for i in spec_of(name).inputs()}  # the others are blocks, as many at either length
+    length = torch.export.Dim.AUTO  # a wrapper may guard on a small number of blocks
+    declared = {
+        i.name: i.shape for i in spec_of(name).inputs()
+    }  # others are per block, with the same number of blocks at both lengths
     lengths = {
         at: {i: length for i, d in enumerate(declared.get(at, ())) if d in ("Nq", "Nk")}
         if isinstance(x, torch.Tensor)
@@ -273,15 +275,15 @@ for name in sys.argv[1:]:
 
 
 def test_importing_starts_nothing(tmp_path: Path) -> None:
-    """No CUDA context, nothing compiled."""
+    """Imports create no CUDA context and compile nothing."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path / "cache")
     }
     subprocess.run([sys.executable, "-c", LAZY, *SPECS], cwd=ROOT, env=env, check=True)
 
 
-# Two processes, each with half of a batch, train the same model; prints the gradients' norm, which DDP makes the same
-# in both.
+# Two processes train one model, each with half of the batch. Prints the norm of the gradients, which DDP makes equal in
+# both.
 DDP = """
 import os, sys, torch
 import torch.distributed as dist
@@ -307,12 +309,12 @@ half = x.to(device).chunk(2)[rank]
 with torch.autocast(device, dtype):
     loss = ddp(half).float().square().mean()
 loss.backward()
-alone = Model().to(device)
-alone.load_state_dict(model.state_dict())
+single = Model().to(device)
+single.load_state_dict(model.state_dict())
 with torch.autocast(device, dtype):
-    total = sum(alone(part.to(device)).float().square().mean() for part in x.chunk(2)) / 2
+    total = sum(single(part.to(device)).float().square().mean() for part in x.chunk(2)) / 2
 total.backward()
-for a, b in zip(model.parameters(), alone.parameters()):
+for a, b in zip(model.parameters(), single.parameters()):
     assert (a.grad - b.grad).norm() <= 2e-2 * b.grad.norm(), (a.grad - b.grad).norm() / b.grad.norm()
 print(f"{sum(p.grad.norm() for p in model.parameters()).item():.6f}", flush=True)
 dist.destroy_process_group()
@@ -320,7 +322,7 @@ dist.destroy_process_group()
 
 
 def test_ddp_of_two_processes(device: str) -> None:
-    """Gradients are the same in both, and those of the whole batch."""
+    """Both processes have the gradients of the whole batch."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -351,7 +353,8 @@ def test_ddp_of_two_processes(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
 def test_cuda_graphs(name: str, device: str) -> None:
-    """Forward and backward captured and replayed: new inputs give what eager gives; dropout draws anew each replay."""
+    """A captured forward and backward gives the results of eager calls for new inputs; each replay has other dropout
+    bits."""
     leaves, inputs, (grad, _) = problem(name, small(name, 129, 200), device)
     fresh, _, _ = problem(name, small(name, 129, 200), device)
     drop = {"dropout_p": 0.3} if spec_of(name).dropout else {}

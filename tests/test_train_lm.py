@@ -1,4 +1,4 @@
-"""The training study: its runs, the page made from their results, and the sentences for wrong options."""
+"""The training study in examples/train_lm.py: its runs, the page of their results, and sentences for wrong options."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ DROPPING = EXACT.replace("return_lse=False", "return_lse=False, dropout_p=0.0, s
 
 
 def train(*options: object) -> str:
-    """What a study prints: in a process of its own, since it sets Triton's interpreter, on one thread, since its
-    tensors are tiny."""
+    """Return the output of a study. It has its own process, because it sets Triton's interpreter, and one thread,
+    because its tensors are tiny."""
     command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *SMALL, *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def train(*options: object) -> str:
 
 @pytest.fixture(scope="module")
 def examples() -> tuple[ModuleType, ModuleType]:
-    """train_lm.py and lm_page.py, imported as when they are run; what tests call of them here imports no Triton."""
+    """Import train_lm.py and lm_page.py as scripts do. The functions that tests call here import no Triton."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         return importlib.import_module("train_lm"), importlib.import_module("lm_page")
@@ -62,7 +62,7 @@ def examples() -> tuple[ModuleType, ModuleType]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of twenty texts, each with a word of its own, and a file that is no text."""
+    """Make a folder of twenty texts, each with its own word, and a file that is not text."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(20):
         (folder / f"{i:02}.txt").write_text(f"the word of this file is word{i}, and it says word{i} again.\n" * 4)
@@ -72,7 +72,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, str]:
-    """The folder and the output of a study of naive attention, SDPA and a module, over two seeds."""
+    """Return the folder and the output of a study of naive attention, SDPA and a module, with two seeds."""
     out = tmp_path_factory.mktemp("out")
     options = ["--attention", "naive", "sdpa", "causal_mqa", "--seeds", "0", "1", "--lr", "0.003", "--speed", "1x16"]
     return out, train(*options, "--data", data, "--out", out)
@@ -134,7 +134,7 @@ def test_without_a_plotting_library_the_report_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_verdict_is_naives_own_spread(examples: tuple[ModuleType, ModuleType]) -> None:
+def test_the_verdict_compares_with_the_spread_of_naive_attention(examples: tuple[ModuleType, ModuleType]) -> None:
     _, lm_page = examples
     naive = (70.0, 70.5, 71.0)
     assert lm_page.Verdict("ours", 0.0, (71.4, 71.5, 71.5), naive).agrees
@@ -145,20 +145,19 @@ def test_the_verdict_is_naives_own_spread(examples: tuple[ModuleType, ModuleType
     assert not lm_page.Verdict("ours", 0.0, (float("nan"),) * 3, naive).agrees
     assert lm_page.false_alarm(3) == pytest.approx(0.145, abs=3e-3)
     runs = [{"attention": a, "dropout": 0.0, "seed": 0, "perplexity": [9.0]} for a in ("naive", "ours")]
-    assert lm_page.verdicts(runs) == []  # one seed has no spread
+    assert lm_page.verdicts(runs) == []  # a single seed has no spread
 
 
 def test_validation_text_is_held_out(examples: tuple[ModuleType, ModuleType], data: Path, tmp_path: Path) -> None:
     train_lm, _ = examples
-    text = train_lm.read_text(data, 256)  # a vocabulary of bytes alone
+    text = train_lm.read_text(data, 256)  # a vocabulary of bytes only
     train, held = bytes(text.train.tolist()), bytes(text.held.tolist())
     files = [f.read_bytes() for f in sorted(data.glob("*.txt"))]
     assert held == files[9] + files[19] and train == b"".join(files[:9] + files[10:19])
     words = train_lm.read_text(data, 1000)
     assert words.train.max() < 1000 and len(words.train) < len(train)
-    assert len(words.held) / len(held) > len(words.train) / len(
-        train
-    )  # word9 and word19 are spelt: training never saw them
+    # word9 and word19 are spelt in pieces, because training never saw them.
+    assert len(words.held) / len(held) > len(words.train) / len(train)
     single = tmp_path / "one.txt"
     single.write_bytes(bytes(range(100)))
     assert train_lm.read_text(single, 256).held.tolist() == list(range(90, 100))
@@ -166,8 +165,8 @@ def test_validation_text_is_held_out(examples: tuple[ModuleType, ModuleType], da
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folders of two modules in eager PyTorch, one that takes dropout and one that does not."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # what main sets; the environment is put back
+    """Make folders of two modules in eager PyTorch, one with dropout and one without."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as main does; pytest restores the environment
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name, source in (("exact_module", EXACT), ("dropping_module", DROPPING)):
         (tmp_path / name).mkdir()
@@ -199,7 +198,7 @@ def test_dropout_trains_and_checkpointing_changes_nothing(data: Path, modules: P
         assert runs[0][name, 0.0] != runs[0][name, 0.5]
 
 
-def test_a_budget_that_is_spent_starts_nothing(
+def test_a_spent_budget_starts_nothing(
     examples: tuple[ModuleType, ModuleType], data: Path, modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examples[0].main([*SMALL, "--data", str(data), "--attention", "naive", "--seeds", "0", "1", "--budget", "1e-9"])
@@ -224,7 +223,7 @@ def test_a_budget_that_is_spent_starts_nothing(
         ("--report page.md --from /nosuch", "--from /nosuch: no results.json that can be read"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(
+def test_wrong_options_are_one_sentence(
     examples: tuple[ModuleType, ModuleType], data: Path, modules: Path, options: str, error: str
 ) -> None:
     if options.endswith("MODULES"):

@@ -1,4 +1,4 @@
-"""Arguments and keys that there are not: the sentence says what does it here."""
+"""Unknown arguments and keys: the sentence names attngen's equivalent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = torch.zeros(1, 2, 4, 128, dtype=torch.float16)
 
 @pytest.mark.parametrize("name", sorted(HINTS))
 def test_arguments_of_other_libraries_name_the_key_of_a_spec(name: str) -> None:
-    """What each hint tells to write is a spec that builds a module with the argument, or says why there is none."""
+    """The YAML in each hint is a valid spec whose module has the argument, unless the hint says why there is none."""
     with pytest.raises(
         TypeError, match=rf"^attention: {name} is no argument; expected q, k, v, scale, return_lse; [^\n]*$"
     ) as error:
@@ -69,34 +69,37 @@ def test_other_names_get_the_nearest_one_or_all() -> None:
 
 
 @pytest.mark.parametrize("name", ["scale", "dropout_p"])
-def test_what_the_module_holds_is_refused_in_a_call(name: str) -> None:
+def test_arguments_of_the_constructor_are_refused_in_a_call(name: str) -> None:
     with pytest.raises(
         TypeError,
-        match=rf"^Attention: {name} is given to a call; expected it where the module is made, as in Attention\({name}=0.1\)$",
+        match=(
+            rf"^Attention: {name} is given to a call; expected it where the module is made, as in "
+            rf"Attention\({name}=0.1\)$"
+        ),
     ):
         built("causal_dropout_mqa").Attention()(X, X, X, **{name: 0.3})
 
 
-def test_every_call_takes_check() -> None:
-    """Also where no data promises anything, so that a caller need not know which modules have some."""
+def test_every_call_accepts_check() -> None:
+    """It is accepted also if no input has promises, so that callers need not know which modules have some."""
     assert "check" not in inspect.signature(built("causal_mha").attention).parameters
     assert built("causal_mha").attention(X, X, X, check=True).shape == X.shape
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_every_module_says_so(name: str) -> None:
+def test_every_module_names_the_unknown_argument(name: str) -> None:
     attention = built(name).attention
     calls = [
         ("attention", attention),
         *([("attention.with_kvcache", attention.with_kvcache)] if spec(name).cache else []),
     ]
-    for said, call in calls:
+    for function, call in calls:
         given = [
             p.name
             for p in inspect.signature(call).parameters.values()
             if p.default is p.empty and p.kind is not p.VAR_KEYWORD
         ]
-        with pytest.raises(TypeError, match=f"^{said}: enable_gqa is no argument; expected q, "):
+        with pytest.raises(TypeError, match=f"^{function}: enable_gqa is no argument; expected q, "):
             call(**dict.fromkeys(given), enable_gqa=True)
 
 

@@ -1,5 +1,5 @@
-"""The wheel and the sdist hold all that is needed; an environment with the wheel compiles, tests and calls away from
-the checkout."""
+"""The wheel and the sdist are complete: an environment with the wheel builds, tests and calls modules without the
+checkout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[..., str]
 
 
 def package(source: Path, folder: Path, *targets: str) -> list[Path]:
-    """What hatchling builds of a source tree: of each target a file."""
+    """Build targets of a source tree with hatchling, and return one file for each."""
     chosen = [word for target in targets for word in ("-t", target)]
     command = [sys.executable, "-m", "hatchling", "build", *chosen, "-d", str(folder)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
@@ -31,14 +31,14 @@ def package(source: Path, folder: Path, *targets: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the sdist."""
+    """Return the wheel and the sdist."""
     wheel, sdist = package(ROOT, tmp_path_factory.mktemp("dist"), "wheel", "sdist")
     return wheel, sdist
 
 
 @pytest.fixture(scope="module")
 def environment(released: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of an environment that has the wheel. Its other packages are those of the present environment,
+    """Return the bin/ of an environment that has the wheel. Its other packages are those of the current environment,
     without attngen."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
@@ -64,7 +64,7 @@ def environment(released: tuple[Path, Path], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def run(environment: Path, tmp_path: Path) -> Run:
-    """Runs a command of the environment in an empty folder, and gives what it prints."""
+    """Return a function that runs a command of the environment in an empty folder, and returns its output."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
     env["ATTNGEN_CACHE_DIR"] = str(tmp_path / "cache")
 
@@ -77,7 +77,7 @@ def run(environment: Path, tmp_path: Path) -> Run:
     return found
 
 
-def test_the_wheel_holds_the_package_and_its_templates_alone(released: tuple[Path, Path]) -> None:
+def test_the_wheel_has_only_the_package_and_its_templates(released: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(released[0]).namelist()
     templates = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "templates").rglob("*.jinja"))
     assert sorted(n.removeprefix("attngen/") for n in names if n.endswith(".jinja")) == templates
@@ -85,17 +85,17 @@ def test_the_wheel_holds_the_package_and_its_templates_alone(released: tuple[Pat
     assert not [n for n in names if "__pycache__" in n]
     assert "attngen/py.typed" in names
     for kind in ("ir", "json"):
-        beside = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "attngen").rglob(f"*.{kind}"))
-        assert sorted(n for n in names if n.endswith(f".{kind}") and ".dist-info/" not in n) == beside != []
+        expected = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "attngen").rglob(f"*.{kind}"))
+        assert sorted(n for n in names if n.endswith(f".{kind}") and ".dist-info/" not in n) == expected != []
 
 
-def test_the_sdist_gives_the_same_wheel(released: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_sdist_builds_the_same_wheel(released: tuple[Path, Path], tmp_path: Path) -> None:
     wheel, sdist = released
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    kept = {"attngen", "docs", "examples", "generated", "specs", "templates", "tests"}
-    assert {path.name for path in source.iterdir() if path.is_dir()} == kept
+    folders = {"attngen", "docs", "examples", "generated", "specs", "templates", "tests"}
+    assert {path.name for path in source.iterdir() if path.is_dir()} == folders
     assert not [*source.rglob("__pycache__"), *source.rglob("*.pyc")]
     (again,) = package(source, tmp_path / "dist", "wheel")
     made, remade = zipfile.ZipFile(wheel), zipfile.ZipFile(again)
@@ -104,13 +104,12 @@ def test_the_sdist_gives_the_same_wheel(released: tuple[Path, Path], tmp_path: P
     }
 
 
-def test_installed_it_builds_what_is_committed(environment: Path, run: Run, tmp_path: Path) -> None:
+def test_the_installed_package_builds_the_committed_module(environment: Path, run: Run, tmp_path: Path) -> None:
     where = "import attngen, attngen.cache.fingerprint as s; print(attngen.__file__, s.templates_dir())"
     package, templates = map(Path, run("python", "-c", where).split())
     assert package.is_relative_to(environment.parent) and templates == package.parent / "templates"
-    shutil.copytree(
-        ROOT / "generated" / "causal_padding_gqa", tmp_path / "causal_padding_gqa"
-    )  # with the compiler's readings
+    # The folder has the compile reports.
+    shutil.copytree(ROOT / "generated" / "causal_padding_gqa", tmp_path / "causal_padding_gqa")
     for path in (tmp_path / "causal_padding_gqa").glob("*.py"):
         path.unlink()
     run("attngen", "build", ROOT / "specs" / "causal_padding_gqa.yaml", "--out", tmp_path)
@@ -128,11 +127,11 @@ assert built.attention(q, k, v).equal(attention(q, k, v)) and attngen.load("gene
 """
 
 
-def test_installed_its_commands_work_away_from_the_checkout(run: Run, tmp_path: Path) -> None:
+def test_installed_commands_work_without_the_checkout(run: Run, tmp_path: Path) -> None:
     assert run("attngen", "--version") == f"{__version__}\n"
     assert run("attngen", "new", "mine").splitlines() == ["specs/mine.yaml", "next: attngen build specs/mine.yaml"]
     with (tmp_path / "specs" / "mine.yaml").open("a") as spec:
-        spec.write("schedule: {backend: triton}\n")  # fewer kernels, sooner
+        spec.write("schedule: {backend: triton}\n")  # fewer kernels take less time
     assert run("attngen", "build", "specs/mine.yaml").endswith("1 module written to generated, 0 unchanged\n")
     cases = run("attngen", "test", "specs/mine.yaml").splitlines()[2:]
     assert cases and all(line.endswith(" ok") for line in cases)

@@ -1,5 +1,5 @@
-"""Heads of 264 to 512 columns: all results and gradients, where a program has all columns of a sum, and where
-several share them."""
+"""Head_dims of 264 to 512: all results and gradients, with one program for all columns of an accumulator, and with
+several programs (split-D)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ import pytest
 
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, heads_for, load_module, run_case
+from attngen.conformance.cases import Case, heads_for
+from attngen.conformance.harness import load_module, run_case
 from attngen.conformance.over_cache import cache_cases, run_cache_case
-from attngen.cost.columns import parts_of_columns
 from attngen.cost.flops import executed_flops, useful_flops
 from attngen.cost.io import hbm_bytes
-from attngen.cost.roofline import Problem, row_for, values
+from attngen.cost.roofline import Problem, config_for, values
+from attngen.cost.split_d import split_d_costs
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
-from attngen.tiles.sizes import column_choices, tile_width
+from attngen.tiles.sizes import block_d_choices, tile_width
 from attngen.tiles.tiles import evaluate
 from tests.helpers import target
 
+pytestmark = pytest.mark.numerics
+
 WIDTHS: list[Any] = [264, 320, 384, 512, {"qk": 512, "v": 64}, {"qk": 320, "v": 512}]
-# What else a kernel has that stores, adds or draws something beside the columns of its sums.
+# Specs whose kernels have more outputs, reductions or dropout bits in addition to the columns of their accumulators.
 MORE: dict[str, dict[str, Any]] = {
     "causal": {"mask": "causal", "heads": {"sharing": "gqa"}},
     "window, softcap": {
@@ -65,12 +69,12 @@ def wide(head_dim: Any, more: str, **others: Any) -> Spec:
 
 
 def in_parts(module: Module, columns: int) -> Module:
-    """The module whose programs have so many columns of each sum, in tiles that fit with any, on all devices; as many
-    as there are, if that is fewer.
+    """Return the module with a number of accumulator columns per program, limited to the head_dim, in tiles that fit
+    all devices.
     """
 
     def change(kernel: Kernel, config: Any) -> Any:
-        most = column_choices(module, kernel)[0]
+        most = block_d_choices(module, kernel)[0]
         if not isinstance(config, Config):
             return config
         return replace(
@@ -104,8 +108,8 @@ CASES += [(264, more, (17, 40)) for more in MORE if more != "causal"] + [
 def test_results_and_gradients(
     head_dim: Any, more: str, sizes: tuple[int, int], columns: int, tmp_path: Path, device: str
 ) -> None:
-    """Ragged lengths, fewer and more keys than queries, rows that see nothing: one program for all columns, and up
-    to four."""
+    """Results and gradients are right for ragged lengths, fewer and more keys than queries, and rows that see nothing,
+    with one to four programs for all columns."""
     spec = wide(head_dim, more)
     module = written(in_parts(lower(spec), columns), tmp_path / "wide")
     result = run_case(module, spec, Case(1, *heads_for(spec), *sizes), "fp16", device)
@@ -121,10 +125,10 @@ def test_element_types_of_32_bits(columns: int, tmp_path: Path, device: str) -> 
 
 
 def test_parts_give_the_same_bits(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each program computes the same weights, so no result depends on how many share the columns.
+    """Each program computes the same weights, so results do not depend on how many programs split the columns.
 
-    The interpreter's products are the BLAS's, whose order of sums depends on the processor and on the number of
-    columns; not so here.
+    The interpreter multiplies with BLAS, whose order of sums depends on the CPU and on the number of columns, so the
+    test replaces it.
     """
     import torch
 
@@ -145,7 +149,7 @@ def test_parts_give_the_same_bits(tmp_path: Path, device: str, monkeypatch: pyte
     "cache", ["contiguous", {"paged": {"page_size": 16}}, {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}], ids=str
 )
 def test_calls_over_a_cache(cache: Any, tmp_path: Path, device: str) -> None:
-    """Programs of few queries have all columns."""
+    """Programs with few queries have all columns."""
     spec = wide(512, "causal", cache=cache, backward=False)
     module = written(lower(spec), tmp_path / "wide")
     for case in cache_cases(spec, False)[:2]:
@@ -154,20 +158,20 @@ def test_calls_over_a_cache(cache: Any, tmp_path: Path, device: str) -> None:
 
 
 def test_every_device_has_rows() -> None:
-    """16-bit kernels of all classes, forward and backward; more programs share columns only where all of them do not
-    fit or are slower."""
+    """All device classes have configs for 16-bit kernels, forward and backward. Columns are split only if all of them
+    do not fit or are slower."""
     made = target("causal_d512_gqa")
     for kernel in made.kernels:
         rows = {config.device: config for config in made.configs(kernel.name)}
         assert rows.keys() == CLASSES.keys() and not made.not_fitting(kernel.name)
-        assert {config.columns for config in rows.values()} <= set(column_choices(made, kernel))
+        assert {config.columns for config in rows.values()} <= set(block_d_choices(made, kernel))
     assert {config.columns for config in made.configs("fwd")} == {512, 256}
 
 
 def test_what_is_computed_again_counts() -> None:
     made, problem = target("causal_d512_gqa"), Problem(q_heads=8, kv_heads=2, n_q=4096, n_kv=4096)
     kernel = made.kernel("fwd")
-    row = row_for(made, kernel, DEVICES["H200"], problem.n_q)
+    row = config_for(made, kernel, DEVICES["H200"], problem.n_q)
     assert row is not None
     whole, half = ({**values(made, kernel, replace(row, columns=n), problem)} for n in (512, 256))
     flops, moved = (
@@ -180,22 +184,22 @@ def test_what_is_computed_again_counts() -> None:
 
 
 def test_explain_says_what_parts_cost() -> None:
-    said = list(parts_of_columns(target("causal_d512_gqa"), Problem(q_heads=8, kv_heads=2, n_q=4096, n_kv=4096)))
+    said = list(split_d_costs(target("causal_d512_gqa"), Problem(q_heads=8, kv_heads=2, n_q=4096, n_kv=4096)))
     assert "@fwd on A100, MI300X: a program holds all 512 columns of its sum." in said
-    costs = "1.50 times the FLOPs and 1.50 times the bytes loaded and stored of one for all."
-    shared = "2 programs share the 512 columns of a sum, each computes all scores, and so they take"
+    costs = "1.50 times the FLOPs and 1.50 times the bytes loaded and stored of one program with all columns."
+    shared = "2 programs split the 512 columns of a sum, and each computes all scores: they take"
     assert f"@fwd on H100, H200, B200: {shared} {costs}" in said
-    assert not list(parts_of_columns(target("causal_d256"), Problem()))
+    assert not list(split_d_costs(target("causal_d256"), Problem()))
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"head_dim": 520}, "has 520 columns; expected at most 512, or `kv: {latent: ...}` beside it"),
-        ({"schedule": {"order": "kv_outer"}}, "holds dK and dV of at most 256 columns together"),
+        ({"schedule": {"order": "kv_outer"}}, "holds dK and dV whose head_dims are at most 256 together"),
         (
             {"schedule": {"backend": "hopper"}},
-            "its heads have 512 columns, and a sum of more than 256 takes all registers of a consumer",
+            "its head_dim is 512, and an accumulator of more than 256 columns takes all registers of a consumer",
         ),
     ],
 )
@@ -208,4 +212,4 @@ def test_what_wide_heads_cannot_is_one_sentence(changes: dict[str, Any], reason:
 def test_parts_are_no_narrower_than_they_are_worth() -> None:
     made = target("causal_d512_gqa")
     for kernel in made.kernels:
-        assert all(n == 0 or LEAST_SHARED <= n <= tile_width(512) for n in column_choices(made, kernel))
+        assert all(n == 0 or LEAST_SHARED <= n <= tile_width(512) for n in block_d_choices(made, kernel))

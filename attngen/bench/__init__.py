@@ -1,1 +1,1 @@
-"""Measuring: generated modules beside their peers, schedules beside each other."""
+"""Benchmarks: generated modules compared with their peers."""

@@ -1,11 +1,11 @@
-"""One cell in a process of its own: `python -m attngen.bench.child`, started by run.py, with empty caches of compiled
+"""One cell in a separate process: `python -m attngen.bench.child`, started by run.py, with empty caches of compiled
 kernels.
 
-It reads a job as a line of JSON, imports what it needs, and waits for a line. Then come, on that line, the first calls
-of the peers that compile; after a second line, when no other process uses the GPU, everything else: the other peers'
-first calls, memory, results beside the first peer's, times, host times, what preparing the mask takes. Whatever it
-finds it says at once, a message of JSON a line, and before each step whose turn it is, so that of a process that dies
-or hangs the one peer is known whose step it was.
+It reads a job as a line of JSON, imports what it needs, and waits for a line. On that line it makes the first calls of
+the peers that compile. After a second line, when no other process uses the GPU, it does everything else: the other
+peers' first calls, memory, comparison of results with the first peer's, times, host times, costs of preparing the mask.
+It reports every finding at once, one JSON message per line, and announces each step with its peer, so that run.py knows
+which peer's step it was if the process dies or hangs.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from attngen.bench.results import DIFFERS, RESULTS, sentence
 from attngen.conformance.oracle import relative_error
 from attngen.spec import make_spec
 
-SETS = 3  # of inputs, at most, that calls take in turn
-STEP_SETS = 64  # the same of calls over a cache, of which
-STEP_BYTES = 2**30  # are read in all, as far as memory goes: many times what the largest L2 holds
-HEAVY = 1 / 16  # of the free memory: a peer that keeps more for its backward has that timed alone
-HOST_MS = 100.0  # of device time for a round of host times
-NAN = 1e9  # stands for a difference that is no number, which JSON does not have
+SETS = 3  # most sets of inputs through which calls rotate
+STEP_SETS = 64  # the same for calls with a KV cache
+STEP_BYTES = 2**30  # bytes that all these sets read, if memory allows: many times the largest L2
+HEAVY = 1 / 16  # share of the free memory; the backward of a peer that keeps more for it is timed separately
+HOST_MS = 100.0  # device time for a round of host times
+NAN = 1e9  # stands for NaN, which JSON does not have
 
 Tell = Callable[..., None]
 
 
 def _channel() -> Tell:
-    """A way to say a message to the parent; what else is printed goes with the errors."""
+    """Return a function that sends a message to the parent; redirect other output to stderr."""
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -70,18 +70,18 @@ class Bench:
             clock,
             tell,
         )
-        self.calls: dict[str, Call] = {}  # of the peers that work, those that compile first
+        self.calls: dict[str, Call] = {}  # of the working peers, those that compile first
         self.no_backward: set[str] = set() if cell.trains else set(self.peers)
 
     def prepare(self) -> None:
-        """The first calls of peers that compile."""
+        """Make the first calls of peers that compile."""
         self.tell(step="", doing="making the inputs")
         self.tell(pairs=self.problem.pairs(), read=self.problem.read_bytes)
         self.first_calls(compiles=True)
         self.clock.settle()
 
     def measure(self) -> None:
-        """All that has to have the device for itself."""
+        """Run all steps that need exclusive use of the device."""
         self.first_calls(compiles=False)
         self.calls = {name: self.calls[name] for name in self.peers if name in self.calls}
         for name in list(self.calls):
@@ -98,11 +98,11 @@ class Bench:
 
     @contextlib.contextmanager
     def step(self, name: str, doing: str, loses: bool = True) -> Any:
-        """One peer's step: an error in it is told, and with `loses` costs the peer all later steps."""
+        """Run one peer's step. An error in it is reported and, with `loses`, excludes the peer from all later steps."""
         self.tell(step=name, doing=doing)
         try:
             yield
-        except Exception as error:  # of whatever kind a peer's libraries have
+        except Exception as error:  # peers' libraries raise errors of any kind
             self.lose(name, doing, error, loses)
 
     def lose(self, name: str, doing: str, error: Exception, loses: bool) -> None:
@@ -119,7 +119,7 @@ class Bench:
 
     @contextlib.contextmanager
     def backward(self, name: str, doing: str) -> Any:
-        """A step that an error in costs the peer all that has a backward."""
+        """Run a step in which an error excludes the peer from all steps with a backward."""
         self.no_backward.add(name)
         with self.step(name, doing, loses=False):
             yield
@@ -128,7 +128,7 @@ class Bench:
 
     def first_calls(self, compiles: bool) -> None:
         chosen = [name for name, peer in self.peers.items() if peer.compiles == compiles]
-        inputs = self.problem.draw(0) if chosen else None
+        inputs = self.problem.make_inputs(0) if chosen else None
         for name in chosen:
             assert inputs is not None
             self.clock.settle()
@@ -154,21 +154,21 @@ class Bench:
             return call.forward(inputs)
 
     def both(self, name: str, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        """(out, gradients) of one call."""
+        """Return (out, gradients) of one call."""
         out = self.forward(name, inputs)
         return (out, *inputs.gradients(out))
 
     def memory(self, name: str) -> None:
-        """The peaks of inputs, forward and, if the spec has one, backward, above what was allocated before."""
+        """Report the peak memory of inputs, forward and backward (if the spec has one), above the memory before."""
         if name not in self.no_backward or not self.problem.cell.trains:
             with self.backward(name, "memory"):
-                allocated, reserved = self.clock.peak_bytes(lambda: self.both(name, self.problem.draw(0)))
+                allocated, reserved = self.clock.peak_bytes(lambda: self.both(name, self.problem.make_inputs(0)))
                 self.tell(peer=name, allocated_mib=allocated / 2**20, reserved_mib=reserved / 2**20)
 
     def check(self) -> dict[str, int]:
-        """Results beside those of the first peer, unless dropout makes them random; gives the bytes that each keeps
-        for its backward."""
-        inputs, held = self.problem.draw(0), {}
+        """Compare results with those of the first peer, unless dropout makes them random; return the bytes that each
+        peer keeps for its backward."""
+        inputs, held = self.problem.make_inputs(0), {}
         reference: tuple[torch.Tensor, ...] | None = None
         first, random = "", bool(self.problem.cell.asked("dropout_p"))
         for name in list(self.calls):
@@ -192,7 +192,7 @@ class Bench:
     def differences(
         self, name: str, first: str, found: tuple[torch.Tensor, ...], reference: tuple[torch.Tensor, ...]
     ) -> None:
-        """Tell how far a peer's results are from the first's: all of them, and the furthest."""
+        """Report how far each of a peer's results is from the first peer's, and the largest difference."""
         labels = (*RESULTS[:4], *(f"d{i.name}" for i in self.problem.cell.spec.learned()))
         errors = {label: relative_error(x, ref) for label, x, ref in zip(labels, found, reference)}
         numbers = {label: min(error, NAN) if error == error else NAN for label, error in errors.items()}
@@ -205,18 +205,19 @@ class Bench:
             self.tell(peer=name, why=f"{worst} differs from that of {first} by {errors[worst]:.1e}")
 
     def times(self, held: dict[str, int]) -> None:
-        """The three times, peers in turn; of the backward of those that keep much for it, one peer at a time."""
+        """Measure forward, backward and both, with the peers interleaved; the backward of peers that keep much for it
+        separately."""
         self.tell(step="", doing="making the inputs")
         free, one = self.clock.free_bytes(), self.problem.set_bytes
-        sets = [self.problem.draw(i) for i in range(max(1, min(SETS, int(free / 8 / one))))]
+        sets = [self.problem.make_inputs(i) for i in range(max(1, min(SETS, int(free / 8 / one))))]
         light = [name for name in self.calls if held.get(name, 0) <= HEAVY * free]
-        alone = [[name] for name in self.calls if name not in light]
+        heavy = [[name] for name in self.calls if name not in light]
 
-        def turn(function: Callable[[str, Inputs], object], name: str, number: int) -> object:
+        def rotate(function: Callable[[str, Inputs], object], name: str, number: int) -> object:
             return function(name, sets[number % len(sets)])
 
-        medians = self.timed("fwd", {name: partial(turn, self.forward, name) for name in self.calls})
-        for group in (light, *alone):
+        medians = self.timed("fwd", {name: partial(rotate, self.forward, name) for name in self.calls})
+        for group in (light, *heavy):
             outs: dict[str, list[torch.Tensor]] = {}
             few = sets[: max(1, min(SETS, int(free / 4 / max(1, sum(held[name] for name in group if name in held)))))]
             for name in group:
@@ -228,46 +229,46 @@ class Bench:
             del outs, pairs
             self.clock.settle()
         self.timed(
-            "both", {name: partial(turn, self.both, name) for name in self.calls if name not in self.no_backward}
+            "both", {name: partial(rotate, self.both, name) for name in self.calls if name not in self.no_backward}
         )
         self.host_times(sets, medians)
 
     def step_times(self) -> None:
-        """The time of a call over a cache as one of many, peers in turn."""
+        """Measure a call with a KV cache as one of many in a CUDA graph, with the peers interleaved."""
         self.tell(step="", doing="making the inputs")
         few = min(
             STEP_SETS,
             -(-STEP_BYTES // max(1, self.problem.read_bytes)),
             int(self.clock.free_bytes() / 4 / self.problem.set_bytes),
         )
-        sets = [self.problem.draw(i) for i in range(max(1, few))]
+        sets = [self.problem.make_inputs(i) for i in range(max(1, few))]
 
-        def turn(name: str, number: int) -> object:
+        def rotate(name: str, number: int) -> object:
             return self.forward(name, sets[number % len(sets)])
 
         measure = partial(self.clock.step_times, sets=len(sets), rounds=self.rounds)
-        self.host_times(sets, self.timed("fwd", {name: partial(turn, name) for name in self.calls}, measure))
+        self.host_times(sets, self.timed("fwd", {name: partial(rotate, name) for name in self.calls}, measure))
 
     def host_times(self, sets: list[Inputs], medians: dict[str, float]) -> None:
-        """The host's time of a forward call: eager, with gradients; where it is asked for, in the other ways, too."""
-        ways = {
+        """Measure the host's time of a forward call: eager with gradients; on request also in the other modes."""
+        modes = {
             "host_us": ("host time", True, self.eager),
             "host_nograd_us": ("host time without gradients", False, self.eager),
             "host_compiled_us": ("host time compiled", True, self.compiled),
             "host_compiled_nograd_us": ("host time compiled, without gradients", False, self.compiled),
             "host_graph_us": ("host time in a CUDA graph", False, self.captured),
         }
-        for figure in ways if self.host else ("host_us",):
-            doing, gradients, prepare = ways[figure]
+        for figure in modes if self.host else ("host_us",):
+            doing, gradients, prepare = modes[figure]
             for name in list(self.calls):
-                turns = int(HOST_MS / max(medians.get(name, 1.0), 0.01))
+                iterations = int(HOST_MS / max(medians.get(name, 1.0), 0.01))
                 with self.step(name, doing, loses=False), self.calls[name].around(), torch.set_grad_enabled(gradients):
-                    us = self.clock.host_us(prepare(self.calls[name].forward, sets), max(3, min(50, turns)))
+                    us = self.clock.host_us(prepare(self.calls[name].forward, sets), max(3, min(50, iterations)))
                     self.tell(peer=name, **{figure: us})
 
     def mask_times(self) -> None:
-        """What preparing the mask takes, of peers that do: wall time, memory; and calls that do it too, their time
-        and their memory."""
+        """Measure the wall time and memory of preparing the mask, for peers that do, and the time and memory of calls
+        that include it."""
         wholes: dict[str, Forward] = {}
         for name in [name for name in self.calls if self.calls[name].masks]:
             call = self.calls[name]
@@ -282,12 +283,12 @@ class Bench:
                 self.whole(whole)
                 self.tell(peer=name, whole_mib=self.clock.peak_bytes(partial(self.whole, whole))[0] / 2**20)
                 wholes[name] = whole
-        inputs = self.problem.draw(0)
+        inputs = self.problem.make_inputs(0)
         self.timed("whole_fwd", {name: partial(_first, whole, inputs) for name, whole in wholes.items()})
 
     def whole(self, forward: Forward) -> None:
-        """One forward and backward of fresh inputs; the forward alone if the spec has no backward."""
-        inputs = self.problem.draw(0)
+        """Run one forward and, if the spec has one, backward on fresh inputs."""
+        inputs = self.problem.make_inputs(0)
         out = forward(inputs)
         if out.requires_grad:
             torch.autograd.grad(out, inputs.leaves, inputs.grad)
@@ -307,8 +308,8 @@ class Bench:
         return lambda number: replay()
 
     def timed(self, direction: str, calls: dict[str, Callable[[int], object]], measure: Any = None) -> dict[str, float]:
-        """Tell the times of calls, by the clock's `device_times` or another of its functions; one that fails is left
-        out, and the others start again. Gives their medians in ms."""
+        """Report the times of calls, measured by the clock's `device_times` or another of its functions; return their
+        medians in ms. If a call fails, it is left out and the others start again."""
         measure = measure or partial(self.clock.device_times, rounds=self.rounds)
         while calls:
             current = [next(iter(calls))]
@@ -319,7 +320,7 @@ class Bench:
 
             try:
                 found = measure(calls, say=say)
-            except Exception as error:  # of whatever kind a peer's libraries have
+            except Exception as error:  # peers' libraries raise errors of any kind
                 self.lose(current[0], direction, error, loses=False)
                 calls = {name: call for name, call in calls.items() if name != current[0]}
                 continue

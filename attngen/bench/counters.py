@@ -1,4 +1,4 @@
-"""Nsight Compute's counters of the bytes that kernels move: its command line, and its CSV."""
+"""Nsight Compute's counters of the bytes that kernels move: its command line and its CSV."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from attngen.errors import AttngenError
 SECTOR = 32  # bytes
 _UNITS = {"": 1, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "sector": 1, "Ksector": 1e3, "Msector": 1e6}
 _DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-# loads and stores as the SMs ask them of the L2; where a chip has no such counters, all that the L2 is asked
+# Loads and stores that SMs request from the L2; on chips without such counters, all requests to the L2.
 METRICS = tuple(
     (*_DRAM, f"lts__t_sectors_{source}op_read.sum", f"lts__t_sectors_{source}op_write.sum")
     for source in ("srcunit_tex_", "")
 )
 _REASONS = {
-    "ERR_NVGPUCTRPERM": "the driver lets only administrators read the counters; run as root, or set NVreg_RestrictProfilingToAdminUsers=0",
-    "LibraryNotLoaded": "the machine's runtime gives no access to the counters; expected one on which `ncu` profiles any CUDA program",
+    "ERR_NVGPUCTRPERM": (
+        "the driver lets only administrators read the counters; run as root, or set "
+        "NVreg_RestrictProfilingToAdminUsers=0"
+    ),
+    "LibraryNotLoaded": (
+        "the machine's runtime gives no access to the counters; expected one on which `ncu` profiles any CUDA program"
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that one or several kernels move: of device memory, and as they ask the L2 for them."""
+    """Bytes that one or several kernels move from and to device memory, and request from the L2."""
 
     dram_read: float
     dram_written: float
@@ -57,7 +62,7 @@ class Launch:
 
 
 def find_ncu() -> str:
-    """The path of Nsight Compute's command line; AttngenError where there is none."""
+    """Return the path of Nsight Compute's command line; AttngenError if there is none."""
     found = shutil.which("ncu")
     if found is None:
         raise AttngenError(
@@ -67,12 +72,12 @@ def find_ncu() -> str:
 
 
 def command(ncu: str, metrics: Sequence[str], log: Path, module: str, args: Iterable[str]) -> list[str]:
-    """The command that runs a Python module of attngen's under `ncu`, which writes its CSV to `log`.
+    """Return the command that runs a Python module of attngen under `ncu`, which writes its CSV to `log`.
 
-    Clocks stay as they are; caches are flushed before each kernel, so that what has to be read is. Kernels count
-    between cudaProfilerStart and cudaProfilerStop.
+    Clocks are not changed. Caches are flushed before each kernel, so that all reads count. Kernels are profiled between
+    cudaProfilerStart and cudaProfilerStop.
     """
-    how = [
+    options = [
         "--clock-control",
         "none",
         "--cache-control",
@@ -82,7 +87,7 @@ def command(ncu: str, metrics: Sequence[str], log: Path, module: str, args: Iter
         "--target-processes",
         "all",
     ]
-    what = [
+    output = [
         "--metrics",
         ",".join(metrics),
         "--csv",
@@ -93,20 +98,20 @@ def command(ncu: str, metrics: Sequence[str], log: Path, module: str, args: Iter
         "--kernel-name-base",
         "function",
     ]
-    return [ncu, *how, *what, "--log-file", str(log), sys.executable, "-m", module, *args]
+    return [ncu, *options, *output, "--log-file", str(log), sys.executable, "-m", module, *args]
 
 
-def profile(module: str, args: Sequence[str], seconds: float, said: Callable[[str], None]) -> list[Launch]:
-    """Run a Python module under `ncu`: every launch that it profiles, in order. `said` gets the lines that it prints.
+def profile(module: str, args: Sequence[str], seconds: float, watch: Callable[[str], None]) -> list[Launch]:
+    """Run a Python module under `ncu`; return every launch that it profiles, in order. `watch` gets the printed lines.
 
-    Raises AttngenError: no `ncu`, no permission, not within so many seconds, or what else `ncu` says.
+    Raises AttngenError: no `ncu`, no permission, not within so many seconds, or another error of `ncu`.
     """
     ncu = find_ncu()
     with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
         for metrics in METRICS:
             log = Path(folder) / "ncu.csv"
             log.unlink(missing_ok=True)
-            printed = _run(command(ncu, metrics, log, module, args), seconds, said)
+            printed = _run(command(ncu, metrics, log, module, args), seconds, watch)
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
             if "Failed to find metric" in text and metrics != METRICS[-1]:
                 continue
@@ -117,8 +122,8 @@ def profile(module: str, args: Sequence[str], seconds: float, said: Callable[[st
     raise AssertionError("the last metrics are returned or refused")
 
 
-def _run(line: Sequence[str], seconds: float, said: Callable[[str], None]) -> list[str]:
-    """What a command prints, line by line as it comes; AttngenError if it takes longer."""
+def _run(line: Sequence[str], seconds: float, watch: Callable[[str], None]) -> list[str]:
+    """Run a command and return the lines that it prints, also passed to `watch`; AttngenError if it takes longer."""
     import threading
 
     process = subprocess.Popen(
@@ -137,7 +142,7 @@ def _run(line: Sequence[str], seconds: float, said: Callable[[str], None]) -> li
         assert process.stdout is not None
         for text in process.stdout:
             printed.append(text.rstrip())
-            said(printed[-1])
+            watch(printed[-1])
         process.wait()
     finally:
         timer.cancel()
@@ -152,7 +157,7 @@ def _run(line: Sequence[str], seconds: float, said: Callable[[str], None]) -> li
 
 
 def _end_group(group: int) -> None:
-    """End a process that we started, and those that it started."""
+    """End a process that we started, and its children."""
     import contextlib
     import os
     import signal
@@ -162,20 +167,19 @@ def _end_group(group: int) -> None:
 
 
 def _why_nothing(log: str, printed: Sequence[str]) -> str:
-    """A sentence on why `ncu` has profiled nothing."""
-    said = [line.strip() for line in (*log.splitlines(), *printed) if line.strip()]
+    """Return a sentence on why `ncu` has profiled nothing."""
+    lines = [line.strip() for line in (*log.splitlines(), *printed) if line.strip()]
     for mark, reason in _REASONS.items():
-        if any(mark in line for line in said):
+        if any(mark in line for line in lines):
             return f"ncu read no counters: {reason}"
-    errors = [line.removeprefix("==ERROR==").strip() for line in said if "ERROR" in line or "Error" in line]
-    return f"ncu read no counters: {(errors or said or ['it says no reason'])[-1]}"
+    errors = [line.removeprefix("==ERROR==").strip() for line in lines if "ERROR" in line or "Error" in line]
+    return f"ncu read no counters: {(errors or lines or ['it says no reason'])[-1]}"
 
 
 def parse(text: str) -> list[Launch]:
-    """The launches in `ncu --csv --page raw`: a row of headings, a row of units, a row for each launch.
+    """Return the launches in the output of `ncu --csv --page raw`: a row of headings, a row of units, a row per launch.
 
-    Lines of other kinds (`==PROF== ...`, what programs print) are skipped. AttngenError for a counter that was not
-    read.
+    Other lines (`==PROF== ...`, output of programs) are skipped. AttngenError for a counter that was not read.
     """
     rows = csv.reader(line for line in text.splitlines() if line.startswith('"'))
     headings = next((row for row in rows if "Kernel Name" in row), None)
@@ -188,9 +192,9 @@ def parse(text: str) -> list[Launch]:
     for row in (row for row in rows if len(row) == len(headings)):
         values = [None if at is None else _number(row[at], units[at]) for at in columns]
         if None in values:
-            what = METRICS[0][values.index(None)]
+            counter = METRICS[0][values.index(None)]
             raise AttngenError(
-                f"ncu gave no number for {what} of the kernel {row[name]}; expected a GPU that has this counter"
+                f"ncu gave no number for {counter} of the kernel {row[name]}; expected a GPU that has this counter"
             )
         numbers = [value for value in values if value is not None]
         found.append(Launch(row[name], Bytes(numbers[0], numbers[1], SECTOR * numbers[2], SECTOR * numbers[3])))
@@ -198,7 +202,7 @@ def parse(text: str) -> list[Launch]:
 
 
 def _number(text: str, unit: str) -> float | None:
-    """A counter in its base unit; None where it is no number, as `n/a`."""
+    """Return a counter in its base unit; None if it is not a number, such as `n/a`."""
     try:
         return float(text.replace(",", "")) * _UNITS[unit]
     except (KeyError, ValueError):

@@ -1,9 +1,9 @@
-"""Times and memory of forward mode beside the forward's, and beside naive attention's and SDPA's. It needs a CUDA GPU.
+"""Times and memory of forward mode, compared with the forward and with naive attention and SDPA. Needs a CUDA GPU.
 
     python -m attngen.bench.jvp specs/causal_mha.yaml specs/causal_mqa.yaml --n 4096 --n 16384
 
-A jvp is a call with tangents of q, k and v: its forward, and what gives the tangent of the output. `kernel` is the
-latter alone, and `/ fwd` is a time over that of the peer's own forward.
+A jvp is a call with tangents of q, k and v: its forward and the kernel for the output's tangent. `kernel` is the time
+of the latter, and `/ fwd` is a time over that of the same peer's forward.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from attngen.ir.heads import SHARINGS
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, load_spec
 
-TOKENS, HIDDEN, GROUP = (
-    16384,
-    2048,
-    4,
-)  # of all sequences; of all query heads; query heads of a K/V head, where several share one
+TOKENS = 16384  # queries of all sequences
+HIDDEN = 2048  # elements of all query heads
+GROUP = 4  # query heads per K/V head, if they share one
 HEADINGS: tuple[str, ...] = (
     "spec",
     "n",
@@ -50,15 +48,14 @@ HEADINGS: tuple[str, ...] = (
 
 
 def cell_of(spec: Spec, n: int) -> Cell:
-    """As many sequences and heads as make TOKENS tokens of HIDDEN columns."""
+    """Return a cell with as many sequences and heads as make TOKENS tokens of HIDDEN elements."""
     heads = max(1, HIDDEN // spec.head_dim.v)
     shared = SHARINGS[spec.heads.sharing].kv_heads(heads, GROUP)
     return Cell("", spec, spec.dtype[0], max(1, TOKENS // n), heads, shared, n, n)
 
 
 def peers(problem: Problem) -> Iterator[tuple[str, Call]]:
-    """Ours, and those that run: naive attention, SDPA's backend in plain torch, which has a jvp where its others
-    have none."""
+    """Yield ours and the peers that run: naive attention, and SDPA's MATH backend, the only one with a jvp."""
     yield "ours", ours(problem)
     yield "naive", naive(problem)
     if not sdpa_cannot(problem.cell):
@@ -66,38 +63,38 @@ def peers(problem: Problem) -> Iterator[tuple[str, Call]]:
 
 
 def with_tangents(call: Call, x: Inputs, along: Inputs) -> Callable[[int], object]:
-    """A call whose output has a tangent."""
+    """Return a call whose output has a tangent."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return call.forward(Inputs(q, k, v, x.learned, x.grad))
 
-    return lambda turn: torch.func.jvp(forward, (x.q, x.k, x.v), (along.q, along.k, along.v))
+    return lambda iteration: torch.func.jvp(forward, (x.q, x.k, x.v), (along.q, along.k, along.v))
 
 
 def rows(spec: Spec, n: int, folder: Path, clock: Any = timing, device: str = "cuda") -> Iterator[tuple[str, ...]]:
-    """A line for each peer; one that runs out of memory says so."""
+    """Yield a line per peer; one that runs out of memory says so."""
     write_module(render(lower(spec)), folder)
     problem = Problem(cell_of(spec, n), device, folder)
-    x, along = (_detached(problem.draw(number)) for number in (0, 1))
+    x, along = (_detached(problem.make_inputs(number)) for number in (0, 1))
     for name, call in peers(problem):
         try:
             with call.around(), torch.no_grad():
-                ways: dict[str, Callable[[int], object]] = {
+                calls: dict[str, Callable[[int], object]] = {
                     "fwd": partial(_forward, call, x),
                     "jvp": with_tangents(call, x, along),
                 }
-                memory = {way: clock.peak_bytes(partial(run, 0))[0] / 2**20 for way, run in ways.items()}
-                times = clock.device_times(ways)
+                memory = {mode: clock.peak_bytes(partial(run, 0))[0] / 2**20 for mode, run in calls.items()}
+                times = clock.device_times(calls)
         except torch.OutOfMemoryError:
             yield (spec.name, f"{n}", name, "out of memory", *[""] * 6)
             continue
-        fwd, jvp = (times[way].median for way in ways)
-        alone = jvp - fwd
-        numbers = (f"{fwd:.3f}", f"{jvp:.3f}", f"{jvp / fwd:.2f}", f"{alone:.3f}", f"{alone / fwd:.2f}")
-        yield (spec.name, f"{n}", name, *numbers, *(f"{memory[way]:,.0f}" for way in ways))
+        fwd, jvp = (times[mode].median for mode in calls)
+        kernel = jvp - fwd
+        numbers = (f"{fwd:.3f}", f"{jvp:.3f}", f"{jvp / fwd:.2f}", f"{kernel:.3f}", f"{kernel / fwd:.2f}")
+        yield (spec.name, f"{n}", name, *numbers, *(f"{memory[mode]:,.0f}" for mode in calls))
 
 
-def _forward(call: Call, x: Inputs, turn: int) -> object:
+def _forward(call: Call, x: Inputs, iteration: int) -> object:
     return call.forward(x)
 
 
@@ -117,7 +114,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("error: torch sees no CUDA device")
     machine = timing.machine()
-    print(f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}; {TOKENS} tokens, {HIDDEN} columns")
+    print(
+        f"{machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}; {TOKENS} tokens, hidden size {HIDDEN}"
+    )
     table: list[tuple[str, ...]] = [HEADINGS]
     with TemporaryDirectory() as folder:
         for path in given.specs:

@@ -1,5 +1,5 @@
-"""Plots of a run, as SVG that is the same to the byte for the same figures: TFLOP/s and memory over N; TB/s of what
-reads a cache."""
+"""Plots of a run, as SVG that is the same to the byte for the same figures: TFLOP/s and memory over N; TB/s of calls
+with a KV cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MISSING = "matplotlib is not installed; `pip install attngen[plot]` brings it"
-COLOURS = (  # of PEERS
+COLOURS = (  # in the order of PEERS
     "#0b6bcb",
     "#d1495b",
     "#3a7d44",
@@ -33,20 +33,20 @@ COLOURS = (  # of PEERS
 )
 NAMES = {"fwd": "forward", "bwd": "backward"}
 WIDTH, HEIGHT = 3.1, 2.7  # inches of a panel
-BAR, GAP = 0.11, 0.8  # inches of a bar's height; bars that would fit between two cells
+BAR, GAP = 0.11, 0.8  # inches of a bar's height; the gap between two cells in bars
 RATE = "K and V that must be read, TB/s"
-CURVE = 3  # numbers of keys at least, for a curve; what has fewer is bars
+CURVE = 3  # fewest numbers of keys for a curve; fewer become bars
 Panel = tuple[str, list[Line]]
 
 
 def available() -> bool:
-    """Whether matplotlib is at hand."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plots(results: Results) -> dict[str, str]:
-    """SVG texts by file name: for each grid of the run that has no tables of its own TFLOP/s and memory; of what
-    reads a cache, TB/s."""
+    """Return SVG texts by file name: TFLOP/s and memory for each grid of the run without separate tables; TB/s for
+    calls with a KV cache."""
     found = {}
     for grid in dict.fromkeys(line.cell.grid for line in results.lines if line.cell.grid not in TABLED):
         panels = _panels(line for line in results.lines if line.cell.grid == grid and not line.cell.cached)
@@ -62,7 +62,7 @@ def plots(results: Results) -> dict[str, str]:
 
 
 def _panels(lines: Iterable[Line]) -> list[Panel]:
-    """One for each spec and shape of heads, with its title."""
+    """Return one panel per spec and shape of heads, with its title."""
     found: dict[str, list[Line]] = {}
     for line in lines:
         found.setdefault(_title(line.cell), []).append(line)
@@ -79,7 +79,7 @@ def _title(c: Cell) -> str:
 
 
 def _cached(lines: Iterable[Line]) -> tuple[list[Panel], list[Line]]:
-    """Panels of cells that differ in nothing but the number of keys, and the lines of the other cells."""
+    """Return panels of cells that differ only in the number of keys, and the lines of the other cells."""
     found: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         c = line.cell
@@ -90,15 +90,15 @@ def _cached(lines: Iterable[Line]) -> tuple[list[Panel], list[Line]]:
 
 
 def _tflops(panels: Sequence[Panel], results: Results) -> str:
-    roof = results.machine["matmul_tflops"]
+    peak = results.machine["matmul_tflops"]
 
     def draw(axes: Axes, row: int, lines: list[Line]) -> None:
         direction = ("fwd", "bwd")[row]
         _curves(axes, lines, f"{direction}_tflops", "-")
-        axes.axhline(roof, color="#888888", linestyle="--", linewidth=1)
-        axes.set_ylim(0, 1.08 * roof)
+        axes.axhline(peak, color="#888888", linestyle="--", linewidth=1)
+        axes.set_ylim(0, 1.08 * peak)
 
-    note = f"dashed: {roof:.0f} TFLOP/s, a bf16 matrix product in the same run"
+    note = f"dashed: {peak:.0f} TFLOP/s, a bf16 matrix product in the same run"
     return _figure(panels, [f"{NAMES[d]}, TFLOP/s" for d in NAMES], draw, results, note)
 
 
@@ -113,12 +113,12 @@ def _memory(panels: Sequence[Panel], results: Results) -> str:
 
 
 def _rate(panels: Sequence[Panel], results: Results) -> str:
-    roof = results.machine["copy_tb_s"]
+    peak = results.machine["copy_tb_s"]
 
     def draw(axes: Axes, row: int, lines: list[Line]) -> None:
         _curves(axes, lines, "read_tb_s", "-")
-        axes.axhline(roof, color="#888888", linestyle="--", linewidth=1)
-        axes.set_ylim(0, 1.25 * roof)
+        axes.axhline(peak, color="#888888", linestyle="--", linewidth=1)
+        axes.set_ylim(0, 1.25 * peak)
 
     return _figure(panels, [RATE], draw, results, _copy(results))
 
@@ -128,7 +128,7 @@ def _copy(results: Results) -> str:
 
 
 def _bars(lines: Sequence[Line], results: Results) -> str:
-    """A bar for each line, cell below cell."""
+    """Return the SVG of one bar per line, cell below cell."""
     cells: dict[Cell, dict[str, float]] = {}
     for line in lines:
         if "read_tb_s" in line.figures:
@@ -165,14 +165,14 @@ def _curves(axes: Axes, lines: list[Line], figure: str, style: str) -> None:
             (line.cell.n_kv, line.figures[figure]) for line in lines if line.peer == peer and figure in line.figures
         )
         if points:
-            ours = {"linewidth": 2.2, "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
+            line: Any = {"linewidth": 2.2, "zorder": 3} if peer == "ours" else {"linewidth": 1.2}
             xs, ys = zip(*points)
             label = _label(peer) if style == "-" else None
-            axes.plot(xs, ys, style, color=colour, marker="o", markersize=3, label=label, **ours)  # type: ignore[arg-type]
+            axes.plot(xs, ys, style, color=colour, marker="o", markersize=3, label=label, **line)
 
 
 def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Results, note: str) -> str:
-    """A grid of panels: a column for each, a row for each kind of figure."""
+    """Return the SVG of a grid of panels: a column per panel, a row per kind of figure."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     def paint(figure: Figure) -> dict[str, Any]:
@@ -203,8 +203,8 @@ def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Re
 
 
 def _drawn(size: tuple[float, float], paint: Callable[[Figure], dict[str, Any]], results: Results, note: str) -> str:
-    """A figure of so many inches, as SVG. `paint` draws its axes, and gives the handles of its legend by their
-    texts."""
+    """Return a figure of a size in inches, as SVG. `paint` draws its axes, and returns the handles of its legend by
+    their texts."""
     import matplotlib
     from matplotlib.figure import Figure
 

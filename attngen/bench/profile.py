@@ -1,9 +1,8 @@
-"""`attngen profile`: the bytes that kernels move, as the model predicts them and as Nsight Compute's counters have
-them.
+"""`attngen profile`: the bytes that kernels move, predicted by the model and measured by Nsight Compute's counters.
 
-FlashAttention-2's order of loops beside FlashAttention-1's and naive attention, for several lengths, and for several
-tiles that stay on
-chip: those of queries in the one order, of keys in the other. Their rows stand for M, what a program has on chip.
+It compares FlashAttention-2's loop order with FlashAttention-1's and with naive attention, for several lengths and
+several sizes of the tile that stays on chip: of queries in the former order, of keys in the latter. The rows of this
+tile stand for M, the on-chip memory of a program.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line, rows
 from attngen.codegen.files import write_file, write_module
 from attngen.codegen.render import render
 from attngen.cost.io import Traffic, dram_bytes, l2_bytes, left_in_cache, standard_bytes
-from attngen.cost.roofline import Problem, chip, row_for, scheduled_rows, values
+from attngen.cost.roofline import Problem, chip, config_for, rows_of_call, values
 from attngen.devices import DEVICES, Device, class_of
 from attngen.errors import AttngenError, FitError, SpecError
 from attngen.ir.dtypes import ELEMENTS
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec
 from attngen.tiles.tiles import evaluate
 
-MARK = "call_starts"  # the kernel by which `profiled` marks the start of a call
-STREAMED = 32  # rows of the tiles that pass by one that stays on chip
-MOST_SCORES = 2**32  # elements of the score matrices of naive attention: 8 GiB each, at 2 bytes
+MARK = "call_starts"  # the kernel with which `profiled` marks the start of a call
+STREAMED = 32  # rows of the streamed tiles
+MOST_SCORES = 2**32  # most elements of the score matrices of naive attention: 8 GiB each, at 2 bytes
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that is profiled: of a module, with `tile` rows on chip or as it was built; or of naive attention.
-    Forward or backward."""
+    """One profiled call, forward or backward: of a module, with `tile` rows on chip or as built; or of naive
+    attention."""
 
     order: str
     tile: int | None
@@ -52,7 +52,7 @@ class Call:
 
 
 def device_here() -> Device:
-    """The GPU that calls run on; AttngenError where there is none."""
+    """Return the GPU of this machine; AttngenError if there is none."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:
@@ -77,19 +77,19 @@ def device_here() -> Device:
 
 
 def variants(spec: Spec, tiles: Sequence[int]) -> Iterator[tuple[str, int | None, Module]]:
-    """The modules to profile: both orders of loops that the spec can have, as built and with each tile.
+    """Yield the modules to profile: both loop orders that the spec can have, as built and with each tile.
 
-    A tile that no device class has room for is left out.
+    A tile that fits no device class is left out.
     """
     for order in ORDERS:
         for tile in (None, *tiles):
-            own = (
+            blocks = (
                 {"block_q": tile, "block_kv": STREAMED}
                 if order == "q_outer"
                 else {"block_q": STREAMED, "block_kv": tile}
             )
             data = spec.canonical()
-            schedule = {**data["schedule"], "order": order} if tile is None else {"order": order, **own}
+            schedule = {**data["schedule"], "order": order} if tile is None else {"order": order, **blocks}
             try:
                 changed = Spec.model_validate(
                     {**data, "schedule": {k: v for k, v in schedule.items() if v is not None}}
@@ -101,12 +101,11 @@ def variants(spec: Spec, tiles: Sequence[int]) -> Iterator[tuple[str, int | None
 
 
 def predicted(module: Module, kernel: Kernel, device: Device, problem: Problem) -> tuple[str, Bytes] | None:
-    """The tile that a kernel takes on a device, and the bytes that the model says it moves; None if no tile fits
-    there."""
-    row = row_for(module, kernel, device, scheduled_rows(kernel, problem))
-    if row is None:
+    """Return the tile of a kernel on a device, and its bytes according to the model; None if no tile fits there."""
+    config = config_for(module, kernel, device, rows_of_call(kernel, problem))
+    if config is None:
         return None
-    numbers = {**values(module, kernel, row, problem), **chip(module, kernel, row, device)}
+    numbers = {**values(module, kernel, config, problem), **chip(module, kernel, config, device)}
 
     def number(traffic: Traffic) -> list[float]:
         return [float(evaluate(e, numbers)) for e in traffic]
@@ -114,11 +113,12 @@ def predicted(module: Module, kernel: Kernel, device: Device, problem: Problem) 
     moved = dram_bytes(kernel)
     read, written = number(moved)
     kept = float(evaluate(left_in_cache(moved), numbers))
-    return f"{row.block_q}x{row.block_kv}", Bytes(read, written - kept, *number(l2_bytes(kernel)))
+    return f"{config.block_q}x{config.block_kv}", Bytes(read, written - kept, *number(l2_bytes(kernel)))
 
 
 def predicted_naive(module: Module, direction: str, problem: Problem) -> Bytes:
-    """What separate operations move, each its operands and its result once; those of a mask are not counted."""
+    """Return the bytes of separate operations, each of which moves its operands and its result once, without those of
+    the mask."""
     numbers = {
         "Nq": problem.n_q,
         "Nk": problem.n_kv,
@@ -137,16 +137,16 @@ def run(
     tiles: Sequence[int],
     directions: Sequence[str],
     budget: float,
-    said: Callable[[str], None],
+    watch: Callable[[str], None],
 ) -> Found:
-    """Build the modules, call them and naive attention under `ncu`, and put predictions beside its counters.
+    """Build the modules, call them and naive attention under `ncu`, and compare predictions with its counters.
 
     Raises AttngenError: no CUDA, no `ncu`, no permission to read counters; or a spec whose bytes depend on data.
     """
     if spec.inputs() or spec.mask.blocks():
-        what = f"reads `{spec.inputs()[0].name}`" if spec.inputs() else "visits lists of blocks"
+        data = f"reads `{spec.inputs()[0].name}`" if spec.inputs() else "visits lists of blocks"
         raise AttngenError(
-            f"attngen profile: {spec.name} {what}, on which the bytes that move depend; expected a spec without"
+            f"attngen profile: {spec.name} {data}, on which the bytes that move depend; expected a spec without"
         )
     device = device_here()
     find_ncu()
@@ -154,7 +154,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
         folders: dict[tuple[str, int | None], Path] = {}
         for order, tile, module in variants(spec, tiles):
-            said(f"building {order} {tile or ''}")
+            watch(f"building {order} {tile or ''}")
             modules[order, tile] = module
             folders[order, tile] = Path(folder) / f"{order}_{tile or 'own'}"
             write_module(render(module), folders[order, tile])
@@ -177,7 +177,7 @@ def run(
 
         def heard(line: str) -> None:
             printed.append(line)
-            said(line)
+            watch(line)
 
         launches = profile("attngen.bench.profiled", [str(plan)], budget, heard)
     lines, failed = attribute(calls, modules, launches, printed, device, problem)
@@ -192,8 +192,8 @@ def attribute(
     device: Device,
     problem: Problem,
 ) -> tuple[list[Line], list[str]]:
-    """Lines for the launches of each call, and sentences for the calls that failed; `printed` is what the child
-    printed."""
+    """Return lines for the launches of each call, and sentences for the calls that failed. `printed` is the child's
+    output."""
     groups: list[list[Launch]] = []
     for launch in launches:
         if launch.kernel == MARK:
@@ -201,8 +201,8 @@ def attribute(
         elif groups:
             groups[-1].append(launch)
     words = [line.split(maxsplit=2) for line in printed if line.startswith(("started ", "failed "))]
-    started = [int(at) for what, at, *_ in words if what == "started"]
-    wrong = {int(at): rest for what, at, rest in (w for w in words if len(w) == 3) if what == "failed"}
+    started = [int(at) for state, at, *_ in words if state == "started"]
+    wrong = {int(at): rest for state, at, rest in (w for w in words if len(w) == 3) if state == "failed"}
     if len(groups) != len(started):
         raise AttngenError(
             f"ncu profiled {len(groups)} calls, and {len(started)} started; expected as many: run it again"
@@ -238,15 +238,15 @@ def _lines(
         )
         return
     module = modules[call.order, call.tile]
-    own = {kernel.name: kernel for kernel in module.kernels_of(call.direction)}
-    for name, kernel in own.items():
+    kernels = {kernel.name: kernel for kernel in module.kernels_of(call.direction)}
+    for name, kernel in kernels.items():
         tile, moved = predicted(module, kernel, device, sized) or ("", None)
         mine = [launch for launch in launches if launch.kernel == name]
         if mine:
             yield Line(
                 call.order, call.tile, call.n, call.direction, name, tile if kernel.loops else "", moved, _sum(mine)
             )
-    others = [launch for launch in launches if launch.kernel not in own]
+    others = [launch for launch in launches if launch.kernel not in kernels]
     if others:
         yield Line(call.order, call.tile, call.n, call.direction, "torch", "", None, _sum(others))
 
@@ -259,8 +259,8 @@ def _sum(launches: Iterable[Launch]) -> Bytes:
 
 
 def write(found: Found, folder: Path) -> list[Path]:
-    """profile.csv, profile.json and, of the forward, profile.svg; AttngenError without matplotlib, the others
-    written."""
+    """Write profile.csv, profile.json and, for the forward, profile.svg; AttngenError without matplotlib, after the
+    other two."""
     flat, table = rows(found), io.StringIO()
     writer = csv.DictWriter(table, list(flat[0]) if flat else [])
     writer.writeheader()

@@ -10,11 +10,11 @@ from attngen.bench.profile_results import NAIVE, ORDERS, Found, Line
 from attngen.errors import AttngenError
 
 COLORS = {"kv_outer": "#c2410c", "q_outer": "#1d4ed8", NAIVE: "#6b7280"}
-LEVELS = {"dram": "device memory", "l2": "loads and stores, as asked of the L2"}
+LEVELS = {"dram": "device memory", "l2": "loads and stores requested from the L2"}
 
 
 def plot(found: Found) -> str:
-    """Of the forward, a column for each length: device memory above, the L2 below; the same SVG text for the same
+    """Return the SVG of the forward, a column per length: device memory above, the L2 below; the same text for the same
     figures."""
     if not available():
         raise AttngenError(f"no plot: {MISSING}")
@@ -56,8 +56,8 @@ def plot(found: Found) -> str:
                 axis.minorticks_off()
             axes[0, column].set_title(f"N = {n}")
             axes[1, column].set_xlabel("rows of the tile on chip")
-        for axis, what in zip(axes[:, 0], LEVELS.values()):
-            axis.set_ylabel(f"bytes: {what}")
+        for axis, level in zip(axes[:, 0], LEVELS.values()):
+            axis.set_ylabel(f"bytes: {level}")
         axes[0, 0].legend(frameon=False, fontsize=7)
         figure.suptitle(f"{found.spec} on {found.device}: forward, B={found.batch}, {found.heads} heads", fontsize=10)
         made = io.StringIO()
@@ -67,7 +67,7 @@ def plot(found: Found) -> str:
 
 
 def _total(lines: list[Line], level: str, order: str, tile: int | None, n: int) -> tuple[Any, Any] | None:
-    """(predicted, measured) bytes of the kernels of one call."""
+    """Return (predicted, measured) bytes of the kernels of one call."""
     mine = [line for line in lines if (line.order, line.tile, line.n) == (order, tile, n) and line.predicted]
     if not mine:
         return None

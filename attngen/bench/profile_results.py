@@ -1,4 +1,4 @@
-"""What `attngen profile` found: the bytes of each kernel of each call, predicted and measured."""
+"""Results of `attngen profile`: the bytes of each kernel of each call, predicted and measured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ NAIVE = "naive"
 
 @dataclass(frozen=True)
 class Line:
-    """A kernel of a call: what was predicted, and what was measured; the sum of its launches. Naive attention is one
-    line."""
+    """A kernel of a call, with predicted and measured bytes of all its launches. Naive attention is one line."""
 
     order: str
     tile: int | None
@@ -27,7 +26,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """All lines, the sizes and the device that they are of, and sentences on what could not be profiled."""
+    """All lines, their sizes and device, and sentences on calls that could not be profiled."""
 
     device: str
     spec: str
@@ -39,13 +38,13 @@ class Found:
 
 
 def rows(found: Found) -> list[dict[str, object]]:
-    """The lines as flat data, for CSV: bytes, and measured over predicted."""
+    """Return the lines as flat data, for CSV: bytes, and measured over predicted."""
     made = []
     for line in found.lines:
         flat = {k: v for k, v in asdict(line).items() if k not in ("predicted", "measured")}
-        for what, moved in (("predicted", line.predicted), ("measured", line.measured)):
+        for kind, moved in (("predicted", line.predicted), ("measured", line.measured)):
             flat |= {
-                f"{what}_{name}": None if moved is None else round(getattr(moved, name))
+                f"{kind}_{name}": None if moved is None else round(getattr(moved, name))
                 for name in Bytes.__dataclass_fields__
             }
         made.append({**flat, "dram_ratio": ratio(line, "dram"), "l2_ratio": ratio(line, "l2")})
@@ -53,7 +52,7 @@ def rows(found: Found) -> list[dict[str, object]]:
 
 
 def ratio(line: Line, level: str) -> float | None:
-    """Measured over predicted bytes of `dram` or `l2`."""
+    """Return measured over predicted bytes of `dram` or `l2`; None without a prediction."""
     if line.predicted is None or not getattr(line.predicted, level):
         return None
     return round(getattr(line.measured, level) / getattr(line.predicted, level), 4)

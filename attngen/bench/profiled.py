@@ -1,9 +1,9 @@
-"""What `attngen profile` runs under ncu: `python -m attngen.bench.profiled PLAN`, calls of generated modules and of
-naive attention.
+"""The process that `attngen profile` runs under ncu: `python -m attngen.bench.profiled PLAN`, with calls of generated
+modules and of naive attention.
 
-PLAN is a JSON file: the spec's path, the device, batch and heads, and the calls. A kernel of its own name marks where
-each call starts, and a line printed says which call it is, or what went wrong with it: one that fails loses its own
-figures alone.
+PLAN is a JSON file: the spec's path, the device, batch and heads, and the calls. The kernel `call_starts` marks the
+start of each call, and a printed line says which call it is, or what went wrong with it. A failed call does not affect
+the others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attngen.conformance.harness import load_module, torch_dtype
+from attngen.conformance.cases import torch_dtype
+from attngen.conformance.harness import load_module
 from attngen.conformance.oracle import reference_mask, reference_scores
 from attngen.spec import Spec, load_spec
 
-STARTED, FAILED = "started", "failed"  # what a line says of a call
+STARTED, FAILED = "started", "failed"  # first words of the printed lines
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def main(plan_path: str) -> None:
     call_starts[(1,)](mark)
     profiler: Any = torch.cuda.profiler
     for i, call in enumerate(plan["calls"]):
-        run = None  # and the tensors of the call before
+        run = None  # frees the tensors of the previous call
         try:
             run = _prepared(spec, plan, call)
             run()  # compiles
@@ -48,7 +49,7 @@ def main(plan_path: str) -> None:
             run()
             torch.cuda.synchronize()
             profiler.stop()
-        except Exception as error:  # of any kind: the other calls go on
+        except Exception as error:  # of any kind: continue with the other calls
             profiler.stop()
             print(
                 FAILED,
@@ -61,7 +62,7 @@ def main(plan_path: str) -> None:
 
 
 def _prepared(spec: Spec, plan: dict[str, Any], call: dict[str, Any]) -> Callable[[], object]:
-    """The call, its inputs made."""
+    """Return the call with its inputs."""
     generator = torch.Generator(plan["device"]).manual_seed(0)
 
     def normal(heads: int, width: int) -> torch.Tensor:
@@ -83,7 +84,7 @@ def _prepared(spec: Spec, plan: dict[str, Any], call: dict[str, Any]) -> Callabl
 
 
 def _naive(spec: Spec, q: torch.Tensor, k: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Attention as separate operations of eager PyTorch, in the element type."""
+    """Return attention as separate operations of eager PyTorch, in the element type."""
     hidden = None if spec.mask.name == "none" else ~reference_mask(spec.mask, q, k, {})
     modify, _ = reference_scores(spec.score, q, k, {})
     group = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""Tables as Markdown: of the grids `flex`, `variants` and `mods`, and of what reads a cache."""
+"""Tables as Markdown: of the grids `flex`, `variants` and `mods`, and of calls with a KV cache."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from attngen.lowering.pipeline import lower
 
 Table = list[list[str]]  # the headings, then the lines
 Peers = dict[str, Line]  # the lines of one cell, by peer
-SMEM = 227 * 1024  # bytes of an H200's SM that a program can have: M of the lower bound, in elements of 2 bytes
+SMEM = 227 * 1024  # most shared memory of a program on an H200: M of the lower bound, in elements of 2 bytes
 
 
 def reports(results: Results) -> dict[str, str]:
-    """The tables of a run's grids by file name: flex.md, variants.md, mods.md, decode.md."""
+    """Return the tables of a run's grids by file name: flex.md, variants.md, mods.md, decode.md."""
     found = {}
     for grid in dict.fromkeys(line.cell.grid for line in results.lines):
         lines = [line for line in results.lines if line.cell.grid == grid]
         tables = [
-            markdown(table) for table in {"flex": flex, "variants": variants, "mods": mods}.get(grid, over_cache)(lines)
+            markdown(table) for table in {"flex": flex, "variants": variants, "mods": mods}.get(grid, with_cache)(lines)
         ]
         parts = [heading(results), *tables, notes(lines)]
         if tables:
@@ -46,7 +46,7 @@ def markdown(table: Table) -> str:
 
 
 def notes(lines: Sequence[Line]) -> str:
-    """What failed of what can be measured."""
+    """Return a list of the failures, except those of cells that a peer cannot do."""
     failed = [line for line in lines if line.why and not PEERS[line.peer].cannot(line.cell)]
     return "\n".join(f"- {_title(line.cell)}: {line.peer}: {line.why}" for line in failed)
 
@@ -72,7 +72,8 @@ def _figure(peers: Peers, peer: str, name: str, form: str, factor: float = 1.0) 
 
 
 def flex(lines: Sequence[Line]) -> Iterator[Table]:
-    """Times and rates beside FlexAttention's; first results, masks, host times and differences; memory."""
+    """Yield tables of times and rates compared with FlexAttention's; of first results, masks, host times and
+    differences; of memory."""
     cells = by_cell(lines)
     measured = {c: peers for c, peers in cells.items() if c.n_q != MEMORY_ROWS}
     if measured:
@@ -126,7 +127,7 @@ def _rest(peers: Peers) -> Iterator[str]:
 
 
 def _memory(c: Cell, peers: Peers) -> Iterator[list[str]]:
-    """One line for each peer: the peak of mask, forward and backward, and what of it is not q, k, v and dO."""
+    """Yield one line per peer: the peak of mask, forward and backward, and that without q, k, v and dO."""
     dim = c.spec.head_dim
     inputs = 2 * (c.batch * c.heads * c.n_q + c.batch * c.kv_heads * c.n_kv) * (dim.qk + dim.v) / 2**20
     for peer, line in peers.items():
@@ -145,7 +146,8 @@ def _memory(c: Cell, peers: Peers) -> Iterator[list[str]]:
 
 
 def variants(lines: Sequence[Line]) -> Iterator[Table]:
-    """What dropout costs, over the same module's calls without it; what block sparsity saves, over all blocks."""
+    """Yield tables of the cost of dropout, over the same module's calls without it, and of the saving by block
+    sparsity, over all blocks."""
     cells = by_cell(lines)
     dropped = [c for c in cells if c.spec.dropout and not c.call]
     if dropped:
@@ -178,7 +180,7 @@ _PARTS = (("fwd",), ("bwd",), ("fwd", "bwd"))
 
 
 def _sum(cells: dict[Cell, Peers], c: Cell | None, peer: str, parts: Sequence[str]) -> float | None:
-    """Milliseconds of the directions together, where there are all."""
+    """Return the milliseconds of the directions together; None if one is missing."""
     figures = cells[c][peer].figures if c in cells and peer in cells[c] else {}
     found = [figures.get(f"{d}_ms") for d in parts]
     return None if None in found else sum(x for x in found if x is not None)
@@ -194,9 +196,9 @@ def _ratio(above: float | None, below: float | None) -> str:
 
 def _dropout(zero: Cell, cells: dict[Cell, Peers]) -> list[str]:
     def twin(dropout: bool, call: tuple[tuple[str, float], ...]) -> Cell | None:
-        """The cell with the same mask and sizes, of a spec with or without dropout, in such calls."""
-        wanted = (zero.spec.mask, zero.spec.head_dim, zero.n_q, dropout, call)
-        return next((c for c in cells if (c.spec.mask, c.spec.head_dim, c.n_q, c.spec.dropout, c.call) == wanted), None)
+        """Return the cell with the same mask and sizes, for a spec with or without dropout and such calls."""
+        key = (zero.spec.mask, zero.spec.head_dim, zero.n_q, dropout, call)
+        return next((c for c in cells if (c.spec.mask, c.spec.head_dim, c.n_q, c.spec.dropout, c.call) == key), None)
 
     plain, drops = twin(False, ()), twin(True, (("dropout_p", DROPOUT_P),))
     row = [str(zero.spec.head_dim.qk), zero.spec.mask.describe()]
@@ -210,8 +212,8 @@ def _dropout(zero: Cell, cells: dict[Cell, Peers]) -> list[str]:
 
 
 def _blocks(c: Cell, full: Cell | None, cells: dict[Cell, Peers]) -> list[str]:
-    """Beside the times: the bytes that the loads and stores of the IR come to, and the lower bound s N^2 d^2 / M of
-    one direction."""
+    """Return a line with times, the bytes of the loads and stores of the IR, and the lower bound s N^2 d^2 / M of one
+    direction."""
     share, problem = c.asked("share"), Problem(c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv)
     row = [f"1/{share:g}"]
     for parts in _PARTS[:2]:
@@ -227,8 +229,8 @@ def _blocks(c: Cell, full: Cell | None, cells: dict[Cell, Peers]) -> list[str]:
 
 
 def mods(lines: Sequence[Line]) -> Iterator[Table]:
-    """Milliseconds of each function beside FlexAttention's; last, how many times faster ours are in the geometric
-    mean."""
+    """Yield a table of each function's milliseconds compared with FlexAttention's; last, the geometric mean of our
+    speedups."""
     rows, faster = [], []
     for c, peers in by_cell(lines).items():
         ms = [[_sum({c: peers}, c, peer, parts) for parts in _PARTS] for peer in ("ours", "flex")]
@@ -246,14 +248,14 @@ def mods(lines: Sequence[Line]) -> Iterator[Table]:
 _MODS = ["function", "visible", "ours fwd ms", "Flex", "ours bwd ms", "Flex", "times faster: fwd", "bwd", "both"]
 
 
-# ---------------------------------------------------------------------------------------------- over a cache
+# ---------------------------------------------------------------------------------------------- KV cache
 
 
-def over_cache(lines: Sequence[Line]) -> Iterator[Table]:
-    """Times and rates of what reads a cache, and the peers' times.
+def with_cache(lines: Sequence[Line]) -> Iterator[Table]:
+    """Yield a table of times and rates of calls with a KV cache, and the peers' times.
 
-    Ours are also held against the first cell that reads as many bytes of as many sequences: pages against contiguous
-    rows, drafts against one query, a window against a cache of as many keys.
+    Ours are also compared with the first cell that reads as many bytes of as many sequences: pages with contiguous
+    rows, drafts with one query, a window with a cache of as many keys.
     """
     cells = {c: peers for c, peers in by_cell(lines).items() if c.cached}
     others = [

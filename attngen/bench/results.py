@@ -1,7 +1,7 @@
-"""What was measured: lines of figures, one for each cell and peer; as JSON, CSV and tables, and beside an older run.
+"""Measured results: lines of figures, one per cell and peer; as JSON, CSV and tables, and compared with an older run.
 
-JSON is one line for each cell and peer, so that two runs can be read as a diff. Keys of a line: `call` where a cell has
-one, those of FIGURES where there is a figure, `why` where one is missing or the results differ, `note` for a remark.
+JSON has one line per cell and peer, so that two runs can be read as a diff. Keys of a line: `call` if the cell has one,
+those of FIGURES if there is a figure, `why` if one is missing or the results differ, `note` for a remark.
 """
 
 from __future__ import annotations
@@ -23,17 +23,12 @@ from attngen.ir.dtypes import ELEMENTS, result_of
 from attngen.spec import make_spec
 
 DIRECTIONS = ("fwd", "bwd", "both")
-WORK = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # FLOPs over those of the forward, as FlashAttention's papers count them
+WORK = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # FLOPs over the forward's, as FlashAttention's papers count them
 HOST = ("host_us", "host_nograd_us", "host_compiled_us", "host_compiled_nograd_us", "host_graph_us")
 MASKS = ("mask_ms", "mask_eager_ms", "mask_mib", "whole_fwd_ms", "whole_fwd_spread", "whole_mib")
 CACHE = ("read_mib", "read_tb_s", "read_copy")
-RESULTS = (
-    "out",
-    "dq",
-    "dk",
-    "dv",
-    "learned",
-)  # whose differences are figures of their own; `learned`: the largest of learned inputs
+# Results with separate figures for their differences; `learned` is the largest of all inputs with gradients.
+RESULTS = ("out", "dq", "dk", "dv", "learned")
 FIGURES = (
     *(f"{d}_{figure}" for d in DIRECTIONS for figure in ("ms", "spread", "tflops", "roof")),
     "allocated_mib",
@@ -48,18 +43,18 @@ FIGURES = (
     *(f"{result}_differs" for result in RESULTS),
 )
 KEYS = ("grid", "spec", "dtype", "batch", "heads", "kv_heads", "n_q", "n_kv", "peer")
-FLOOR = 0.02  # of a cell's time: what moved less has not moved
-DIFFERS = 2e-2  # relative difference of results at which a comparison has failed
+FLOOR = 0.02  # smallest relative change of a time that counts as one
+DIFFERS = 2e-2  # relative difference of results above which a comparison has failed
 
 
 @dataclass(frozen=True)
 class Line:
-    """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of a roof, MiB, microseconds,
-    seconds.
+    """One peer in one cell; `figures` by the names of FIGURES: ms, TFLOP/s, fractions of the roofline, MiB,
+    microseconds, seconds.
 
-    `visible` is the share of scores that the mask lets through. `mask_*` are of preparing the mask, `whole_*` of calls
-    that do it too. Over a cache `read_mib` of K and V must be read, which a call does at `read_tb_s`, the part
-    `read_copy` of a copy's rate.
+    `visible` is the share of visible scores. `mask_*` are figures of preparing the mask, `whole_*` of calls that
+    include it. With a KV cache, `read_mib` of K and V must be read; a call reads them at `read_tb_s`, which is the
+    share `read_copy` of a copy's rate.
     """
 
     cell: Cell
@@ -70,13 +65,13 @@ class Line:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the same line has in another run."""
+        """The key that the same line has in another run."""
         c, dim = self.cell, self.cell.spec.head_dim
         means = (c.spec.mask.describe(), c.score, dim.qk, dim.v)
         return (c.spec.name, *means, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, c.call, self.peer)
 
     def data(self) -> dict[str, Any]:
-        """As JSON and CSV have it."""
+        """Return the line as data for JSON and CSV."""
         c = self.cell
         keys = (c.grid, c.spec.name, c.dtype, c.batch, c.heads, c.kv_heads, c.n_q, c.n_kv, self.peer)
         words = {name: text for name, text in (("why", self.why), ("note", self.note)) if text}
@@ -91,7 +86,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Results:
-    """A run. `machine`: gpu, torch, triton, and the roofs matmul_tflops and copy_tb_s."""
+    """A run. `machine`: gpu, torch, triton, and the measured peaks matmul_tflops and copy_tb_s."""
 
     machine: dict[str, Any]
     lines: list[Line] = field(default_factory=list)
@@ -103,15 +98,15 @@ class Results:
         return list(dict.fromkeys(line.peer for line in self.lines))
 
     def failed(self) -> list[Line]:
-        """Lines that a user has to hear of: ours without a figure, and results that differ."""
+        """Return the lines with failures: ours without a figure, and results that differ."""
         return [x for x in self.lines if x.peer == "ours" and x.why or not x.figures.get("differs", 0.0) <= DIFFERS]
 
     def shared(self, other: Results) -> int:
-        """How many lines are in the other run too."""
+        """Return the number of lines that the other run has too."""
         return len({line.key for line in self.lines} & {line.key for line in other.lines})
 
     def text(self) -> str:
-        """As JSON."""
+        """Return the run as JSON."""
         specs = {c.spec.name: c.spec.canonical() for c in self.cells()}
         head = {"attngen": __version__, **self.machine}
         parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
@@ -134,7 +129,7 @@ def _listed(begin: str, parts: Sequence[str], end: str) -> str:
 
 
 def read_results(path: Path) -> Results:
-    """A run from its JSON; AttngenError where the file holds none."""
+    """Read a run from its JSON; AttngenError if the file has none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         specs = {name: make_spec(spec, str(path)) for name, spec in data["specs"].items()}
@@ -146,13 +141,14 @@ def read_results(path: Path) -> Results:
             figures = {name: float(line[name]) for name in FIGURES if name in line}
             lines.append(Line(cell, line["peer"], figures, line.get("why", ""), line.get("note", "")))
         machine = {key: data[key] for key in data if key not in ("attngen", "specs", "lines")}
-        (
-            float(machine["matmul_tflops"]),
-            float(machine["copy_tb_s"]),
-            machine["gpu"],
-            machine["torch"],
-            machine["triton"],
-        )  # noqa: B018
+        for key, kind in (
+            ("matmul_tflops", float),
+            ("copy_tb_s", float),
+            ("gpu", str),
+            ("torch", str),
+            ("triton", str),
+        ):
+            kind(machine[key])  # raises if it is missing or not a number
     except (ValueError, KeyError, TypeError, AttributeError):
         raise AttngenError(f"{path}: not the results of `attngen bench`; expected its results.json") from None
     return Results(machine, lines)
@@ -162,13 +158,14 @@ def read_results(path: Path) -> Results:
 
 
 def rates(cell: Cell, machine: dict[str, Any], pairs: int, read: int, direction: str, ms: float) -> dict[str, float]:
-    """TFLOP/s of a time, and which part of it the nearest roof would take; over a cache also what CACHE names.
+    """Return the TFLOP/s of a time, and the share of it that the roofline would take; with a KV cache also the figures
+    in CACHE.
 
     read: bytes of K and V that a forward must read.
 
-    FLOPs are 4 D for each pair of query and key that the mask lets see each other, D the mean of both head dimensions.
-    The roof is the larger of the times of this run's bf16 matrix product for these FLOPs, and of its copy for what must
-    be read and written.
+    FLOPs are 4 D per visible pair of query and key, with D the mean of both head dimensions. The roofline is the larger
+    of two times: of this run's bf16 matrix product for these FLOPs, and of its copy for the bytes that must be read and
+    written.
     """
     dim, size, out_size = cell.spec.head_dim, ELEMENTS[cell.dtype].bytes, ELEMENTS[result_of(cell.dtype)].bytes
     flops = WORK[direction] * 2 * (dim.qk + dim.v) * pairs
@@ -189,7 +186,7 @@ def rates(cell: Cell, machine: dict[str, Any], pairs: int, read: int, direction:
 
 
 def sentence(text: str) -> str:
-    """An error in one short line, without the folders of paths."""
+    """Return an error in one short line, without the folders of paths."""
     first = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
     return shorten(re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", first))
 
@@ -201,13 +198,13 @@ def shorten(text: str, most: int = 120) -> str:
 
 # ---------------------------------------------------------------------------------------------- tables
 
-HEADINGS = ("cell", "peer", "fwd ms", "TFLOP/s", "roof", "bwd ms", "TFLOP/s", "roof", "both ms", "TFLOP/s", "+-", "MiB", "reserved",
-            "host us", "first s", "")  # fmt: skip
+HEADINGS = ("cell", "peer", "fwd ms", "TFLOP/s", "roof", "bwd ms", "TFLOP/s", "roof", "both ms", "TFLOP/s",
+            "+-", "MiB", "reserved", "host us", "first s", "")  # fmt: skip
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The table under HEADINGS, of what reads no cache; a cell's name stands at its first line. `+-` is the largest
-    spread of the three."""
+    """Yield the table under HEADINGS, of cells without a KV cache; a cell's name is on its first line. `+-` is the
+    largest of the three spreads."""
     before: Cell | None = None
     for line in (line for line in results.lines if not line.cell.cached):
         f = line.figures
@@ -246,7 +243,7 @@ CACHE_HEADINGS = (
 
 
 def cache_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The table under CACHE_HEADINGS, of what reads a cache."""
+    """Yield the table under CACHE_HEADINGS, of cells with a KV cache."""
     before: Cell | None = None
     for line in (line for line in results.lines if line.cell.cached):
         f = line.figures
@@ -273,7 +270,7 @@ HOST_HEADINGS = ("host us of a forward call", "peer", "eager", "no gradients", "
 
 
 def host_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The table under HOST_HEADINGS, of lines that have more than the first of these figures."""
+    """Yield the table under HOST_HEADINGS, of lines that have more than the first of these figures."""
     before: Cell | None = None
     for line in results.lines:
         if any(name in line.figures for name in HOST[1:]):
@@ -289,7 +286,7 @@ MASK_HEADINGS = ("what the mask takes", "peer", "ms", "eager ms", "MiB", "fwd ms
 
 
 def mask_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """The table under MASK_HEADINGS, of lines that have one of these figures."""
+    """Yield the table under MASK_HEADINGS, of lines that have one of these figures."""
     before: Cell | None = None
     forms = {"mask_ms": ".3f", "mask_eager_ms": ".3f", "mask_mib": ".1f", "whole_fwd_ms": ".3f", "whole_mib": ".0f"}
     for line in results.lines:
@@ -304,8 +301,7 @@ def _number(figures: dict[str, float], name: str, form: str) -> str:
 
 
 def ratios(results: Results) -> Iterator[str]:
-    """How ours compares with each peer, over the cells that have both: the geometric mean of the ratios, and the
-    least."""
+    """Yield our speedups over each peer, over the cells that have both: the geometric mean and the least."""
     times = {
         (line.cell, line.peer, d): line.figures[f"{d}_ms"]
         for line in results.lines
@@ -334,23 +330,23 @@ def ratios(results: Results) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Move:
-    """A time that moved by more than its spread. `before` or `after` is None where there is no figure."""
+    """A time that changed by more than its spread. `before` or `after` is None if there is no figure."""
 
     line: Line
     direction: str
     before: float | None
     after: float | None
-    least: float  # by which part of itself a time must move to be here
+    least: float  # the smallest relative change that counts as one
 
     @property
     def slower(self) -> bool:
         return self.after is None or self.before is not None and self.after > self.before
 
     def __str__(self) -> str:
-        what = f"{self.line.cell} {self.line.peer} {self.direction}"
+        text = f"{self.line.cell} {self.line.peer} {self.direction}: {_ms(self.before)} before, {_ms(self.after)} now"
         if self.before is None or self.after is None:
-            return f"{what}: {_ms(self.before)} before, {_ms(self.after)} now{f' ({self.line.why})' if self.line.why else ''}"
-        return f"{what}: {_ms(self.before)} before, {_ms(self.after)} now: {self.after / self.before - 1:+.1%} (spread {self.least:.1%})"
+            return f"{text}{f' ({self.line.why})' if self.line.why else ''}"
+        return f"{text}: {self.after / self.before - 1:+.1%} (spread {self.least:.1%})"
 
 
 def _ms(value: float | None) -> str:
@@ -358,8 +354,8 @@ def _ms(value: float | None) -> str:
 
 
 def moves(new: Results, old: Results) -> list[Move]:
-    """Times of lines that both runs have, which moved by more than both spreads together and FLOOR; also figures
-    lost and gained."""
+    """Return the times, of lines in both runs, that changed by more than both spreads together and FLOOR; also lost and
+    gained figures."""
     known = {line.key: line for line in old.lines}
     found = []
     for line in new.lines:
@@ -376,12 +372,11 @@ def moves(new: Results, old: Results) -> list[Move]:
 
 
 def other_machine(new: Results, old: Results) -> str:
-    """What is not the same of the machines, in one line; empty if all is."""
-    parts = [f"{key} {shown(old.machine[key])} then, {shown(new.machine[key])} now" for key in ("gpu", "torch", "triton")
-             if old.machine[key] != new.machine[key]]  # fmt: skip
-    return "; ".join(parts)
+    """Return the differences of the machines in one line; empty if there are none."""
+    keys = [key for key in ("gpu", "torch", "triton") if old.machine[key] != new.machine[key]]
+    return "; ".join(f"{key} {shown(old.machine[key])} then, {shown(new.machine[key])} now" for key in keys)
 
 
 def failures(found: Iterable[Move]) -> list[Move]:
-    """What fails a comparison: ours got slower, or has no figure any more."""
+    """Return the changes that fail a comparison: ours became slower, or lost its figure."""
     return [move for move in found if move.slower and move.line.peer == "ours"]

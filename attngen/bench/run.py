@@ -1,9 +1,8 @@
-"""Running cells: a process for each, several getting ready at once, one measuring.
+"""Run cells, one process per cell: several prepare at once, one measures.
 
-The first calls of peers that compile are made by up to `jobs` processes at a time, so their seconds are those of a
-machine that is
-busy: `--jobs 1` gives clean ones. Then each process measures alone. A peer that fails, hangs beyond the limit or takes
-its process down loses its own figures: the cell starts again without it.
+Up to `jobs` processes at a time make the first calls of peers that compile, so these seconds are those of a busy
+machine; `--jobs 1` gives clean ones. Then one process at a time measures. A peer that fails, hangs beyond the limit or
+crashes its process only loses its own figures: the cell starts again without it.
 """
 
 from __future__ import annotations
@@ -31,41 +30,36 @@ from attngen.bench.results import DIRECTIONS, FIGURES, Line, Results, rates, sen
 from attngen.errors import AttngenError, BuildError, SpecError
 from attngen.spec import Spec
 
-Work = Mapping[Cell, Sequence[str]]  # the cells, and the peers that each is to be measured beside
+Work = Mapping[Cell, Sequence[str]]  # the cells, and the peers to measure in each
 
-START_S = 180.0  # that a process gets to import what it needs
-GONE_S = 10.0  # that one gets to end by itself
-DIGITS = {
-    "ms": 5,
-    "spread": 2,
-    "mib": 1,
-    "us": 1,
-    "s": 2,
-}  # of figures, by the last part of their names; `ms` and `spread` significant ones
+START_S = 180.0  # limit for a process's imports
+GONE_S = 10.0  # limit for a process to end by itself
+# Digits of figures after the point, by the last part of their names; significant digits for `ms` and `spread`.
+DIGITS = {"ms": 5, "spread": 2, "mib": 1, "us": 1, "s": 2}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How cells are run. `peers_from` and `clock` are modules: PEERS, and what timing.py has."""
+    """Settings of a run. `peers_from` and `clock` name modules with PEERS and with the functions of timing.py."""
 
     rounds: int = 5
     jobs: int = 1
-    limit_s: float = 120.0  # for one step: a first call, one turn of a peer
-    host: bool = False  # host times of all kinds
-    masks: bool = False  # what preparing masks takes; always measured of grids that have tables of it
+    limit_s: float = 120.0  # for one step: a first call, one measurement of a peer
+    host: bool = False  # measure all kinds of host times
+    masks: bool = False  # measure the preparation of masks, as always for grids with tables of it
     device: str = "cuda"
     peers_from: str = "attngen.bench.peers"
     clock: str = "attngen.bench.timing"
 
     def cannot(self, cell: Cell, peer: str) -> str:
-        """Why a peer cannot do a cell; empty if it can."""
-        said: str = importlib.import_module(self.peers_from).PEERS[peer].cannot(cell)
-        return said
+        """Return why a peer cannot do a cell; empty if it can."""
+        reason: str = importlib.import_module(self.peers_from).PEERS[peer].cannot(cell)
+        return reason
 
 
 @dataclass
 class Attempt:
-    """A cell that is to be run, the peers that are left, and what was found of the others."""
+    """A cell to run, the peers that are left, and the findings so far."""
 
     cell: Cell
     peers: list[str]
@@ -77,7 +71,7 @@ class Attempt:
     notes: dict[str, str] = field(default_factory=dict)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Keep what a message says."""
+        """Store the findings of a message."""
         if "pairs" in message:
             self.pairs, self.read = message["pairs"], message["read"]
         if name := message.get("peer"):
@@ -86,7 +80,7 @@ class Attempt:
             self.notes[name] = message.get("note", self.notes.get(name, ""))
 
     def lines(self, asked: Sequence[str], setup: Setup, machine: dict[str, Any]) -> list[Line]:
-        """The cell's lines, for all peers that were asked for."""
+        """Return the cell's lines, for all requested peers."""
         found = []
         for name in asked:
             figures = {key: _rounded(key, x) for key, x in self.figures.get(name, {}).items()}
@@ -125,7 +119,7 @@ def _rounded(name: str, x: float) -> float:
 
 
 class Lost(Exception):
-    """A process that ended, or said nothing within the limit; the peer whose step it was, if it was one's."""
+    """A process that ended, or sent nothing within the limit; `peer` is the one whose step it was, or empty."""
 
     def __init__(self, peer: str, why: str) -> None:
         self.peer, self.why = peer, why
@@ -133,7 +127,7 @@ class Lost(Exception):
 
 
 class Child:
-    """A process that measures one cell (none: the machine)."""
+    """A process that measures one cell, or without one the machine."""
 
     def __init__(self, attempt: Attempt | None, setup: Setup, folder: Path, module: Path) -> None:
         self.attempt, self.setup, self.folder = attempt, setup, folder
@@ -150,7 +144,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**threads, **os.environ, **caches},
-                start_new_session=True,  # with the processes that it starts, to be ended with them
+                start_new_session=True,  # so that its children can be ended with it
             )
         job: dict[str, Any] = {"clock": setup.clock, "peers_from": setup.peers_from, "spec": None}
         if attempt:
@@ -166,12 +160,12 @@ class Child:
 
     def send(self, line: str) -> None:
         assert self.process.stdin
-        with contextlib.suppress(OSError):  # of one that has died, which reading it will show
+        with contextlib.suppress(OSError):  # the process has died, which reading from it will show
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
     def until(self, key: str, limit_s: float) -> dict[str, Any]:
-        """Take its messages up to one with that key; Lost if it ends before, or says nothing for so many seconds."""
+        """Process its messages up to one with a key; Lost if it ends before, or sends nothing within the limit."""
         while True:
             message = self._message(limit_s)
             if key in message:
@@ -183,7 +177,7 @@ class Child:
                 self.attempt.take(message)
 
     def go(self) -> Lost | None:
-        """Let it make its next stage; what was lost, if it did not get to the end."""
+        """Let it run its next stage; return what was lost if it did not reach the end."""
         try:
             if not self.imported:
                 self.until("imported", START_S)
@@ -211,11 +205,11 @@ class Child:
         return message
 
     def _end(self) -> str:
-        """How it ended, and the last error that it printed."""
+        """Return how it ended, and the last error that it printed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GONE_S)
         code = self.process.poll()
-        how = (
+        state = (
             "still runs"
             if code is None
             else f"ended by {signal.Signals(-code).name}"
@@ -224,14 +218,14 @@ class Child:
         )
         log = (self.folder / "log").read_text(errors="replace").splitlines()
         last = next((line for line in reversed(log) if "Error" in line), "")
-        return f"its process {how}" + (f" ({sentence(last)})" if last else "")
+        return f"its process {state}" + (f" ({sentence(last)})" if last else "")
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it, and what it started."""
+        """End it and its children."""
         if self.process.returncode is not None and not self.folder.exists():
             return
         self.kill()
@@ -243,7 +237,7 @@ class Child:
 
 
 def machine(setup: Setup, folder: Path) -> dict[str, Any]:
-    """The GPU, the versions and the roofs of this run; AttngenError where there is no device."""
+    """Return the GPU, the versions and the peaks of this run; AttngenError if there is no device."""
     child = Child(None, setup, folder / "machine", folder)
     try:
         found: dict[str, Any] = child.until("machine", START_S)["machine"]
@@ -255,7 +249,7 @@ def machine(setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 def build(specs: Sequence[Spec], folder: Path) -> dict[str, Path]:
-    """Generate the modules of specs, by their names."""
+    """Generate the modules of specs; return their folders by name."""
     from attngen.codegen.files import write_module
     from attngen.codegen.render import render
     from attngen.lowering.pipeline import lower
@@ -269,9 +263,9 @@ def build(specs: Sequence[Spec], folder: Path) -> dict[str, Path]:
 
 
 def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callable[[str], None]) -> Iterator[list[Line]]:
-    """Measure each cell beside its peers; gives the lines of each as it is done.
+    """Measure each cell with its peers; yield the lines of each cell when it is done.
 
-    `results` has the machine, and gets the lines, in the order of the cells; `watch` is told what goes on.
+    `results` has the machine, and gets the lines, in the order of the cells. `watch` gets progress messages.
     """
     watch("generating modules")
     cells, peers = list(work), dict(work)
@@ -288,7 +282,7 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
         return lines
 
     def start() -> list[Child]:
-        """The next processes, which import what they need and wait."""
+        """Start the next processes, which import what they need and wait."""
         nonlocal count
         found: list[Child] = []
         while pending and len(found) < setup.jobs:
@@ -307,7 +301,7 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
             with ThreadPoolExecutor(len(batch)) as pool:
                 try:
                     lost = list(pool.map(Child.go, batch))
-                except BaseException:  # whoever interrupts does not want to wait for them
+                except BaseException:  # on an interrupt, do not wait for them
                     for child in batch:
                         child.kill()
                     raise
@@ -329,12 +323,12 @@ def run(work: Work, setup: Setup, folder: Path, results: Results, watch: Callabl
 
 
 def _without(attempt: Attempt, gone: Lost) -> Attempt | None:
-    """The cell again without the peer that was lost, or None where nothing is left; it was nobody's step if all are."""
+    """Return the cell without the lost peer, or None if no peer is left. If the step had no peer, all are lost."""
     if not gone.peer:
         attempt.lost |= dict.fromkeys(attempt.peers, gone.why)
         return None
-    said = attempt.whys.get(gone.peer, [])
-    lost = {**attempt.lost, gone.peer: said[-1] if said else gone.why}
+    reasons = attempt.whys.get(gone.peer, [])
+    lost = {**attempt.lost, gone.peer: reasons[-1] if reasons else gone.why}
     rest = [name for name in attempt.peers if name != gone.peer]
     if not rest:
         attempt.lost = lost
@@ -344,7 +338,7 @@ def _without(attempt: Attempt, gone: Lost) -> Attempt | None:
 
 
 def progress(lines: Sequence[Line]) -> str:
-    """A cell in one line: TFLOP/s forward and backward of each peer; over a cache TB/s."""
+    """Return a cell in one line: TFLOP/s forward and backward of each peer; TB/s with a KV cache."""
     if lines and lines[0].cell.cached:
         return (
             "; ".join(f"{x.peer} {x.figures.get('read_tb_s', '-')}{f' ({x.why})' if x.why else ''}" for x in lines)

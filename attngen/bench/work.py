@@ -1,4 +1,4 @@
-"""What a command asks for: cells from specs, grids or an older run, and the peers of each."""
+"""Cells of a command, from specs, grids or an older run, and the peers of each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def select(
     peers: str | None,
     sizes: dict[str, Any],
 ) -> Work:
-    """The cells and their peers, those of `old` if nothing else is named; AttngenError where that is nothing, or has no
-    sense.
+    """Return the cells and their peers, those of `old` if nothing else is named; AttngenError if there are none, or the
+    arguments conflict.
 
-    `sizes`: n (text), batch, heads, kv_heads and dtype, of cells made of specs.
+    sizes: n (text), batch, heads, kv_heads and dtype, for cells of specs.
     """
     if specs and grids:
         raise AttngenError("SPECS and --grid are both given; expected one of them: a grid's file can name specs")
@@ -56,7 +56,7 @@ def select(
 
 
 def _check_names(cells: Iterable[Cell]) -> None:
-    """One name, one spec: results and modules go by it."""
+    """Raise AttngenError if two specs have one name, by which results and modules are found."""
     known: dict[str, Cell] = {}
     for c in cells:
         if known.setdefault(c.spec.name, c).spec != c.spec:
@@ -68,12 +68,12 @@ def _peers(text: str) -> tuple[str, ...]:
 
 
 def _known(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, each once, in the order of PEERS."""
-    wanted = list(names)
-    for name in wanted:
+    """Return the names, each once, in the order of PEERS; AttngenError for an unknown one."""
+    given = list(names)
+    for name in given:
         if name not in PEERS:
             raise AttngenError(f"`{shown(name)}` is no peer; {suggest(name, PEERS)}")
-    return tuple(name for name in PEERS if name in wanted)
+    return tuple(name for name in PEERS if name in given)
 
 
 def _rows(text: str) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ def _rows(text: str) -> list[tuple[int, int]]:
 
 
 def listing(work: Work, setup: Setup) -> tuple[list[str], list[list[str]]]:
-    """A table of cells by peers: `yes`, or why not."""
+    """Return a table of cells by peers: `yes`, or why not."""
     names = [name for name in PEERS if any(name in peers for peers in work.values())]
     rows = [
         [str(c), *(("" if name not in peers else setup.cannot(c, name) or "yes") for name in names)]

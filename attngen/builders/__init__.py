@@ -1,49 +1,43 @@
-"""From a spec to logical IR, one file per direction. Nothing is decided about tiles or devices."""
+"""Builds logical IR from a spec, one file per direction. Nothing is decided about tiles or devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from attngen import __version__
-from attngen.builders.backward import (
-    build_delta,
-    build_dkdv,
-    build_dkdv_end,
-    build_dq,
-    build_dq_end,
-    build_fused,
-    learned,
-    unfused,
-)
+from attngen.builders.backward import build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, unfused
 from attngen.builders.blocks import build_blocks
 from attngen.builders.forward import build_forward, build_forward_by_key, build_forward_end
+from attngen.builders.gradient_inputs import learned
 from attngen.builders.host import build_hosts
 from attngen.builders.jvp import build_jvp
 from attngen.builders.key_mass import build_key_mass
 from attngen.builders.pack_gqa import PACKED
 from attngen.builders.programs import add_programs
 from attngen.builders.results import with_results
+from attngen.builders.row_statistics import build_delta
 from attngen.builders.semantics import listed_blocks, meaning
 from attngen.builders.serving import add_cache
 from attngen.errors import BuildError
-from attngen.ir.graph import DEFAULT_BACKEND, Blocks, Kernel, Module
 from attngen.ir.heads import SHARINGS
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import DEFAULT_BACKEND, Blocks, Module
 from attngen.spec import Spec
 
 Build = Callable[[Spec], Kernel]
-WAYS = (PACKED,)  # to compute the forward of some calls: a call takes the first whose condition holds, else @fwd
+FORWARD_VARIANTS = (PACKED,)  # a call takes the first one whose condition holds, else @fwd
 
 
 def build_module(spec: Spec) -> Module:
     """The logical module of a spec: its kernels, and the host programs that launch them.
 
-    In FlashAttention-2's order of loops (`q_outer`), each program owns a tile. The kernels are the forward and three of
-    the backward; two of a backward in one pass, if it can be; also those of WAYS that apply, and `blocks` if data says
-    which blocks of scores count. In FlashAttention-1's order (`kv_outer`), programs walk over the key tiles of a head,
-    and further kernels finish what these have rewritten. Specs with `backward: false` have the kernels of the forward
-    alone.
+    In FlashAttention-2's loop order (`q_outer`), each program owns a tile. The kernels are the forward and three of the
+    backward, plus two of a fused backward if possible; also those of the FORWARD_VARIANTS that apply, and `blocks` if
+    data says which blocks of scores count. In FlashAttention-1's order (`kv_outer`), programs loop over the key tiles
+    of a head, and further kernels finish the tensors that these have rewritten. Specs with `backward: false` have only
+    the kernels of the forward.
 
-    Raises BuildError where the spec asks for something that has no kernels.
+    Raises BuildError if the spec asks for something that has no kernels.
     """
     blocks = listed_blocks(spec)
     _check_tiles(spec, blocks)
@@ -60,8 +54,8 @@ def build_module(spec: Spec) -> Module:
     kernels = tuple(build(spec) for build in (*forward, *(backward if spec.trains else ())))
     kernels += (build_jvp(spec),) if spec.trains else ()
     kernels += (build_key_mass(spec),) if "key_mass" in spec.outputs else ()
-    ways = [way for way in WAYS if way.applies(spec)]
-    kernels += tuple(kernel for way in ways for kernel in way.kernels(spec))
+    variants = [variant for variant in FORWARD_VARIANTS if variant.applies(spec)]
+    kernels += tuple(kernel for variant in variants for kernel in variant.kernels(spec))
     module = Module(
         name=spec.name,
         version=__version__,
@@ -86,7 +80,7 @@ def build_module(spec: Spec) -> Module:
         rope=spec.rope,
         outputs=spec.outputs,
     )
-    return add_programs(with_results(add_cache(build_hosts(module, ways, spec.trains), spec)))
+    return add_programs(with_results(add_cache(build_hosts(module, variants, spec.trains), spec)))
 
 
 def _check_tiles(spec: Spec, blocks: Blocks | None) -> None:

@@ -1,5 +1,5 @@
-"""Masks of arbitrary data: a kernel evaluates the mask in every block of scores, to find the blocks that a call
-visits."""
+"""The kernel `blocks` for masks of arbitrary data: evaluate the mask in every block of scores, to find the blocks that
+a call visits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import sympy
 from attngen.builders.common import KernelBuilder, in_bounds
 from attngen.builders.signature import Signature
 from attngen.heuristics import LISTED, STRIP
+from attngen.ir.core import Access, Type
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import cdiv, floordiv, select, symbol
-from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, Access, Base, Init, Type, Yield
+from attngen.ir.kernel import Kernel
+from attngen.ir.ops import Base, Init, Yield
 from attngen.spec import Spec
 
 BLOCKS = Signature(
-    "blocks", "q", (), ("COUNT",), about="Before all: how many pairs the mask leaves visible, of each strip of a block."
+    "blocks", "q", (), ("COUNT",), about="Before the others: the number of visible pairs in each strip of a block."
 )
 
 
 def build_blocks(spec: Spec) -> Kernel:
-    """The number of visible pairs in each strip of a block: scores of 0 are masked, and those above -inf are
+    """The number of visible pairs in each strip of a block: zero scores are masked to -inf, and those above -inf are
     counted."""
     b = KernelBuilder(spec, BLOCKS)
     b.tensors()

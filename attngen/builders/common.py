@@ -1,4 +1,4 @@
-"""The shared part of kernel builders: adding typed ops to blocks, and how heads index K and V."""
+"""Build kernels: add typed ops to blocks, declare arguments, and index K and V by head."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import sympy
 from attngen.builders.semantics import S, keeps_extremes, listed_blocks, of_product, shared, varies, whole_numbers
 from attngen.builders.signature import Signature, grid, parts_of, tensor_args
 from attngen.errors import BuildError
-from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol, to_text
-from attngen.ir.graph import Kernel, KVSplit, Learned, Read, input_tensors
+from attngen.ir.core import Access, Block, Checks, Fact, Op, Type
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, dimension
+from attngen.ir.expr import LARGEST, Bool, cdiv, floordiv, mod, select, span, symbol
+from attngen.ir.expr_text import to_text
+from attngen.ir.grid import KVSplit
 from attngen.ir.heads import SHARINGS
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Learned, Read, input_tensors
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
 from attngen.ir.ops import (
-    AXIS_DIM,
-    AXIS_EXTENT,
-    Access,
     Arg,
-    Block,
     CacheLength,
-    Checks,
     Deinterleave,
     Dot,
     Dropout,
     DropoutMask,
-    Fact,
     Gather,
     Init,
     Interleave,
@@ -35,57 +34,56 @@ from attngen.ir.ops import (
     Loop,
     Map,
     Mask,
-    Op,
     OrderedAccumulate,
     OrderedAdd,
     Reduce,
     Scatter,
     Seed,
     Store,
-    Type,
-    dimension,
 )
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import sharing
 from attngen.lang.part import NATURAL
 from attngen.spec import Spec
-from attngen.tiles.order import turn_of
+from attngen.tiles.order import order_of
 
 POSITIONS = {"Nq": "q", "Nk": "kv"}  # dimensions that are visited in tiles
-LONG = 16  # an index with more operations than this is computed once, as a value of its own
+LONG = 16  # an index with more operations than this becomes a value, computed once
 AXIS_OF = {dim: axis for axis, dim in AXIS_DIM.items()}
 
 
 class KernelBuilder:
-    """Collects the ops of one kernel, giving each value its type."""
+    """Collects the ops of one kernel, and gives each value its type."""
 
-    def __init__(self, spec: Spec, signature: Signature, wants: Iterable[Any] = ()) -> None:
-        """`wants`: what the kernel computes besides the score. Together with score and mask it decides which inputs
-        are read."""
+    def __init__(self, spec: Spec, signature: Signature, extra: Iterable[Any] = ()) -> None:
+        """`extra`: expressions that the kernel computes in addition to the score.
+
+        Together with score and mask they determine which inputs are read.
+        """
         self.spec, self.signature = spec, signature
-        own = signature.own
-        self.program_axis, self.loop_axis = own, "kv" if own == "q" else "q"
+        axis = signature.axis
+        self.program_axis, self.loop_axis = axis, "kv" if axis == "q" else "q"
         self.score_dims = ("BLOCK_KV", "BLOCK_Q") if signature.transposed else ("BLOCK_Q", "BLOCK_KV")
         self.ops: dict[str, list[Op]] = {"entry": []}
         self.types: dict[str, Type] = {}
         self.grid = grid(signature, spec.heads.sharing)
-        self.shares = next(iter(sharing(self.grid)), None)  # the axis whose programs share a loop
-        self.kv_split: KVSplit | None = None  # how keys of a cache are dealt among programs
+        self.split_axis = next(iter(sharing(self.grid)), None)  # the axis whose programs share a loop
+        self.kv_split: KVSplit | None = None  # how keys of a cache are split among programs
         self.heads = _heads(spec, signature)
         self.score = spec.modified()
         self.tensor_types = input_tensors(spec.inputs(), spec.derived())
-        self.numbers = {i.name: i.dtype for i in spec.inputs() if not i.shape}
+        self.scalar_dtypes = {i.name: i.dtype for i in spec.inputs() if not i.shape}
         self.lengths = {i.name for i in spec.inputs() if i.is_size}
         along = {read.name for read in spec.reads() if varies(spec, read, symbol(f"{self.loop_axis}_idx"))}
-        said = spec.visible() if own == "q" else spec.visible_by_key()
-        self.where = said if signature.masks else sympy.true
+        visible = spec.visible() if axis == "q" else spec.visible_by_key()
+        self.where = visible if signature.masks else sympy.true
         facts = [fact for fact in spec.mask.facts() if self.where.has(fact.literal)]
         self.facts = tuple(_usable(fact, along) for fact in facts)
-        self.wants = (*([self.score] if signature.scores else []), *wants)
-        needed = named_by(spec, (self.where, *(e for f in self.facts for e in f), *self.wants))
-        self.places: dict[tuple[str, Any], str] = {}  # (block, long index) -> the name of its value
+        self.extra = (*([self.score] if signature.scores else []), *extra)
+        needed = named_by(spec, (self.where, *(e for f in self.facts for e in f), *self.extra))
+        self.index_values: dict[tuple[str, Any], str] = {}  # (block, long index) -> the name of its value
         self.needed = tuple(read for read in spec.reads() if read.name in needed)
-        self.needed_numbers = tuple(name for name in self.numbers if name in needed)
+        self.needed_scalars = tuple(name for name in self.scalar_dtypes if name in needed)
 
     def add(self, op: Op, block: str = "entry") -> str:
         self.ops.setdefault(block, []).append(op)
@@ -93,46 +91,45 @@ class KernelBuilder:
         return op.name
 
     def read_tangents(self, reads: Iterable[Read]) -> None:
-        """Read the tangents of inputs where these are read: `tslope` of %tSLOPE where `slope` is read."""
+        """Also read the tangents of inputs: `tslope` from %tSLOPE where `slope` is read."""
         for read in reads:
             tensor = f"t{read.tensor.upper()}"
             self.tensor_types[tensor] = self.tensor_types[read.tensor]
             self.needed += (Read(f"t{read.name}", tensor, read.index),)
 
     def tensors(self, learned: Iterable[Learned] = ()) -> None:
-        """Declare all tensors that the kernel reads and writes, also for mask and modifiers."""
+        """Declare all tensors that the kernel reads and writes, including those of mask and modifiers."""
         read = {_argument(read.tensor): self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
         for arg in tensor_args(self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
 
     def _in_cache(self, type_: Type) -> Type:
-        """The type of an input: where keys are in a cache, one of each key has room for all keys that a sequence may
-        have.
+        """The type of an input in this kernel.
 
-        Where rows are the queries of all heads of a group, those of one head are `queries`.
+        With a cache, a dimension of keys has room for all keys that a sequence may have. If rows are the queries of all
+        heads of a group, a dimension of queries has `queries` elements, those of one head.
         """
         named = ({"Nk": "Nc"} if self.signature.cache else {}) | ({"Nq": "queries"} if self.signature.pack_gqa else {})
         return replace(type_, dims=tuple(named.get(d, d) for d in type_.dims))
 
     def scalar(self, name: str) -> None:
-        self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.numbers}[name])))
+        self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.scalar_dtypes}[name])))
 
     def sizes(self) -> None:
-        """Declare scalars: the sizes of a kernel, those that indexing by head needs, and the numbers of mask and
-        modifiers."""
+        """Declare the scalars: sizes, those needed to index by head, and the scalar inputs of mask and modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
-        packs, heads = self.signature.pack_gqa, SHARINGS[self.spec.heads.sharing]
-        names += ["queries"] if packs else []
-        named = _symbols((self.where, *self.wants, *(e for read in self.needed for e in read.index)))
-        shared = heads.counts_group and not packs and (self.signature.scores or symbol("hkv") in named)
+        packed, heads = self.signature.pack_gqa, SHARINGS[self.spec.heads.sharing]
+        names += ["queries"] if packed else []
+        named = _symbols((self.where, *self.extra, *(e for read in self.needed for e in read.index)))
+        shared = heads.counts_group and not packed and (self.signature.scores or symbol("hkv") in named)
         if (
             shared
-            or (packs and symbol("h") in named)
-            or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packs)
+            or (packed and symbol("h") in named)
+            or (heads.is_shared and not heads.counts_group and self.signature.by_key_head and not packed)
         ):
             names.append("group")
-        names += [str(self.shares.extent)] if self.shares and not self.kv_split else []
+        names += [str(self.split_axis.extent)] if self.split_axis and not self.kv_split else []
         names += ["B", "items"] if self.kv_split else []
         names += ["Nc", "Nn"] if self.signature.cache or self.kv_split else []
         names += ["page_rows"] if self.signature.cache and self.signature.cache.page == "page_rows" else []
@@ -140,13 +137,13 @@ class KernelBuilder:
         places = [e for read in self.needed for at, where in [self._inside(read)] for e in (*at, where)]
         bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv", *self.lengths}
         by_keys = (self.signature.masks or symbol("Nk") in named | _symbols(places)) and not self.signature.cache
-        for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_numbers)):
+        for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_scalars)):
             self.scalar(name)
         if self.signature.cache and self.signature.masks:
             self.add(CacheLength("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
 
     def load_keys(self, name: str, tensor: str, head: Any, column: str, block: str) -> None:
-        """Load a tile of K or V: of the sequence and head; in a cache of pages, of those that the sequence has."""
+        """Load a tile of K or V of the sequence and head; in a paged cache, from the sequence's pages."""
         cache = self.signature.cache
         if cache is None or not cache.page:
             self.load(name, tensor, ("b", head, "kv", column), block)
@@ -155,8 +152,7 @@ class KernelBuilder:
         self.load(name, tensor, (head, "kv", column), block, pages="page")
 
     def pages(self, name: str, row: Any, block: str) -> None:
-        """The number of the page in which each row of a sequence lies, where the sequence has the row; once in a
-        block."""
+        """Look up the page that holds each row of a sequence, for rows within the sequence; once per block."""
         assert self.signature.cache is not None
         if name not in self.types:
             where = sympy.And(in_bounds("kv"), *([row >= 0, row < symbol("Nc")] if row != symbol("kv_idx") else []))
@@ -172,12 +168,12 @@ class KernelBuilder:
         other: Any = 0,
         pages: str | None = None,
     ) -> str:
-        """Load the tile of `tensor` at `index`; rows are bounds-checked where the tile can pass the end."""
+        """Load the tile of `tensor` at `index`; rows are bounds-checked if the tile can extend past the end."""
         access = _access(tensor, index)
         dims = tuple(AXIS_DIM[a] for a in access.axes())
         if set(access.axes()) == {"q", "kv"}:  # in the order of the scores' dimensions
             dims = self.score_dims
-        always = (self.program_axis, "joined", *(("q", "kv") if block == "entry" else ()))
+        always = (self.program_axis, "combined", *(("q", "kv") if block == "entry" else ()))
         check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ROW_AXES)
         return self.add(
             Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block
@@ -191,33 +187,36 @@ class KernelBuilder:
         )
         self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
-    def merge(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
-        """Store the program's tile of `tensor`, or add it to that of the other program of its pair: programs of
-        shares are paired."""
+    def ordered_accumulate(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
+        """Store the program's tile of `tensor`, or add it to the tile of the other program of its pair.
+
+        Programs along the split axis form pairs.
+        """
         (axis,) = sharing(self.grid)
         access, number = _access(tensor, index), symbol(axis.var)
-        turns = _access(
+        semaphore = _access(
             "DKDV_SEMAPHORE", (*(i for i in index[:-1] if i != self.program_axis), f"{self.program_axis}_start")
         )
-        turn = mod(number, sympy.Integer(2))
+        ticket = mod(number, sympy.Integer(2))
         self.add(
-            OrderedAccumulate(f"merge_{value}", access, value, ((self.program_axis, "always"),), "", turns, turn, ends),
+            OrderedAccumulate(
+                f"merge_{value}", access, value, ((self.program_axis, "always"),), "", semaphore, ticket, ends
+            ),
             "entry",
         )
 
-    def accumulate(self, tensor: str, index: tuple[Any, ...], value: str, turns: str) -> None:
-        """Add a tile to what other programs add to, in turns: from the last of the tiles that they own on."""
+    def ordered_add(self, tensor: str, index: tuple[Any, ...], value: str, semaphore: str) -> None:
+        """Add a tile to a tensor that other programs add to, in the order of their tiles, from the last one to the
+        first."""
         access = _access(tensor, index)
         check: Checks = tuple((a, "partial") for a in access.axes() if a == self.loop_axis)
         own = self.program_axis
-        place = _access(turns, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1]))
-        tiles = cdiv(
-            symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own])
-        )  # of which all come, as long as no pass knows better
-        turn, makers = turn_of(own, tiles, listed_blocks(self.spec))
+        counter = _access(semaphore, tuple(f"{i}_start" if i == self.loop_axis else i for i in index[:-1]))
+        tiles = cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))  # all of them add, unless a pass knows better
+        ticket, makers = order_of(own, tiles, listed_blocks(self.spec))
         for op in makers:
             self.add(op, "step")
-        self.add(OrderedAdd(f"add_{value}", access, value, check, "", place, turn), "step")
+        self.add(OrderedAdd(f"add_{value}", access, value, check, "", counter, ticket), "step")
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
         return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)
@@ -252,20 +251,22 @@ class KernelBuilder:
     def map(
         self, name: str, expr: Any, block: str = "entry", dtype: str = "f32", score: bool = False, **uses: str
     ) -> str:
-        """An elementwise expression. The result has the dimensions of its widest operand."""
+        """Add an elementwise expression. The result has the dimensions of its widest operand."""
         dims = max((self.types[r].dims for r in uses.values()), key=len, default=())
         return self.add(Map(name, expr, tuple(uses.items()), Type(dtype, dims), score), block)
 
-    def unzip(self, name: str, value: str, columns: str, block: str = "entry") -> str:
-        """The even and the odd columns of a tile, `name.even` and `name.odd`; `columns` is the dimension of each. Of
-        pairs: their numbers, in fp16."""
+    def deinterleave(self, name: str, value: str, columns: str, block: str = "entry") -> str:
+        """Split a tile into its even and odd columns, `name.even` and `name.odd`, each with dimension `columns`.
+
+        Pairs of 8-bit numbers become fp16.
+        """
         of = self.types[value]
         dtype = "fp16" if of.quantised else of.dtype
         return self.add(Deinterleave(name, value, Type(dtype, (*of.dims[:1], columns))), block)
 
-    def zip(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:
-        """The tile whose even columns are the value named `columns` + `even`, and whose odd ones that named
-        `columns` + `odd`."""
+    def interleave(self, name: str, columns: str, type_: Type, block: str = "entry") -> str:
+        """Interleave two tiles: the even columns are the value `columns` + `even`, the odd ones the value `columns` +
+        `odd`."""
         return self.add(Interleave(name, f"{columns}even", f"{columns}odd", type_), block)
 
     def reduce_sum(self, name: str, value: str, over: str, block: str = "entry") -> str:
@@ -273,12 +274,13 @@ class KernelBuilder:
         return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
 
     def reads(self) -> None:
-        """Load what mask and modifiers read: in the loop's body if it varies along the loop or with its head, else
+        """Load the inputs of mask and modifiers: in the loop's body if they vary along the loop or with its head, else
         before the loop."""
         for read in self.needed:
             self._read(read, self._home([e for _, e, _ in self._natural(read)]))
 
     def _home(self, index: Iterable[Any]) -> str:
+        """The block in which a read with this index belongs."""
         names = _symbols(index)
         homes = {block for block, ops in self.ops.items() if {op.name for op in ops} & {str(s) for s in names}}
         if symbol(f"{self.loop_axis}_idx") in names or "step" in homes:
@@ -297,8 +299,8 @@ class KernelBuilder:
         self.add(Gather(read.name, Access(tensor, at), self.uses((*at, inside)), value, inside), block)
 
     def scatter(self, read: Read, tensor: str, value: str, block: str = "entry") -> None:
-        """Add a value to `tensor` where `read` reads, after a sum over the dimensions that the places do not depend
-        on."""
+        """Add a value to `tensor` where `read` reads, summed first over the dimensions on which the index does not
+        depend."""
         at, inside = self._inside(read, block)
         dims = self._dims(_symbols((*at, inside)))
         for over in [d for d in self.types[value].dims if d not in dims]:
@@ -306,29 +308,31 @@ class KernelBuilder:
         name = f"scatter_{sum(map(len, self.ops.values()))}"
         self.add(Scatter(name, Access(tensor, at), value, self.uses((*at, inside)), inside), block)
 
-    def place(self, read: Read, dim: int, name: str, block: str) -> str:
-        """The place along a dimension at which a tensor is read, as a value; a negative one counts from the end."""
+    def index_value(self, read: Read, dim: int, name: str, block: str) -> str:
+        """The index along a dimension at which a tensor is read, as a value; a negative one counts from the end."""
         at, _ = self._inside(read, block)
         return self.compute(name, at[dim], block, "i32")
 
     def _is_packed(self, read: Read) -> bool:
-        """Whether rows of a tile, which are queries of several heads, read different heads or queries of a tensor."""
+        """Whether the rows of a tile belong to several heads and the read depends on the head or the query."""
         return self.signature.pack_gqa and not {"Hq", "Nq"}.isdisjoint(self.tensor_types[read.tensor].dims)
 
     def _natural(self, read: Read) -> list[tuple[str, Any, Any]]:
-        """For each dimension of a read: its name, its index in this kernel, and the natural index of the dimension."""
+        """For each dimension of a read: its name, its index in this kernel, and the dimension's natural index."""
         dims = zip(self.tensor_types[read.tensor].dims, read.index)
         return [(d, e.xreplace(self.heads), NATURAL[d].xreplace(self.heads) if d in NATURAL else None) for d, e in dims]
 
-    def _place(self, read: Read, e: Any, block: str) -> Any:
-        """An index. A long one becomes a value of the block, which is computed there once."""
+    def _short_index(self, read: Read, e: Any, block: str) -> Any:
+        """An index; a long one becomes a value that is computed once per block."""
         if sympy.count_ops(e) <= LONG:
             return e
-        if (block, e) not in self.places:
-            taken = {*self.types, *self.numbers, *(r.name for r in self.spec.reads())}
+        if (block, e) not in self.index_values:
+            taken = {*self.types, *self.scalar_dtypes, *(r.name for r in self.spec.reads())}
             names = (f"{read.name}_place{number or ''}" for number in range(len(taken) + 1))
-            self.places[block, e] = self.compute(next(name for name in names if name not in taken), e, block, "i32")
-        return symbol(self.places[block, e])
+            self.index_values[block, e] = self.compute(
+                next(name for name in names if name not in taken), e, block, "i32"
+            )
+        return symbol(self.index_values[block, e])
 
     def _inside(self, read: Read, block: str | None = None) -> tuple[tuple[Any, ...], Bool]:
         """(indices of a read, condition under which they are inside the tensor). Negative indices count from the end.
@@ -338,7 +342,7 @@ class KernelBuilder:
         inside: list[Any] = []
         at = []
         for dim, e, natural in self._natural(read):
-            e = e if block is None else self._place(read, e, block)
+            e = e if block is None else self._short_index(read, e, block)
             extent = dimension(dim).xreplace(self.heads)
             low, high = span(e)
             if e != natural and low < 0:  # from the end
@@ -356,7 +360,7 @@ class KernelBuilder:
         return tuple(at), where
 
     def uses(self, expressions: Iterable[Any]) -> tuple[tuple[str, str], ...]:
-        """The values that expressions name."""
+        """The values that occur in expressions, as operands."""
         names = sorted(str(s) for s in _symbols(expressions))
         return tuple((n, n) for n in names if n in self.types)
 
@@ -368,12 +372,12 @@ class KernelBuilder:
         return tuple(d for d in self.score_dims if d in found)
 
     def compute(self, name: str, e: Any, block: str = "step", dtype: str = "f32", score: bool = False) -> str:
-        """An expression in values of the kernel and positions. The result has all of their dimensions."""
+        """Add an expression in values of the kernel and positions. The result has all of their dimensions."""
         e = e.xreplace(self.heads)
         return self.add(Map(name, e, self.uses((e,)), Type(dtype, self._dims(e.free_symbols)), score), block)
 
     def mask(self, name: str, value: str, where: Bool, block: str) -> str:
-        """Apply a condition; one that is always true leaves the value as it is."""
+        """Apply a condition to a value; a condition that is always true leaves the value as it is."""
         if where == sympy.true:
             return value
         where = where.xreplace(self.heads)
@@ -383,24 +387,24 @@ class KernelBuilder:
         return self.add(Mask(name, value, where, uses, self.types[value], facts), block)
 
     def scale(self) -> None:
-        """The factor of scores to base 2, if nothing else modifies them."""
+        """Compute the factor from product to score in base 2, if nothing else modifies scores."""
         if self.score == S:
             self.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
 
     def seed(self) -> None:
-        """If the spec has dropout: its scalars, and the key of its random numbers."""
+        """Declare the dropout scalars and the key of the random numbers, if the spec has dropout."""
         if self.spec.dropout:
             for name in DROPOUT_SCALARS:
                 self.scalar(name)
             self.add(Seed("seed", "SEED", Type("i64")))
 
-    def draw(self, head: Any, *dims: str) -> None:
-        """If the spec has dropout: draw which probabilities of a tile are kept, in the loop's body."""
+    def dropout_mask(self, head: Any, *dims: str) -> None:
+        """Generate the dropout mask of a tile of probabilities in the loop's body, if the spec has dropout."""
         if self.spec.dropout:
             self.add(DropoutMask("keep", "seed", "dropout_threshold", head, Type("b1", dims)), "step")
 
     def dropped(self, value: str) -> str:
-        """A tile of probabilities of the loop body after dropout; without dropout the tile itself."""
+        """A tile of probabilities in the loop body after dropout; without dropout the tile itself."""
         return self.add(Dropout("p_kept", value, "keep", self.types[value]), "step") if self.spec.dropout else value
 
     def kernel(self) -> Kernel:
@@ -414,7 +418,7 @@ def _symbols(expressions: Iterable[Any]) -> set[Any]:
 
 
 def named_by(spec: Spec, expressions: Iterable[Any]) -> set[str]:
-    """The names in expressions, and in the places of the reads that these name."""
+    """The names in expressions, and in the indices of the reads named there."""
     found = {str(s) for s in _symbols(expressions)}
     for read in reversed(spec.reads()):
         found |= {str(s) for s in _symbols(read.index)} if read.name in found else set()
@@ -422,7 +426,7 @@ def named_by(spec: Spec, expressions: Iterable[Any]) -> set[str]:
 
 
 def _usable(fact: Fact, along: set[str]) -> Fact:
-    """What is known of a condition without what differs along the loop."""
+    """A fact about a condition, without the parts that vary along the loop."""
 
     def usable(e: Bool) -> bool:
         return along.isdisjoint(str(s) for s in e.free_symbols)
@@ -435,10 +439,7 @@ def _usable(fact: Fact, along: set[str]) -> Fact:
 
 
 def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
-    """The query head and the key head, by their names in expressions, in terms of what a kernel's programs own.
-
-    In a kernel that packs heads, also the query and the head of a row.
-    """
+    """Query head, key head and, with packed heads, query index, as expressions in the program's own indices."""
     h, hkv, sharing = symbol("h"), symbol("hkv"), SHARINGS[spec.heads.sharing]
     if not signature.by_key_head:
         return {hkv: sharing.read}
@@ -450,7 +451,7 @@ def _heads(spec: Spec, signature: Signature) -> dict[Any, Any]:
 
 
 def _argument(tensor: str) -> str:
-    """The argument of kernels that is an input, or what is derived; a tangent is named as its argument."""
+    """The kernel argument of an input or a derived tensor; a tangent has the name of its argument."""
     return tensor.upper() if tensor == tensor.lower() else tensor
 
 
@@ -459,8 +460,10 @@ def _access(tensor: str, index: tuple[Any, ...]) -> Access:
 
 
 def scores(b: KernelBuilder, *more: Any) -> list[Any]:
-    """Compute the score of the softmax, to base 2, from the product `s`. Returns `more`, in terms of what was
-    computed."""
+    """Compute the score of the softmax, in base 2, from the product `s`.
+
+    Returns the expressions `more`, in terms of computed values.
+    """
     if b.score == S:
         b.map("score", symbol("s") * symbol("qk_scale"), "step", score=True, s="s", qk_scale="qk_scale")
         return list(more)

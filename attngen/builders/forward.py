@@ -1,20 +1,24 @@
-"""The forward kernel as logical IR, in either order of loops."""
+"""The forward kernel as logical IR, in either loop order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
 
 from attngen.builders.common import KernelBuilder, in_bounds, kv_head, scores
-from attngen.builders.quantised import join_values, load_latents, multiply_keys, multiply_values, split_queries
-from attngen.builders.semantics import S, exact_parts, exact_sums, unbounded
-from attngen.builders.signature import Signature, with_sums
+from attngen.builders.quantised import interleave_values, load_latents, multiply_keys, multiply_values, split_queries
+from attngen.builders.semantics import S, exact_partials, exact_sums, unbounded
+from attngen.builders.signature import Signature, with_stats
+from attngen.ir.core import Type
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.dtypes import ELEMENTS
 from attngen.ir.expr import Expr, cdiv, exp2, finite, log2, select, symbol
-from attngen.ir.graph import Kernel, KVSplit
+from attngen.ir.grid import KVSplit
+from attngen.ir.kernel import Kernel
 from attngen.ir.names import OF_KEYS, OUTPUTS
-from attngen.ir.ops import AXIS_DIM, HALVES, SoftmaxStep, Type, Yield
+from attngen.ir.ops import HALVES, SoftmaxStep, Yield
 from attngen.ir.split_axes import part
 from attngen.ir.split_kv import item
 from attngen.spec import Spec
@@ -32,168 +36,198 @@ FWD_BY_KEY = Signature(
     "kv",
     ("Q", "K", "V"),
     rewrites=("O_ACC", "ROW_MAX", "ROW_SUM"),
-    about="Forward: one program per head, over key tiles, and for each over query tiles, whose sums it rewrites in HBM.",
+    about="Forward: one program per head, over key tiles, and for each of these over query tiles, "
+    "whose sums it rewrites in HBM.",
 )
 FWD_END = Signature(
     "fwd_end",
     "q",
     ("O_ACC", "ROW_MAX", "ROW_SUM"),
     ("O", "LSE"),
-    about="After the forward: outputs in the element type, divided by their sums, and the LSE.",
+    about="After the forward: the outputs, normalised, in the element type, and the LSE.",
 )
 
 
 def sink_of(spec: Spec) -> Expr | None:
-    """One more logit of each row's softmax, if there is one."""
+    """The sink logit of each row's softmax, or None."""
     return next((s.sink() for s in spec.score if s.sink() is not None), None)
 
 
 def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | None = None) -> Kernel:
     """FlashAttention-2 (Dao 2023), Algorithm 1: one program per query tile, online softmax over key tiles.
 
-    The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward.
-    A row with nothing visible gives zeros and LSE = -inf.
+    The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward. A row that
+    sees no key gets zeros and LSE = -inf.
 
-    Of a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors each:
-    the columns that v has, too, and those that are rotated. In a cache the first are the values.
+    With a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors
+    each: the part with v's head_dim, and the rotated part. In a cache the first part is also the values. A cache may
+    hold keys and values in 8 bits (see attngen/builders/quantised.py).
 
-    A cache may hold keys and values in 8 bits (see attngen/builders/quantised.py).
-
-    If the signature packs heads, a tile has the queries of all heads that share a K/V head. If keys are dealt, each
-    program has a part of them, and stores what it finds of these (see `_store_part`).
+    If the signature packs heads, a tile has the queries of all heads that share a K/V head. With split-KV, each program
+    has one split of the keys, and stores partial results (see `_store_split`).
     """
-    if spec.rope:
-        signature = of_latent(signature)
-    if "LSE" in signature.writes:
-        signature = signature._replace(writes=("O", *(OUTPUTS[name] for name in spec.outputs if name not in OF_KEYS)))
-        signature = with_sums(signature, exact_sums(spec) and signature.cache is None)
+    signature = _forward_signature(spec, signature)
     sink = sink_of(spec)
-    b = KernelBuilder(spec, signature, [] if sink is None or signature.shares else [sink])
+    b = KernelBuilder(spec, signature, [] if sink is None or signature.split_axis else [sink])
     b.kv_split = kv_split
     kv = b.heads[symbol("hkv")]
-    own = kv if signature.pack_gqa else "h"
+    head = kv if signature.pack_gqa else "h"
     b.tensors()
     b.scalar("scale")
     b.sizes()
     b.seed()
 
     b.scale()
-    columns = {"": "d_v", "_rope": "d_rope"} if spec.rope else {"": "d_qk"}
-    for part_of, column in columns.items():
-        b.load(f"q{part_of}", f"Q{part_of.upper()}", ("b", own, "q", column))
-    scaled_by = signature.cache.scale if signature.cache else ""  # of keys in 8 bits, what has a factor
-    quantised = scaled_by in ("head", "page")
+    for suffix, head_dim in _head_dims(spec).items():
+        b.load(f"q{suffix}", f"Q{suffix.upper()}", ("b", head, "q", head_dim))
+    quantised = signature.cache is not None and signature.cache.scale in ("head", "page")
     if quantised:
         split_queries(b, kv)
     sums = {f"acc_{half}": "PAIRS_V" for half in HALVES} if quantised else {"acc": "D_V"}
-    starts = {
-        "m": b.init("m_init", -sympy.oo, "BLOCK_Q"),
-        "l": b.init("l_init", 0, "BLOCK_Q"),
-        **{acc: b.init(f"{acc}_init", 0, "BLOCK_Q", width) for acc, width in sums.items()},
-    }
-    if "ENTROPY" in signature.writes:
-        starts["e"] = b.init("e_init", 0, "BLOCK_Q")
+    starts = _initial_state(b, sums)
     b.reads()
     first, end = sympy.Integer(0), cdiv(symbol("Nk"), symbol("BLOCK_KV"))
-    if b.shares:
-        first, end = part(first, end, b.shares)
+    if b.split_axis:
+        first, end = part(first, end, b.split_axis)
     b.loop("keys", "kv", end, "step", first=first, **starts)
 
     b.carried("step", **starts)
     if quantised:
         multiply_keys(b, kv)
     else:
-        for part_of, column in columns.items():
-            if scaled_by and not part_of:
-                load_latents(b, kv)
-            else:
-                b.load_keys(f"k{part_of}", f"K{part_of.upper()}", kv, column, "step")
-        b.draw(symbol("h"), "BLOCK_Q", "BLOCK_KV")
-        of_rope = b.dot("s_rope", "q_rope", "k_rope", "D_ROPE", "step") if spec.rope else None
-        b.dot("s", "q", "k", AXIS_DIM[columns[""]], "step", acc=of_rope)
-    scores(b)
-    masked = b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
-    guard = "always" if unbounded(spec) else "partial"
-    b.add(SoftmaxStep("soft", masked, "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
-    for acc in sums:
-        b.map(acc.replace("acc", "rescaled"), symbol("acc") * symbol("alpha"), "step", acc=acc, alpha="soft.alpha")
-    if quantised:
-        summed = multiply_values(b, kv, "soft.p")
-    else:
-        v = "k"
-        if "V" in signature.reads:
-            b.load_keys("v", "V", kv, "d_v", "step")
-            v = "v"
-        p = _raised(b, b.dropped("soft.p"))
-        summed = {"acc": b.dot("acc_next", p, v, "BLOCK_KV", "step", acc="rescaled")}
+        _multiply_queries_keys(b, kv)
+    masked = _softmax_step(b, sums)
+    summed = multiply_values(b, kv, "soft.p") if quantised else _multiply_weights_values(b, kv)
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
     if "e" in starts:
-        summed["e"] = _logarithms(b, masked)
+        summed["e"] = _entropy_sums(b, masked)
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), *summed.items())), "step")
 
     ends = {
         **{name: f"keys.{name}" for name in starts if name not in sums},
-        "acc": join_values(b, "keys") if quantised else "keys.acc",
+        "acc": interleave_values(b, "keys") if quantised else "keys.acc",
     }
-    if b.shares:
-        _store_part(b, own, ends)
+    if b.split_axis:
+        _store_split(b, head, ends)
     else:
-        store_results(b, own, sink, ends, _factor(b))
+        store_results(b, head, sink, ends, _weight_factor(b))
     return b.kernel()
 
 
+def _forward_signature(spec: Spec, signature: Signature) -> Signature:
+    """The signature of a forward kernel for the spec: with its outputs, and with a latent's tensors if it has one."""
+    if spec.rope:
+        signature = of_latent(signature)
+    if "LSE" not in signature.writes:
+        return signature
+    outputs = ("O", *(OUTPUTS[name] for name in spec.outputs if name not in OF_KEYS))
+    return with_stats(signature._replace(writes=outputs), exact_sums(spec) and signature.cache is None)
+
+
+def _initial_state(b: KernelBuilder, sums: dict[str, str]) -> dict[str, str]:
+    """Initial values of the loop over keys: running maximum, sum, accumulators, and the entropy's sum if it is needed.
+
+    sums: the accumulators with their head_dim.
+    """
+    starts = {"m": b.init("m_init", -sympy.oo, "BLOCK_Q"), "l": b.init("l_init", 0, "BLOCK_Q")}
+    starts |= {acc: b.init(f"{acc}_init", 0, "BLOCK_Q", width) for acc, width in sums.items()}
+    if "ENTROPY" in b.signature.writes:
+        starts["e"] = b.init("e_init", 0, "BLOCK_Q")
+    return starts
+
+
+def _head_dims(spec: Spec) -> dict[str, str]:
+    """The dimensions over which scores are summed, by the suffix of the tensors of q and k that have them."""
+    return {"": "d_v", "_rope": "d_rope"} if spec.rope else {"": "d_qk"}
+
+
+def _multiply_queries_keys(b: KernelBuilder, kv: Any) -> None:
+    """The product `s` of a tile of queries and one of keys, which have the element type."""
+    scaled, head_dims = b.signature.cache is not None and b.signature.cache.scale, _head_dims(b.spec)
+    for suffix, head_dim in head_dims.items():
+        if scaled and not suffix:
+            load_latents(b, kv)
+        else:
+            b.load_keys(f"k{suffix}", f"K{suffix.upper()}", kv, head_dim, "step")
+    b.dropout_mask(symbol("h"), "BLOCK_Q", "BLOCK_KV")
+    of_rope = b.dot("s_rope", "q_rope", "k_rope", "D_ROPE", "step") if b.spec.rope else None
+    b.dot("s", "q", "k", AXIS_DIM[head_dims[""]], "step", acc=of_rope)
+
+
+def _softmax_step(b: KernelBuilder, sums: Iterable[str]) -> str:
+    """Compute a tile's weights from the product `s`, and rescale the accumulators. Returns the masked scores."""
+    scores(b)
+    masked = b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
+    guard = "always" if unbounded(b.spec) else "partial"
+    b.add(SoftmaxStep("soft", masked, "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
+    for acc in sums:
+        b.map(acc.replace("acc", "rescaled"), symbol("acc") * symbol("alpha"), "step", acc=acc, alpha="soft.alpha")
+    return masked
+
+
+def _multiply_weights_values(b: KernelBuilder, kv: Any) -> dict[str, str]:
+    """The accumulator after a tile of values of the element type. With a latent in a cache, K has the values."""
+    v = "k"
+    if "V" in b.signature.reads:
+        b.load_keys("v", "V", kv, "d_v", "step")
+        v = "v"
+    p = _weights_for_pv(b, b.dropped("soft.p"))
+    return {"acc": b.dot("acc_next", p, v, "BLOCK_KV", "step", acc="rescaled")}
+
+
 def of_latent(signature: Signature) -> Signature:
-    """A signature whose q and k are of two tensors each. Where keys are in a cache, the first of k are the values,
-    too."""
+    """The signature with q and k in two tensors each. With a cache, the first one of k is also the values."""
     more = {"Q": ("Q", "Q_ROPE"), "K": ("K", "K_ROPE"), "V": () if signature.cache else ("V",)}
     return signature._replace(
         reads=tuple(part for name in signature.reads for part in more.get(name, (name,))), latent=True
     )
 
 
-def _store_part(b: KernelBuilder, own: Any, end: dict[str, str]) -> None:
-    """The output of a part of the keys, and its LSE to base 2; for `exact_parts` its maximum to base 2, and its sum of
-    weights at that.
+def _store_split(b: KernelBuilder, head: Any, end: dict[str, str]) -> None:
+    """Store the output and the LSE to base 2 of a split of the keys.
+
+    For `exact_partials`, store the maximum to base 2 and the sum of weights relative to it in place of the LSE.
 
     end: `m`, `l` and `acc` after the loop.
     """
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
-    place = (own, item(), "q")
+    index = (head, item(), "q")
     b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
-    b.map("o_part", acc * symbol("inv_l") / _factor(b), acc=end["acc"], inv_l="inv_l")
-    b.store("O_PARTS", (*place, "d_v"), "o_part")
-    if exact_parts(b.spec):
-        b.map("max_part", select(l > 0, m, -sympy.oo), m=end["m"], l=end["l"])
-        b.store("MAX_PARTS", place, "max_part")
-        b.store("SUM_PARTS", place, end["l"])
+    b.map("o_split", acc * symbol("inv_l") / _weight_factor(b), acc=end["acc"], inv_l="inv_l")
+    b.store("O_PARTIAL", (*index, "d_v"), "o_split")
+    if exact_partials(b.spec):
+        b.map("max_split", select(l > 0, m, -sympy.oo), m=end["m"], l=end["l"])
+        b.store("MAX_PARTIAL", index, "max_split")
+        b.store("SUM_PARTIAL", index, end["l"])
     else:
-        b.map("lse2_part", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
-        b.store("LSE2_PARTS", place, "lse2_part")
+        b.map("lse2_split", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
+        b.store("LSE2_PARTIAL", index, "lse2_split")
 
 
-def _factor(b: KernelBuilder) -> int:
-    """What weights are multiplied by before they are cast to the element type, and outputs divided by: 1 unless the
-    type asks for more."""
+def _weight_factor(b: KernelBuilder) -> int:
+    """The factor of weights when they are cast to the element type, which is removed from outputs.
+
+    It is 1 unless the type needs a larger one.
+    """
     return 1 << ELEMENTS[b.spec.dtype[0]].weights
 
 
-def _raised(b: KernelBuilder, p: str) -> str:
-    """Weights, as the product with V takes them."""
-    return p if _factor(b) == 1 else b.map("p_raised", symbol("p") * _factor(b), "step", p=p)
+def _weights_for_pv(b: KernelBuilder, p: str) -> str:
+    """The weights as operand of the product with V."""
+    return p if _weight_factor(b) == 1 else b.map("p_raised", symbol("p") * _weight_factor(b), "step", p=p)
 
 
-def _logarithms(b: KernelBuilder, masked: str) -> str:
-    """The next sum of weights times their logarithms to base 2, of which the entropy is made; hidden scores have no
-    part in it.
+def _entropy_sums(b: KernelBuilder, masked: str) -> str:
+    """The next value of e, the sum of weights times their logarithms to base 2, from which the entropy is computed.
 
-    With p = 2^(s - m), l is the sum of p and e that of p (s - m). Where the maximum grows by d, each p becomes 2^-d p,
-    and its logarithm falls by d: e becomes 2^-d (e - d l), before the tile's terms are added. It is never above 0, so
-    that nothing cancels.
+    With p = 2^(s - m), l is the sum of p and e the sum of p (s - m); hidden scores contribute nothing. Where the
+    maximum grows by d, each p becomes 2^-d p, and its logarithm falls by d: e becomes 2^-d (e - d l), before the tile's
+    terms are added. It is never above 0, so that nothing cancels.
     """
     p, alpha, m_next, log2_p = map(symbol, ("p", "alpha", "m_next", "log2_p"))
-    told = select(p > 0, symbol(masked) - m_next, 0)
-    b.map("log2_p", told, "step", "f32", False, **{"p": "soft.p", masked: masked, "m_next": "soft.m"})
+    log2_weight = select(p > 0, symbol(masked) - m_next, 0)
+    b.map("log2_p", log2_weight, "step", "f32", False, **{"p": "soft.p", masked: masked, "m_next": "soft.m"})
     b.map("terms", p * log2_p, "step", p="soft.p", log2_p="log2_p")
     b.reduce_sum("e_tile", "terms", "BLOCK_KV", "step")
     b.map("grown", select(alpha > 0, m_next - symbol("m"), 0), "step", alpha="soft.alpha", m_next="soft.m", m="m")
@@ -201,9 +235,9 @@ def _logarithms(b: KernelBuilder, masked: str) -> str:
     return b.map("e_next", e, "step", alpha="soft.alpha", e="e", grown="grown", l="l", e_tile="e_tile")
 
 
-def _store_entropy(b: KernelBuilder, own: Any, end: dict[str, str], with_sink: bool) -> None:
-    """Each query's entropy in nats, -sum of P ln P = ln l - e / l, of the sums with its sink if there is one; 0 if
-    it sees nothing."""
+def _store_entropy(b: KernelBuilder, head: Any, end: dict[str, str], with_sink: bool) -> None:
+    """Store each query's entropy in nats, -sum of P ln P = ln l - e / l, including its sink if there is one; 0 if it
+    sees nothing."""
     l, e, m_all, shrunk, log2_sink = map(symbol, ("l", "e", "m_all", "shrunk", "log2_sink"))  # noqa: E741
     if with_sink:
         b.map("grown_all", select(shrunk > 0, m_all - symbol("m"), 0), shrunk="shrunk", m_all="m_all", m=end["m"])
@@ -213,21 +247,21 @@ def _store_entropy(b: KernelBuilder, own: Any, end: dict[str, str], with_sink: b
         b.map("e_all", e_all, shrunk="shrunk", e=end["e"], grown_all="grown_all", l=end["l"], e_sink="e_sink")
     l_end, e_end = ("l_all", "e_all") if with_sink else (end["l"], end["e"])
     b.map("entropy", select(l > 0, (log2(l) - e / l) * symbol("LN2"), 0), l=l_end, e=e_end)
-    b.store("ENTROPY", ("b", own, "q"), "entropy")
+    b.store("ENTROPY", ("b", head, "q"), "entropy")
 
 
-def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, str], factor: int = 1) -> None:
-    """The output, divided by the sums of weights, the LSE, and what else the spec asks for.
+def store_results(b: KernelBuilder, head: Any, sink: Expr | None, end: dict[str, str], factor: int = 1) -> None:
+    """Store the output, normalised by the sums of weights, the LSE, and the other outputs that the spec asks for.
 
-    The largest score of a query is the running maximum: it is -inf where no key is visible, and no sink takes part in
-    it.
+    The largest score of a query is the running maximum: it is -inf if no key is visible, and a sink does not count.
 
-    own: the index of the program's head. end: `m`, `l` and `acc` after the loop. factor: by which weights in `acc` are
-    too large.
+    head: the index of the program's head.
+    end: `m`, `l` and `acc` after the loop.
+    factor: the factor that the weights in `acc` still have.
     """
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     if sink is not None:
-        _join_sink(b, sink, end)
+        _add_sink(b, sink, end)
     else:
         b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
     if b.spec.dropout:  # kept weights are scaled up for the dropped ones
@@ -235,29 +269,35 @@ def store_results(b: KernelBuilder, own: Any, sink: Expr | None, end: dict[str, 
         b.map("o", acc * symbol("inv_l_kept") / factor, dtype="T", acc=end["acc"], inv_l_kept="inv_l_kept")
     else:
         b.map("o", acc * inv_l / factor, dtype="T", acc=end["acc"], inv_l="inv_l")
-    b.store("O", ("b", own, "q", "d_v"), "o")
+    b.store("O", ("b", head, "q", "d_v"), "o")
     if sink is not None:
         uses = {"m": end["m"], "m_all": "m_all", "l_all": "l_all", **dict(b.uses((sink,)))}
-        lse = sympy.Max(
-            (symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), sink
-        )  # which to base 2 may be too large
+        # at least the sink itself, whose value to base 2 may be too large for fp32
+        lse = sympy.Max((symbol("m_all") + log2(symbol("l_all"))) * symbol("LN2"), sink)
         b.map("lse", select(m > -sympy.oo, lse, sink), "entry", "f32", False, **uses)
     else:
         b.map("lse", select(l > 0, (m + log2(l)) * symbol("LN2"), -sympy.oo), m=end["m"], l=end["l"])
-    b.store("LSE", ("b", own, "q"), "lse")
+    b.store("LSE", ("b", head, "q"), "lse")
     if "entropy" in b.spec.outputs:
-        _store_entropy(b, own, end, sink is not None)
-    store_sums(b, ("b", own, "q"), *(("m_all", "l_all") if sink is not None else (end["m"], end["l"])))
+        _store_entropy(b, head, end, sink is not None)
+    store_stats(b, ("b", head, "q"), *(("m_all", "l_all") if sink is not None else (end["m"], end["l"])))
     if "max_score" in b.spec.outputs:
         b.map("max_score", m * symbol("LN2"), m=end["m"])
-        b.store("MAX_SCORE", ("b", own, "q"), "max_score")
+        b.store("MAX_SCORE", ("b", head, "q"), "max_score")
 
 
-def store_sums(b: KernelBuilder, rows: tuple[Any, ...], m: str, l: str, maximum: Expr | None = None) -> None:  # noqa: E741
-    """What weights are made of again, if the kernel writes it: each query's maximum to base 2, and one over its sum of
-    weights.
+def store_stats(
+    b: KernelBuilder,
+    rows: tuple[Any, ...],
+    m: str,
+    l: str,  # noqa: E741
+    maximum: Expr | None = None,
+) -> None:
+    """Store the statistics from which weights are recomputed, if the kernel writes them: each query's maximum to base
+    2, and the reciprocal of its sum of weights.
 
-    m, l: the values with the maximum and the sum; maximum: the first, to base 2, where it is not.
+    m, l: the values with the maximum and the sum.
+    maximum: the maximum to base 2, if `m` is not to base 2.
     """
     if "M_ALL" not in b.signature.writes:
         return
@@ -273,9 +313,9 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     """FlashAttention (Dao et al. 2022), Algorithm 1: one program per head, over key tiles, and for each over query
     tiles.
 
-    A query tile's accumulator, maximum and sum are read from HBM and written back in each turn. They start as 0, -inf
-    and 0, stay in fp32, and the accumulator unnormalised until `fwd_end`, as in FlashAttention-2: the element type
-    would round it in every turn.
+    A query tile's accumulator, maximum and sum are read from HBM and written back in each iteration. They start as 0,
+    -inf and 0 and stay in fp32, and the accumulator stays unnormalised until `fwd_end`, as in FlashAttention-2: the
+    element type would round it in every iteration.
     """
     b = KernelBuilder(spec, FWD_BY_KEY)
     b.tensors()
@@ -296,16 +336,15 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     b.load("l", "ROW_SUM", rows, "step")
     b.load("acc", "O_ACC", (*rows, "d_v"), "step")
     b.dot("s", "q", "k", "D_QK", "step")
-    scale = (
-        "qk_scale" if b.score == S else None
-    )  # folded here: the maximum is in units of the product, as fwd_end expects
+    # If folded here, the maximum is in units of the product, as fwd_end expects.
+    scale = "qk_scale" if b.score == S else None
     if scale is None:
         scores(b)
     b.mask("masked", "s" if scale else "score", sympy.And(b.where, in_bounds("kv")), "step")
     guard = "always" if unbounded(spec) else "partial"
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), scale, guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
-    b.dot("acc_next", _raised(b, "soft.p"), "v", "BLOCK_KV", "step", acc="rescaled")
+    b.dot("acc_next", _weights_for_pv(b, "soft.p"), "v", "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.store("ROW_MAX", rows, "soft.m", "step")
@@ -316,8 +355,8 @@ def build_forward_by_key(spec: Spec) -> Kernel:
 
 
 def build_forward_end(spec: Spec) -> Kernel:
-    """After `fwd` has seen all keys, finish each row: O = acc / sum, and its LSE."""
-    b = KernelBuilder(spec, with_sums(FWD_END, exact_sums(spec)))
+    """After `fwd` has visited all keys, finish each row: O = acc / sum, and its LSE."""
+    b = KernelBuilder(spec, with_stats(FWD_END, exact_sums(spec)))
     b.tensors()
     for name in ("scale", "Hq", "Nq"):
         b.scalar(name)
@@ -327,23 +366,23 @@ def build_forward_end(spec: Spec) -> Kernel:
     b.load("acc", "O_ACC", (*rows, "d_v"))
     m, l, acc, inv_l, qk_scale = map(symbol, ("m", "l", "acc", "inv_l", "qk_scale"))  # noqa: E741
     b.map("inv_l", select(l > 0, 1 / l, 0), l="l")
-    b.map("o", acc * inv_l / _factor(b), dtype="T", acc="acc", inv_l="inv_l")
+    b.map("o", acc * inv_l / _weight_factor(b), dtype="T", acc="acc", inv_l="inv_l")
     b.store("O", (*rows, "d_v"), "o")
     b.scale()
     maximum = m * qk_scale if b.score == S else m
     b.compute("lse", select(l > 0, (maximum + log2(l)) * symbol("LN2"), -sympy.oo), "entry")
     b.store("LSE", rows, "lse")
-    store_sums(b, rows, "m", "l", maximum)
+    store_stats(b, rows, "m", "l", maximum)
     return b.kernel()
 
 
-def _join_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
-    """Add one more logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then.
+def _add_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
+    """Add the sink logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then.
 
-    To base 2 the logit is finite, though it be -inf, so that no infinity is subtracted from another in a row that sees
-    no key.
+    To base 2 the logit is made finite, even if it is -inf, so that no infinity is subtracted from another in a row that
+    sees no key.
 
-    end: the values that the row's maximum `m` and its sum `l` have in the end.
+    end: the final values of the row's maximum `m` and its sum `l`.
     """
     m, l, m_all, sink2 = map(symbol, ("m", "l", "m_all", "sink2"))  # noqa: E741
     b.compute("sink2_base", sink * symbol("LOG2E"), "entry")

@@ -1,13 +1,13 @@
-"""How much weight all queries give each key: the column sums of P, as logical IR."""
+"""The weight that all queries give each key, as logical IR: the sums of P over queries."""
 
 from __future__ import annotations
 
-from attngen.builders.backward import compute_lse2, load_sums, probabilities
 from attngen.builders.common import KernelBuilder, kv_head
+from attngen.builders.recompute import compute_lse2, load_stats, probabilities
 from attngen.builders.semantics import exact_sums
-from attngen.builders.signature import Signature, with_sums
+from attngen.builders.signature import Signature, with_stats
 from attngen.ir.expr import cdiv, symbol
-from attngen.ir.graph import Kernel
+from attngen.ir.kernel import Kernel
 from attngen.ir.ops import Yield
 from attngen.spec import Spec
 
@@ -16,18 +16,20 @@ SIGNATURE = Signature(
     "kv",
     ("Q", "K", "LSE"),
     ("KEY_MASS",),
-    apart=True,
-    about="The weight that all queries give each key: one program per key tile, over query tiles; scores are transposed.",
+    per_query_head=True,
+    about="The weight that all queries give each key: one program per key tile, over query tiles; "
+    "scores are transposed.",
 )
 
 
 def build_key_mass(spec: Spec) -> Kernel:
-    """The sum of each key's weights over queries, before dropout, from q, k and the LSE alone.
+    """The sum of each key's weights over queries, before dropout, from q, k and the LSE only.
 
-    As in @dkdv, whose tiles of queries it visits, weights are computed anew, P = 2^(score - lse2), with lse2 = +inf for
-    rows that see no key and for those past the end. Each query head has sums of its own, in the order of the queries.
+    As in @dkdv, whose query tiles it visits, weights are recomputed, P = 2^(score - lse2), with lse2 = +inf for rows
+    that see no key and for those past the end. Each query head has separate sums, accumulated in the order of the
+    queries.
     """
-    b = KernelBuilder(spec, with_sums(SIGNATURE, exact_sums(spec)))
+    b = KernelBuilder(spec, with_stats(SIGNATURE, exact_sums(spec)))
     b.tensors()
     b.scalar("scale")
     b.sizes()
@@ -39,7 +41,7 @@ def build_key_mass(spec: Spec) -> Kernel:
 
     b.carried("step", **starts)
     b.load("q", "Q", ("b", "h", "q", "d_qk"), "step")
-    load_sums(b, ("b", "h", "q"), "step")
+    load_stats(b, ("b", "h", "q"), "step")
     compute_lse2(b, "step")
     probabilities(b, "k", "q")
     b.reduce_sum("p_sum", "p", "BLOCK_Q", "step")

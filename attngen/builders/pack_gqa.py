@@ -1,4 +1,5 @@
-"""Few queries of grouped heads: the kernel `packed` computes those of all heads of a group as rows of one tile.
+"""Pack GQA: the kernel `packed` handles few queries of grouped heads, with those of all heads of a group as rows of one
+tile.
 
 Otherwise most of a tile would be empty, and each head would read the same keys again.
 """
@@ -8,15 +9,17 @@ from __future__ import annotations
 import sympy
 
 from attngen.builders.forward import build_forward
-from attngen.builders.host import HostBuilder, Way, known_type
+from attngen.builders.host import ForwardVariant
+from attngen.builders.host_builder import HostBuilder, known_type
 from attngen.builders.semantics import listed_blocks, varies
 from attngen.builders.signature import Signature
 from attngen.heuristics import FEW_QUERIES
+from attngen.ir.core import Type
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module, input_tensors
 from attngen.ir.heads import SHARINGS
 from attngen.ir.host import Copy, View
-from attngen.ir.ops import Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module, input_tensors
 from attngen.lang.part import NATURAL, Q
 from attngen.spec import Spec
 
@@ -26,24 +29,23 @@ SIGNATURE = Signature(
     ("Q", "K", "V"),
     ("O", "LSE"),
     pack_gqa=True,
-    about="Forward of few queries: as rows of one tile those of all heads that share a K/V head, head after head.",
+    about=(
+        "Forward of few queries: the rows of a tile are the queries of all heads that share a K/V head, head "
+        "after head."
+    ),
 )
 
 
 def applies(spec: Spec) -> bool:
-    """Whether queries of all heads of a group may share a tile: nothing is read, drawn or listed for a single query
-    or head."""
+    """Whether queries of all heads of a group may share a tile: no input, dropout or block list depends on the query or
+    the head."""
     shared = SHARINGS[spec.heads.sharing].is_shared
-    alone = (
-        not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None
-    )
-    own, dims = (
-        (Q, NATURAL["Hq"]),
-        {d for read in spec.reads() for d in input_tensors(spec.inputs(), spec.derived())[read.tensor].dims},
-    )
-    return not (
-        alone or {"Nq", "Hq"} & dims or any(varies(spec, read, position) for read in spec.reads() for position in own)
-    )
+    if not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None:
+        return False
+    types = input_tensors(spec.inputs(), spec.derived())
+    dims = {d for read in spec.reads() for d in types[read.tensor].dims}
+    per_row = any(varies(spec, read, index) for read in spec.reads() for index in (Q, NATURAL["Hq"]))
+    return not ({"Nq", "Hq"} & dims or per_row)
 
 
 def kernels(spec: Spec) -> tuple[Kernel, ...]:
@@ -52,8 +54,8 @@ def kernels(spec: Spec) -> tuple[Kernel, ...]:
 
 
 def view_rows(b: HostBuilder, block: str, numbers: tuple[str, ...] = ("LSE",)) -> dict[str, str]:
-    """Views of q and the results whose rows are the queries of all heads of a group, by the names of what they are
-    views of."""
+    """Views of q and the results whose rows are the queries of all heads of a group, by the names of the viewed
+    tensors."""
     names = {name: f"{name}_rows" for name in ("Q", "O", *numbers)}
     for name, rows in names.items():
         batch, _, _, *columns = known_type(name).dims
@@ -69,7 +71,7 @@ def launch(b: HostBuilder, block: str, module: Module) -> None:
     b.add(Copy("copy_0", "O_rows", "O"), block)
 
 
-PACKED = Way(
+PACKED = ForwardVariant(
     name="By_size",
     where=sympy.And(sympy.Lt(symbol("Nq"), FEW_QUERIES), sympy.Lt(symbol("Hkv"), symbol("Hq"))),
     then="few_queries",

@@ -1,4 +1,4 @@
-"""Programs that compute what kernels read of a call's inputs: IR that masks bring along as text."""
+"""Host programs and kernels, as IR text next to the masks, that derive tensors from a call's inputs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 
-from attngen.ir.graph import DEFAULT_BACKEND, Derived, Kernel, Module
 from attngen.ir.host import Host
-from attngen.ir.text import parse_programs
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import DEFAULT_BACKEND, Derived, Module
+from attngen.ir.parser import parse_programs
 
 
 def add_programs(module: Module) -> Module:
@@ -20,13 +21,12 @@ def add_programs(module: Module) -> Module:
     return module
 
 
-IN_CACHE = (
-    "_in_cache"  # ends the name of a program that computes over a cache what another one computes in a call without
-)
+# suffix of a program's variant for calls with a KV cache
+IN_CACHE = "_in_cache"
 
 
 def in_cache(derived: Iterable[Derived]) -> Iterator[tuple[Host, tuple[Kernel, ...]]]:
-    """The host programs, with their kernels, of what is derived over a cache by a program of its own."""
+    """The host programs, with their kernels, that derive tensors for calls with a KV cache."""
     for name in dict.fromkeys(d.program for d in derived if d.program):
         (host,), kernels = program(name + IN_CACHE)
         yield host, kernels
@@ -41,7 +41,7 @@ def program(name: str) -> tuple[tuple[Host, ...], tuple[Kernel, ...]]:
 
 @cache
 def alone(name: str) -> Module:
-    """A module that has the program and nothing else, to execute it."""
+    """A module with only this program, to execute it."""
     hosts, kernels = program(name)
     return Module(
         name=name,

@@ -1,11 +1,11 @@
-"""Keys and values that a cache holds in 8 bits: how kernels read them, and how new ones are stored.
+"""Read and store keys and values that a cache holds in 8 bits.
 
-A load takes two numbers, which lie in columns side by side, as one value of 16 bits. Products then are of even columns
-and of odd ones, in fp16, which has all numbers of 8 bits. Queries are divided by the largest of their row first, so
-that fp16 has these, too.
+A load takes two adjacent columns as one value of 16 bits. Products are then computed separately for even and odd
+columns, in fp16, which represents all 8-bit numbers. Queries are first normalised by the largest of their row, so that
+fp16 can represent them too.
 
-Of a latent, each key has a factor for each group of LATENT_GROUP columns. Numbers are multiplied by it as they are
-read, and are of the element type then: scores and outputs need no factors.
+With a latent, each key has a scale per group of LATENT_GROUP columns. Numbers are multiplied by it when they are read,
+which gives the element type: scores and outputs need no scales then.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import sympy
 from attngen.builders.common import KernelBuilder
 from attngen.heuristics import UNIT
 from attngen.interp.e4m3 import LARGEST
+from attngen.ir.core import Access, Type
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import select, symbol
 from attngen.ir.names import SCALES
-from attngen.ir.ops import HALVES, Access, Gather, Load, Map, Reduce, Type
+from attngen.ir.ops import HALVES, Gather, Load, Map, Reduce
 
-SMALLEST = sympy.Float(2.0**-126)  # factor, which divides numbers
+SMALLEST = sympy.Float(2.0**-126)  # smallest scale, because it is a divisor
 
 
 def _by_head(b: KernelBuilder) -> bool:
-    """Whether factors are the same for all keys of a head."""
+    """Whether scales are the same for all keys of a head."""
     return b.signature.cache is not None and b.signature.cache.scale == "head"
 
 
 def _by_tile(b: KernelBuilder, block: str) -> bool:
-    """Whether factors are the same for all keys of a tile in a loop: pages have room for whole tiles (see
-    Kernel.tile_page)."""
+    """Whether scales are the same for all keys of a tile in a loop: pages hold whole tiles (see Kernel.tile_page)."""
     cache = b.signature.cache
     tile = b.spec.schedule.block_kv or UNIT
     return block != "entry" and cache is not None and cache.page.isdigit() and int(cache.page) % tile == 0
 
 
 def load_scales(b: KernelBuilder, head: Any, block: str) -> None:
-    """The factors of keys and values: one of the program's head; or, in the block that has pages, one of the tile's
-    page, or each row's."""
+    """Load the scales of keys and values: one for the program's head; or, in the block that looks up pages, one for the
+    tile's page, or one per row."""
     if _by_head(b):
         for tensor in SCALES.values():
             b.add(Load(tensor.lower(), Access(tensor, (head,)), Type("f32")))
@@ -58,13 +58,13 @@ def load_scales(b: KernelBuilder, head: Any, block: str) -> None:
 
 
 def split_queries(b: KernelBuilder, head: Any) -> None:
-    """Queries in fp16, as `q_columns`, each divided by the largest number of its row, `q_size`; and factors that are
-    of a whole head."""
+    """Compute queries in fp16, as `q_columns`, each over the largest number of its row, `q_size`; and load scales of a
+    whole head."""
     q, q_size = symbol("q"), symbol("q_size")
     b.map("q_abs", sympy.Max(q, -q), q="q")
     b.add(Reduce("q_size", "q_abs", "max", "D_QK", Type("f32", ("BLOCK_Q",))))
     b.map("q_unit", select(q_size > 0, q / q_size, q), dtype="fp16", q="q", q_size="q_size")
-    b.unzip("q_columns", "q_unit", "PAIRS_QK")
+    b.deinterleave("q_columns", "q_unit", "PAIRS_QK")
     if _by_head(b):
         load_scales(b, head, "entry")
         b.map("s_scale", q_size * symbol("k_scale"), q_size="q_size", k_scale="k_scale")
@@ -74,8 +74,8 @@ def multiply_keys(b: KernelBuilder, head: Any) -> None:
     """The product `s` of a tile of queries and one of keys, as for numbers of the element type."""
     b.load_keys("k_pairs", "K", head, "pair_qk", "step")
     if not _by_head(b):
-        load_scales(b, head, "step")  # before the products, while which they arrive
-    b.unzip("k", "k_pairs", "PAIRS_QK", "step")
+        load_scales(b, head, "step")  # before the products, so that they arrive meanwhile
+    b.deinterleave("k", "k_pairs", "PAIRS_QK", "step")
     even = b.dot("s_even", "q_columns.even", "k.even", "PAIRS_QK", "step")
     b.dot("s_unit", "q_columns.odd", "k.odd", "PAIRS_QK", "step", acc=even)
     s_unit, q_size, k_scale = map(symbol, ("s_unit", "q_size", "k_scale"))
@@ -88,13 +88,14 @@ def multiply_keys(b: KernelBuilder, head: Any) -> None:
 
 
 def multiply_values(b: KernelBuilder, head: Any, p: str) -> dict[str, str]:
-    """What the sums of weights `p` times values are after a tile, for even and odd columns.
+    """The sums of weights `p` times values after a tile, for even and odd columns.
 
-    Factors of a tile multiply its product. Where they differ from key to key, weights take them first, divided by the
-    largest of the tile, as fp16 has no small numbers: factors below 2**-12 of that lose digits.
+    Scales of a tile multiply its product. If they differ from key to key, weights are multiplied by them first,
+    relative to the largest of the tile, because fp16 has no small numbers: scales below 2**-12 of the largest lose
+    digits.
     """
     b.load_keys("v_pairs", "V", head, "pair_v", "step")
-    b.unzip("v", "v_pairs", "PAIRS_V", "step")
+    b.deinterleave("v", "v_pairs", "PAIRS_V", "step")
     if _by_head(b):
         return {
             f"acc_{half}": b.dot(f"acc_{half}_next", p, f"v.{half}", "BLOCK_KV", "step", acc=f"rescaled_{half}")
@@ -115,35 +116,35 @@ def multiply_values(b: KernelBuilder, head: Any, p: str) -> dict[str, str]:
     return found
 
 
-def join_values(b: KernelBuilder, loop: str) -> str:
-    """The sums of weights times values after a loop, of all columns."""
-    acc = b.zip("acc", f"{loop}.acc_", Type("f32", ("BLOCK_Q", "D_V")))
+def interleave_values(b: KernelBuilder, loop: str) -> str:
+    """The sums of weights times values after a loop, with even and odd columns interleaved."""
+    acc = b.interleave("acc", f"{loop}.acc_", Type("f32", ("BLOCK_Q", "D_V")))
     return b.map("acc_scaled", symbol(acc) * symbol("v_scale"), acc=acc, v_scale="v_scale") if _by_head(b) else acc
 
 
 def load_latents(b: KernelBuilder, head: Any) -> None:
-    """`k`, a tile of latents in the element type: of each row's pairs all numbers, each times the factor of its
-    group of columns."""
+    """`k`, a tile of latents in the element type: all numbers of each row's pairs, times the scale of their group of
+    columns."""
     b.load_keys("k_pairs", "K", head, "pair_v", "step")
     b.load_keys("k_scale", "K_SCALE", head, "group_v", "step")
-    columns = b.unzip("k_columns", "k_pairs", "PAIRS_V", "step")
-    b.zip("k_unit", f"{columns}.", Type("fp16", ("BLOCK_KV", "D_V")), "step")
+    columns = b.deinterleave("k_columns", "k_pairs", "PAIRS_V", "step")
+    b.interleave("k_unit", f"{columns}.", Type("fp16", ("BLOCK_KV", "D_V")), "step")
     b.map("k", symbol("k_unit") * symbol("k_scale"), "step", dtype="T", k_unit="k_unit", k_scale="k_scale")
 
 
 def scale_latents(b: KernelBuilder) -> None:
-    """`k_scale`, the factors of a tile of new latents: of the largest number of a group they make the largest one of
-    8 bits."""
+    """`k_scale`, the scales of a tile of new latents, which map the largest number of a group to the largest 8-bit
+    number."""
     b.map("k_abs", sympy.Max(symbol("k"), -symbol("k")), k="k")
     b.add(Reduce("k_size", "k_abs", "max", "D_V", Type("f32", ("BLOCK_KV", "GROUPS_V"))))
     b.map("k_scale", sympy.Max(symbol("k_size") / LARGEST, SMALLEST), k_size="k_size")
 
 
 def quantise(b: KernelBuilder, value: str, scale: str, pairs: str) -> str:
-    """A tile of new keys or values as the cache holds it: divided by its factors, and rounded."""
+    """A tile of new keys or values as the cache stores it: the quotients by its scales, rounded."""
     cache = b.signature.cache
     assert cache is not None
     uses = ((value, value), (scale, scale))
     made = b.add(Map(f"{value}_unit", symbol(value) / symbol(scale), uses, Type("f32", b.types[value].dims)))
-    columns = b.unzip(f"{value}_columns", made, pairs)
-    return b.zip(f"{value}_pairs", f"{columns}.", Type(QUANTISED[cache.dtype], (*b.types[made].dims[:1], pairs)))
+    columns = b.deinterleave(f"{value}_columns", made, pairs)
+    return b.interleave(f"{value}_pairs", f"{columns}.", Type(QUANTISED[cache.dtype], (*b.types[made].dims[:1], pairs)))

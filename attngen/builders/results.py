@@ -1,21 +1,22 @@
-"""The element type of outputs, where the table of element types names one for them apart from that of q, k and v."""
+"""The dtype of outputs, if the table of element types gives them another one than q, k and v."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from attngen.ir.core import Op
 from attngen.ir.dtypes import result_type
-from attngen.ir.graph import Kernel, Module
 from attngen.ir.host import Alloc, Host, View
-from attngen.ir.ops import Arg, Map, Op, Store
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Map, Store
 
-_OUTPUTS = ("O", "tO")  # and its tangent
+_OUTPUTS = ("O", "tO")  # the output and its tangent
 
 
 def with_results(module: Module) -> Module:
-    """The module with the type of its outputs: of the tensor O, of its views, and of the values that kernels store to
-    it.
+    """The module with the output dtype: for the tensor O, its views, and the values that kernels store to it.
 
     A module whose outputs have the type of q, k and v stays as it is.
     """
@@ -36,7 +37,7 @@ def with_results(module: Module) -> Module:
 
 
 def _typed(names: set[str], dtype: str) -> Callable[[Op], list[Op]]:
-    """What gives the values of these names the element type."""
+    """Casts the named outputs to the output dtype."""
 
     def change(op: Op) -> list[Op]:
         if isinstance(op, (Alloc, Arg, Map, View)) and op.name in names:

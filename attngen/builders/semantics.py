@@ -11,35 +11,26 @@ from sympy.logic.boolalg import Boolean
 from attngen.heuristics import LISTED
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, sqrt, symbol
-from attngen.ir.graph import Blocks, Meaning, Read, input_tensors
+from attngen.ir.module import Blocks, Meaning, Read, input_tensors
 from attngen.lang.part import KV, NATURAL, Q
 from attngen.spec import Spec
 from attngen.tiles.intervals import Scene, mentions, terms
 from attngen.tiles.sampled import worth_listing
 
 S, SCALE = symbol("s"), symbol("scale")
-MOST_BRANCHED = 2000  # nodes of an expression that has choices in place of abs, min and max
-SHARED = (
-    sympy.exp,
-    log,
-    sympy.tanh,
-    sigmoid,
-    sqrt,
-    erf,
-    sin,
-    cos,
-    sympy.Pow,
-)  # functions that are computed once if they occur twice
+MOST_BRANCHED = 2000  # most nodes of an expression whose abs, min and max are rewritten as choices
+# functions that are computed once if they occur twice
+SHARED = (sympy.exp, log, sympy.tanh, sigmoid, sqrt, erf, sin, cos, sympy.Pow)
 
 
 def meaning(spec: Spec) -> Meaning:
-    """The meaning of the spec, for the module's header. The verifier holds every kernel against it."""
+    """The meaning of the spec, for the module's header. The verifier checks every kernel against it."""
     where, by_key = spec.visible(), spec.visible_by_key()
     known = tuple(fact for fact in spec.mask.facts() if where.has(fact.literal) or by_key.has(fact.literal))
     score, sink = spec.modified(), next((s.sink() for s in spec.score if s.sink() is not None), None)
     types = input_tensors(spec.inputs(), spec.derived())
-    said = [where, by_key, *(e for fact in known for e in fact), score, *([] if sink is None else [sink])]
-    named = {str(s) for e in said for s in e.free_symbols}
+    expressions = [where, by_key, *(e for fact in known for e in fact), score, *([] if sink is None else [sink])]
+    named = {str(s) for e in expressions for s in e.free_symbols}
     reads: list[Read] = []
     for read in reversed(spec.reads()):  # from the last to the first, because an index may name earlier reads
         if read.name in named:
@@ -50,7 +41,7 @@ def meaning(spec: Spec) -> Meaning:
 
 
 def varies(spec: Spec, read: Read, position: Expr) -> bool:
-    """Whether the place that is read depends on a position, directly or through another read."""
+    """Whether the index of a read depends on a position, directly or through another read."""
     names = {s for e in read.index for s in e.free_symbols}
     return position in names or any(
         varies(spec, other, position) for other in spec.reads() if symbol(other.name) in names
@@ -63,28 +54,30 @@ def _per_score(spec: Spec) -> set[Expr]:
 
 
 def listed_blocks(spec: Spec) -> Blocks | None:
-    """The blocks that a mask names; or evaluated ones, if a condition on data bounds no loop, or bounds leave too
-    many. Else None."""
+    """The blocks that a mask names, or blocks found by evaluating it, or None.
+
+    A mask is evaluated if a condition on data bounds no loop, or if the bounds leave too many blocks.
+    """
     if spec.mask.blocks():
         return spec.mask.blocks()
-    return Blocks(LISTED, data=True) if any(_by_data(spec, own) for own in ("q", "kv")) or _by_formula(spec) else None
+    return Blocks(LISTED, data=True) if any(_by_data(spec, axis) for axis in ("q", "kv")) or _by_formula(spec) else None
 
 
 def _by_formula(spec: Spec) -> bool:
-    """Whether the mask depends on positions and lengths alone, and lists of its blocks are worth evaluating it."""
+    """Whether the mask depends only on positions and lengths, and listing its blocks is worth an evaluation of it."""
     where, lists = spec.visible(), spec.cache is None and spec.schedule.order == "q_outer"
     return lists and not spec.mask.inputs() and not spec.mask.derived() and worth_listing(where)
 
 
-def _by_data(spec: Spec, own: str) -> bool:
-    """Whether a part of the mask is data that gives no bounds to the loops of kernels that own tiles of an axis."""
-    loop = "kv" if own == "q" else "q"
+def _by_data(spec: Spec, axis: str) -> bool:
+    """Whether part of the mask is data that does not bound the loops of kernels whose programs own tiles of an axis."""
+    loop = "kv" if axis == "q" else "q"
     types = input_tensors(spec.inputs(), spec.derived())
-    along, rows = ({r.name for r in spec.reads() if varies(spec, r, symbol(f"{axis}_idx"))} for axis in (loop, own))
+    along, rows = ({r.name for r in spec.reads() if varies(spec, r, symbol(f"{over}_idx"))} for over in (loop, axis))
     others = along | {r.name for r in spec.reads() if r.name in rows and types[r.tensor].dtype != "i32"}
-    scene = Scene(own, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
+    scene = Scene(axis, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
     known = {fact.literal for fact in scene.facts}
-    where = spec.visible() if own == "q" else spec.visible_by_key()
+    where = spec.visible() if axis == "q" else spec.visible_by_key()
     return any(mentions(x, scene.others) for term in terms(where, scene) for x in term.unsolved if x not in known)
 
 
@@ -100,7 +93,7 @@ def singular(spec: Spec, e: Expr) -> bool:
 
 
 def unbounded(spec: Spec) -> bool:
-    """Whether scores may be -inf without a mask. A bias for each score may make them so."""
+    """Whether scores may be -inf without a mask, as a bias per score can make them."""
     score = spec.modified()
     kinds = {i.name: i.dtype for i in spec.inputs()}
     read = {symbol(r.name) for r in spec.reads() if kinds.get(r.tensor) in ("f32", "T")}
@@ -108,54 +101,59 @@ def unbounded(spec: Spec) -> bool:
 
 
 def only_fp32(spec: Spec) -> bool:
-    """Whether no element type has 16 bits."""
+    """Whether no element type of the spec has 16 bits."""
     return all(by_precision([dtype]) for dtype in spec.dtype)
 
 
-def exact_parts(spec: Spec) -> bool:
-    """Whether parts of a row's keys are joined by maxima and sums: the rounding of a part's LSE to fp32 is a factor
-    of its weight."""
+def exact_partials(spec: Spec) -> bool:
+    """Whether splits of a row's keys are combined by maximum and sum, not by the LSE.
+
+    The rounding of a split's LSE to fp32 would be a factor of its weight.
+    """
     return by_precision(spec.dtype)
 
 
 def exact_sums(spec: Spec) -> bool:
-    """Whether weights are made again of the row's maximum and sum: the rounding of the LSE to fp32 is a factor of
-    each."""
+    """Whether weights are recomputed from the row's maximum and sum, not from the LSE.
+
+    The rounding of the LSE to fp32 would be a factor of each weight.
+    """
     return by_precision(spec.dtype) and (spec.trains or "key_mass" in spec.outputs)
 
 
 def keeps_extremes(spec: Spec) -> bool:
-    """Whether a score that is too large or too low for fp32 to base 2 stays finite there: a row of the lowest alone has
-    their mean.
+    """Whether a score too large or too low for fp32 to base 2 stays finite there, so that a row with only lowest scores
+    gets the mean of its values.
 
-    It takes four operations for each score. Modules that are for 16 bits, too, do without: a row of such scores sees no
-    key.
+    This takes four operations per score. Modules that also accept 16-bit types do without: there a row of such scores
+    sees no key.
     """
     return only_fp32(spec) and unbounded(spec)
 
 
 def of_product(e: Expr) -> Expr:
-    """An expression in the scaled score, rewritten in the product q k^T, which kernels name `s`."""
+    """Rewrite an expression in the scaled score as one in the product q k^T, which kernels name `s`."""
     return e.xreplace({S: S * SCALE})
 
 
 def whole_numbers(e: Expr) -> Expr:
-    """Floats that are whole as integers: 1.0 x is x."""
+    """Replace floats that are whole by integers: 1.0 x is x."""
     found = {x: sympy.Integer(int(x)) for x in e.atoms(sympy.Float) if x == int(x) and abs(x) < 2**24}
     return e.xreplace(found)
 
 
 def derivative(e: Expr, by: Expr) -> Expr:
-    """The derivative by `sympy.diff`, with PyTorch's conventions where there is none.
+    """The derivative by `sympy.diff`, with PyTorch's conventions where it does not exist.
 
-    abs has 0 at 0; min and max of equals give half to each; clamp has 1 at its bounds; conditions, `//` and `%` have 0.
+    abs has 0 at 0; min and max of equal arguments give half to each; clamp has 1 at its bounds; conditions, `//` and
+    `%` have 0.
     """
     return sympy.diff(_branches(e, by), by) if _branched_size(e, by) <= MOST_BRANCHED else _by_chain_rule(e, by)
 
 
 @cache
 def _branched_size(e: Any, by: Expr) -> int:
-    """About how many nodes `_branches` makes: what is inside an abs, a min or a max is written out several times."""
+    """Estimate how many nodes `_branches` makes: it repeats the arguments of abs, min and max several times."""
     if _has_no_slope(e, by):
         return 1
     if isinstance(e, (sympy.Min, sympy.Max)):
@@ -167,8 +165,7 @@ def _branched_size(e: Any, by: Expr) -> int:
 
 @cache
 def _by_chain_rule(e: Any, by: Expr) -> Any:
-    """The same derivative with the slope of an abs, a min or a max as a factor, so that a nest of them gives a
-    product."""
+    """The same derivative with the slope of an abs, min or max as a factor, so that nested ones give a product."""
     if _has_no_slope(e, by) or e == by:
         return sympy.Integer(int(e == by))
     if isinstance(e, sympy.Abs):
@@ -202,10 +199,10 @@ def _by_chain_rule(e: Any, by: Expr) -> Any:
 
 
 def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:
-    """(factors that are the same for all scores of a head, the other ones): of (1 - tanh(s/t)**2) / t it is 1/t, with t
-    of each head.
+    """(factors that are the same for all scores of a head, the other factors).
 
-    The first is 1 if no real input is in these factors: then they may be an integer.
+    Of (1 - tanh(s/t)**2) / t with t per head, the first is 1/t. The first is 1 if no real input occurs in these
+    factors, because they may then be an integer.
     """
     common, rest = whole_numbers(e).as_independent(*_per_score(spec), as_Add=False)
     real = {i.name for i in spec.inputs() if i.dtype in ("f32", "T")}
@@ -215,30 +212,34 @@ def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:
     return sympy.Integer(1), e
 
 
-def of_sums(spec: Spec, slope: Expr, steep: Expr) -> Expr | None:
-    """The factor by which a sum of steep * s over keys is the sum of `slope`; None if there is none.
+def sum_ratio(spec: Spec, slope: Expr, by_s: Expr) -> Expr | None:
+    """The ratio of the sum of `slope` over keys to the sum of by_s * s over keys; None if it depends on the key.
 
-    It is slope / (steep * s), if that is the same for all keys, and divides by nothing that `slope` does not divide by.
+    It is slope / (by_s * s), if that is the same for all keys and divides by nothing that `slope` does not divide by.
+    With a learned t, the scores s / t, s * t, s * exp(t), tanh(s / t) and s / t + bias have one, whereas (s + bias) / t
+    and tanh(s) / t do not.
     """
-    e = sympy.factor(slope / (S * steep))
+    e = sympy.factor(slope / (S * by_s))
     by_key = {S, KV, *(symbol(r.name) for r in spec.reads() if varies(spec, r, KV))}
     return e if by_key.isdisjoint(e.free_symbols) and _divisors(e) <= _divisors(slope) else None
 
 
 def _divisors(e: Expr) -> set[Any]:
-    """What an expression divides by, or may."""
+    """The expressions by which an expression divides, or may divide."""
     return {f.base for f in sympy.preorder_traversal(e) if f.is_Pow and not (f.exp.is_Integer and f.exp > 0)}
 
 
 def _has_no_slope(e: Any, by: Expr) -> bool:
-    """Whether a part of an expression has no derivative, or 0: conditions, integers, and what does not depend on
-    `by`."""
+    """Whether a part of an expression has no derivative, or 0: a condition, an integer, or a part that does not depend
+    on `by`."""
     return isinstance(e, Boolean) and not e.is_Symbol or bool(getattr(e, "is_integer", False)) or not e.has(by)
 
 
 def _branches(e: Any, by: Expr) -> Any:
-    """abs, min, max and clamp as choices, where they have a slope. The derivative of a choice is that of the chosen
-    branch."""
+    """Rewrite abs, min, max and clamp as choices, where they have a slope.
+
+    The derivative of a choice is that of the chosen branch.
+    """
     if _has_no_slope(e, by) or not e.has(sympy.Abs, sympy.Min, sympy.Max, clamp):
         return e
     args = [_branches(a, by) for a in e.args]
@@ -260,10 +261,10 @@ def _branches(e: Any, by: Expr) -> Any:
 
 
 def shared(*expressions: Expr) -> tuple[list[tuple[str, Expr]], list[Expr]]:
-    """(named values, the expressions in terms of these). Functions that occur more than once become values `t1`, `t2`,
+    """(named values, the expressions in terms of these): functions that occur more than once become values `t1`, `t2`,
     ...
 
-    Each is in terms of earlier ones.
+    Each value is in terms of earlier ones.
     """
     counts: dict[Expr, int] = {}
     for e in expressions:

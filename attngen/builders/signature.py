@@ -1,15 +1,17 @@
-"""What signatures of kernels say: what each reads and writes, the tiles its programs own, its grid. They stand
-beside their builders."""
+"""Signatures of kernels: the tensors read and written, the axis whose tiles programs own, and the grid."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from attngen.ir.core import Type
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import cdiv, symbol
-from attngen.ir.graph import Blocks, Cache, GridAxis, Input, Learned
+from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
+from attngen.ir.module import Blocks, Cache, Input, Learned
 from attngen.ir.names import (
     BLOCK_LISTS,
     CACHED,
@@ -17,37 +19,36 @@ from attngen.ir.names import (
     GRADIENTS,
     OUTPUTS,
     PAIRS,
+    ROW_STATS,
     SCALES,
     SHAPES,
     SHARES,
-    SUMS,
     block_lists,
     tensor_dtype,
 )
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Type
+from attngen.ir.ops import Arg
 
 
 class Signature(NamedTuple):
-    """A kernel's name, the axis of which its programs own tiles, and its tensors; a gradient is shaped as what it is
-    the gradient of.
+    """A kernel's name, the axis whose tiles its programs own, and its tensors. A gradient has the shape of its tensor.
 
-    What it `rewrites`, once for each tile of its own that a program walks over, it reads and writes; others own one
-    tile. One that `packs` has the queries of all heads of a group as its rows, head after head: `queries` of each.
-    Programs along the axis `shares` of the grid share one loop. Of a gradient, each of them writes its part; if it
-    `merges`, two of them write the sum of theirs. To what it `adds` to, other programs add, too. If its heads are
-    `apart`, a program has one of the query heads that share a K/V head, and writes gradients for that. Its keys and
-    values lie in `cache`, if it has one. Of a `latent`, what is named after q or k has the columns of v.
+    A program that `rewrites` tensors visits all tiles of its axis, and reads and writes these tensors once per tile;
+    other programs own one tile. With `pack_gqa` the rows are the queries of all heads of a group, head after head,
+    `queries` of each. Programs along `split_axis` of the grid share one loop; each writes its part of a gradient, or
+    with `merges`, pairs of programs write the sum of their parts. Several programs add to the tensors in `adds`. With
+    `per_query_head`, a program has one of the query heads that share a K/V head, and writes gradients for that query
+    head. Keys and values lie in `cache`, if there is one. With `latent`, q and k have v's head_dim.
     """
 
     name: str
-    own: str
+    axis: str
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     rewrites: tuple[str, ...] = ()
     pack_gqa: bool = False
-    shares: str = ""
+    split_axis: str = ""
     adds: tuple[str, ...] = ()
-    apart: bool = False
+    per_query_head: bool = False
     merges: bool = False
     about: str = ""
     cache: Cache | None = None
@@ -55,47 +56,47 @@ class Signature(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether it sums gradients or weights of keys: these are the rows of its scores."""
+        """Whether the kernel sums gradients or weights per key, so that keys are the rows of its scores."""
         return not {"dK", "dV", "KEY_MASS"}.isdisjoint(self.writes)
 
     @property
     def by_key_head(self) -> bool:
         """Whether a program owns a K/V head, for all query heads that share it."""
-        return self.pack_gqa or "K" in self.writes or (self.transposed and not self.apart)
+        return self.pack_gqa or "K" in self.writes or (self.transposed and not self.per_query_head)
 
     @property
     def scores(self) -> bool:
-        """Whether it computes scores. For others nothing is listed, and nothing dropped."""
+        """Whether the kernel computes scores. Other kernels use no block lists and no dropout."""
         return "K" in self.reads
 
     @property
     def drops(self) -> bool:
-        """Whether dropout takes some of its weights away."""
+        """Whether dropout applies to the kernel's weights."""
         return self.scores and "KEY_MASS" not in self.writes
 
     @property
     def masks(self) -> bool:
-        """Whether it evaluates the mask. Others have rows alone."""
+        """Whether the kernel evaluates the mask. Other kernels process only rows."""
         return self.scores or "COUNT" in self.writes
 
 
-def with_sums(signature: Signature, exact: bool) -> Signature:
-    """The signature of a kernel that makes weights again, or what these are made of: in SUMS if that is to be
-    `exact`, else in the LSE."""
+def with_stats(signature: Signature, exact: bool) -> Signature:
+    """The signature of a kernel that writes or recomputes weights: with ROW_STATS in place of the LSE, if it must be
+    `exact`."""
     if not exact:
         return signature
-    reads = tuple(part for name in signature.reads for part in (SUMS if name in ("LSE", "LSE2") else (name,)))
+    reads = tuple(part for name in signature.reads for part in (ROW_STATS if name in ("LSE", "LSE2") else (name,)))
     writes = [name for name in signature.writes if name != "LSE2"]
     if "LSE" in writes:
         at = next((i for i, name in enumerate(writes) if name in map(OUTPUTS.get, FLAT)), len(writes))
-        writes[at:at] = SUMS
+        writes[at:at] = ROW_STATS
     about = signature.about
-    for said, here in (
+    for text, replacement in (
         (", and the LSE in base 2 (+inf for empty rows)", ""),
         ("delta and LSE2", "delta"),
         ("delta, LSE2 and", "delta and"),
     ):
-        about = about.replace(said, here)
+        about = about.replace(text, replacement)
     return signature._replace(reads=reads, writes=tuple(writes), about=about)
 
 
@@ -108,20 +109,19 @@ def tensor_type(name: str, signature: Signature) -> Type:
         return Type(tensor_dtype(name), SHAPES[name])
     if cache and name in CACHED:
         return cached_type(cache, name, _column(name, signature))
-    if "items" in SHAPES[name]:  # parts of all sequences
+    if "items" in SHAPES[name]:  # splits of all sequences
         return Type(tensor_dtype(name), (*SHAPES[name][:-1], _column(name, signature)))
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS
-    parts = [PAIRS if signature.merges else SHARES[signature.shares]] if signature.shares and written else []
-    heads = "Hkv" if signature.pack_gqa else "Hq" if written and signature.apart else heads
+    parts = [PAIRS if signature.merges else SHARES[signature.split_axis]] if signature.split_axis and written else []
+    heads = "Hkv" if signature.pack_gqa else "Hq" if written and signature.per_query_head else heads
     return Type(tensor_dtype(name), (batch, heads, *parts, *rest[:-1], _column(name, signature)))
 
 
 def cached_type(cache: Cache, name: str, column: str) -> Type:
-    """The type of a tensor of the cache, which has as many columns as `column` says: of 8-bit numbers, pairs of
-    columns.
+    """The type of a cache tensor with head_dim `column`; an 8-bit cache stores pairs of numbers.
 
-    Columns that are rotated have the element type of q in any cache.
+    The rotated part of a key has the element type of q in any cache.
     """
     if cache.dtype and name != "K_ROPE":
         return Type(QUANTISED[cache.dtype], (*cache.rows, column.replace("D_", "PAIRS_")))
@@ -129,13 +129,13 @@ def cached_type(cache: Cache, name: str, column: str) -> Type:
 
 
 def _column(name: str, signature: Signature) -> str:
-    """The last dimension of a tensor. Of a latent, what is named as q or k has the columns of v."""
+    """The last dimension of a tensor. With a latent, q and k have v's head_dim."""
     column = SHAPES[name][-1]
     return "D_V" if signature.latent and column == "D_QK" else column
 
 
 def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]:
-    """The tensors that hold parts of inputs' gradients: an element for each query, score, distance or element (see
+    """The tensors with the parts of inputs' gradients: one element per query, score, distance or element (see
     Learned.by)."""
     dtypes, shapes = {i.name: i.dtype for i in inputs}, {i.name: i.shape for i in inputs}
     types = {
@@ -155,8 +155,8 @@ def tensor_args(
     dropout: bool = False,
     parts: Iterable[Arg] = (),
 ) -> list[Arg]:
-    """The tensors of a kernel: what it reads, what mask and modifiers, its block lists and dropout read, what it
-    writes."""
+    """The tensor arguments of a kernel: its inputs, those of mask and modifiers, block lists, the dropout seed, its
+    outputs."""
 
     def tensors(names: Iterable[str], role: str) -> list[Arg]:
         return [Arg(name, role, tensor_type(name, signature)) for name in names]
@@ -164,8 +164,8 @@ def tensor_args(
     args = tensors(signature.reads, "in")
     args += [Arg(name, "in", type_) for name, type_ in read.items()]
     if blocks and signature.scores:
-        listed = block_lists(signature.own, blocks.data)
-        if "DQ_SEMAPHORE" in signature.adds:  # turns are made of the ranks in the lists of queries
+        listed = block_lists(signature.axis, blocks.data)
+        if "DQ_SEMAPHORE" in signature.adds:  # semaphore tickets are computed from the ranks in the lists of queries
             ranks, *_ = BLOCK_LISTS["q"]
             listed[ranks] = BLOCK_LISTS["q"][ranks]
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]
@@ -181,14 +181,14 @@ def tensor_args(
 
 
 def grid(signature: Signature, sharing: str) -> tuple[GridAxis, ...]:
-    """One program per tile, head and sequence; or per head and sequence, if it rewrites tensors for each of its tiles.
+    """The grid: one program per tile, head and sequence; or per head and sequence, if a program visits all tiles.
 
-    One that sums gradients of keys owns them for the whole group of query heads; so does one that packs heads. Several
-    programs share each of these, if it shares.
+    A kernel that sums gradients per key, or packs heads, has one program for the whole group of query heads. With a
+    split axis, several programs share each tile.
     """
-    own = signature.own
+    axis = signature.axis
     heads = SHARINGS[sharing].axis if signature.by_key_head else "h"
     extents = {"h": "Hq", "hkv": "Hkv"}
-    tiles = () if signature.rewrites else (GridAxis(own, cdiv(symbol(AXIS_EXTENT[own]), symbol(AXIS_DIM[own]))),)
-    parts = (GridAxis(signature.shares, symbol(SHARES[signature.shares])),) if signature.shares else ()
+    tiles = () if signature.rewrites else (GridAxis(axis, cdiv(symbol(AXIS_EXTENT[axis]), symbol(AXIS_DIM[axis]))),)
+    parts = (GridAxis(signature.split_axis, symbol(SHARES[signature.split_axis])),) if signature.split_axis else ()
     return *tiles, *parts, *(GridAxis(h, symbol(extents[h])) for h in (heads,) if h), GridAxis("b", symbol("B"))

@@ -1,9 +1,9 @@
-"""The package of the modules that `attngen.build` and `attngen.load` import, as
+"""The package of the modules that `attngen.build` and `attngen.load` import, such as
 `attngen.built.causal_mqa_0123456789abcdef`.
 
-Such a name has the module's own name and a digest of its code: two modules that share a name and differ are two
-modules, and torch.compile and pickle find both. Another process finds those that are in the cache by name alone, as
-when it unpickles one. They are found in no folder of a path, but by the cache, which checks them.
+The name of such a module consists of its own name and a digest of its code, so torch.compile and pickle can distinguish
+two modules that have the same name and different code. Another process can import a module of the cache by this name,
+for example to unpickle it. Modules are not searched in a folder of `__path__`, but in the cache, which checks them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 from attngen.cache.loader import spec_of
 from attngen.cache.store import kept
 
-__path__ = []  # modules are found in the cache alone, by _Finder
+__path__ = []  # only _Finder finds modules, in the cache
 
 
 class _Finder(MetaPathFinder):

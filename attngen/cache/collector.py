@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from running while the compiler is at work."""
+"""Pauses Python's garbage collector while the compiler runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect no cycles meanwhile. With torch in memory a collection looks at a million objects, and a compilation
-    makes little garbage."""
+    """Pause the garbage collector in this context. With torch in memory a collection visits a million objects, and a
+    compilation makes little garbage."""
     ran = gc.isenabled()
     gc.disable()
     try:

@@ -2,18 +2,19 @@
 compiled.
 
     modules/causal_mqa_0123456789abcdef/    a module, under its name and a digest of its code
-    modules/.receipts/KEY                   the name of that folder; KEY is a digest of what was asked for and of attngen's own files
-    modules/.locks/HH.lock                  held by the process that compiles a spec whose hash begins so
+    modules/.receipts/KEY                   the name of that folder; KEY is a digest of the request and attngen's files
+    modules/.locks/HH.lock                  held by the process that compiles a spec whose hash begins with HH
 
-A module is written beside its place and moved there. Its code is read once, held against the digest in its name, and
-run from memory: what is half-written or damaged counts as absent, whatever is in its place, and bytecode beside it is
-not read. What another version of attngen has built is found by no key of this one.
+A module is written to a temporary folder and moved into place. Its code is read once, compared with the digest in its
+name, and run from memory: a partial or damaged module counts as absent, and bytecode next to it is not read. No key of
+this version finds a module that another version of attngen has built.
 
-At most MOST modules are kept. One more takes the place of that which was used longest ago, of any version: the time of
-a folder is when a process last imported it.
+At most MOST modules are kept. One more replaces the least recently used one, of any version: the time of a folder is
+when a process last imported it.
 
-The digest tells damage, not malice: whoever can write in the folder can have this user's processes run their code. So
-the folder is this user's alone, and one in which others can write is refused. docs/security.md says what is trusted.
+The digest detects damage, not malice: anyone who can write in the folder can make this user's processes run their code.
+So only this user can write in the folder, and a folder in which others can write is refused. docs/security.md says what
+is trusted.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from attngen.cache.fingerprint import digest, hashed
 from attngen.codegen.files import in_use, scratch, write_file, write_module
 from attngen.errors import AttngenError
 
-VARIABLE = "ATTNGEN_CACHE_DIR"  # in the environment: the folder that holds modules/
-TRUST = "ATTNGEN_TRUST_CACHE"  # in the environment: 1 where a folder that others own or can write is trusted
-PATIENCE = 5.0  # seconds of waiting for another build, after which a line says so
-# The tag tells backup programs that the folder is a cache (https://bford.info/cachedir/), and us that attngen made it.
+VARIABLE = "ATTNGEN_CACHE_DIR"  # environment variable: the folder that holds modules/
+TRUST = "ATTNGEN_TRUST_CACHE"  # environment variable: 1 trusts a folder that others own or can write
+PATIENCE = 5.0  # seconds of waiting for another build, after which a line is printed
+# The tag marks the folder as a cache for backup programs (https://bford.info/cachedir/), and as made by attngen.
 _TAG = "CACHEDIR.TAG"
-_TAG_TEXT = "Signature: 8a477f597d28d172789f06886806bc55\n# Modules that attngen has built. `attngen cache --clear` removes them.\n"
-_NAME = re.compile(r"[A-Za-z0-9_]+_([0-9a-f]{16})")  # of a module's folder
-MOST = 512  # modules that are kept, of about 0.2 MB each
-_LONGEST = 2**24  # bytes of a file of a module; those that are written have 2**18
+_TAG_TEXT = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# Modules that attngen has built. `attngen cache --clear` removes them.\n"
+)
+_NAME = re.compile(r"[A-Za-z0-9_]+_([0-9a-f]{16})")  # name of a module's folder
+MOST = 512  # number of modules that are kept, of about 0.2 MB each
+_LONGEST = 2**24  # maximum bytes of a module's file; written files have up to 2**18
 
 
 class Kept(NamedTuple):
@@ -53,10 +57,10 @@ class Kept(NamedTuple):
 
 
 def root() -> Path:
-    """The folder of built modules: in that of ATTNGEN_CACHE_DIR, or in the user's cache folder, as
+    """Return the folder of built modules: in that of ATTNGEN_CACHE_DIR, or in the user's cache folder, such as
     ~/.cache/attngen/modules.
 
-    AttngenError if what the variable has cannot be a folder's path.
+    Raise AttngenError if the variable cannot be a folder's path.
     """
     given = os.environ.get(VARIABLE)
     try:
@@ -80,12 +84,12 @@ def root() -> Path:
 
 
 def _check() -> None:
-    """AttngenError if users other than this one and root can have written what is in the cache.
+    """Raise AttngenError if users other than this one and root can have written the contents of the cache.
     ATTNGEN_TRUST_CACHE=1 allows it."""
     try:
         found = root().stat()
     except OSError:
-        return  # there is none, or none that can be read
+        return  # it does not exist, or cannot be read
     others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if (
         not stat.S_ISDIR(found.st_mode)
@@ -93,24 +97,24 @@ def _check() -> None:
         or os.environ.get(TRUST) == "1"
     ):
         return
-    what = (
+    problem = (
         "others than its owner can write in it"
         if _is_own(found)
         else f"it belongs to another user ({_owner(found.st_uid)})"
     )
-    mend = (
+    fix = (
         "after a look at what is in it, `chmod go-w` it"
         if _is_own(found)
         else f"name a folder of your own in {VARIABLE}"
     )
     raise AttngenError(
-        f"{root()}: {what} (mode {stat.S_IMODE(found.st_mode):04o}), and what is in it runs as code of yours; "
-        f"{mend}, or set {TRUST}=1 if you trust all who can write there"
+        f"{root()}: {problem} (mode {stat.S_IMODE(found.st_mode):04o}), and what is in it runs as code of yours; "
+        f"{fix}, or set {TRUST}=1 if you trust all who can write there"
     )
 
 
 def _has_users() -> bool:
-    """Whether the modes and owners of files mean something: not so on Windows."""
+    """Whether files have meaningful modes and owners; on Windows they do not."""
     return hasattr(os, "geteuid")
 
 
@@ -129,11 +133,11 @@ def _owner(uid: int) -> str:
 
 
 def _read(path: Path, most: int) -> bytes:
-    """The bytes of a file of the cache. OSError if it is none: a link, a pipe, a folder, another user's, longer than
-    `most`."""
+    """Return the bytes of a file of the cache. Raise OSError if it is a link, a pipe, a folder, another user's, or
+    longer than `most`."""
     plain = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(os.open(path, os.O_RDONLY | plain), "rb") as file:
-        found = os.fstat(file.fileno())  # of the file that is read, whatever its name leads to by now
+        found = os.fstat(file.fileno())  # of the opened file: its name may lead to another one by now
         if not stat.S_ISREG(found.st_mode) or not (_is_own(found) or os.environ.get(TRUST) == "1"):
             raise OSError(f"{path} is not a file of this user")
         data = file.read(most + 1)
@@ -142,13 +146,13 @@ def _read(path: Path, most: int) -> bytes:
     return data
 
 
-def key_of(asked: bytes) -> str:
-    """The key of what a caller asks of this attngen."""
-    return hashlib.sha256(digest().encode() + asked).hexdigest()[:32]
+def key_of(request: bytes) -> str:
+    """Return the key of a request to this version of attngen."""
+    return hashlib.sha256(digest().encode() + request).hexdigest()[:32]
 
 
 def find(key: str) -> Kept | None:
-    """The module that was built for a key; None if there is none, or if its code is not what was written."""
+    """Return the module that was built for a key; None if there is none, or its code is damaged."""
     try:
         return kept(_read(root() / ".receipts" / key, 256).decode("ascii"))
     except (OSError, UnicodeDecodeError):
@@ -156,9 +160,9 @@ def find(key: str) -> Kept | None:
 
 
 def kept(name: str) -> Kept | None:
-    """The module in the cache's folder of this name; None if there is none, or if its code is not what was written.
+    """Return the module in the cache's folder of this name; None if there is none, or its code is damaged.
 
-    AttngenError if others can have written it.
+    Raise AttngenError if others can have written it.
     """
     if not (named := _NAME.fullmatch(name)):
         return None
@@ -172,13 +176,13 @@ def kept(name: str) -> Kept | None:
         return None
     if "__init__.py" not in code or hashed(code) != named[1]:
         return None
-    with suppress(OSError):  # of a cache that can only be read
-        os.utime(folder)  # used now
+    with suppress(OSError):  # the cache may be read-only
+        os.utime(folder)  # marks it as used now
     return Kept(folder, code)
 
 
 def keep(name: str, files: dict[str, str]) -> Kept:
-    """Write the files of a built module, in place of what is damaged. Call it under `building`."""
+    """Write the files of a built module, in place of a damaged one. Call it under `building`."""
     code = {file: text.encode() for file, text in files.items() if file.endswith(".py")}
     made = Kept(root() / f"{name}_{hashed(code)}", code)
     if kept(made.folder.name) is None:
@@ -191,8 +195,7 @@ def keep(name: str, files: dict[str, str]) -> Kept:
 
 
 def _make_room(kept: Path) -> None:
-    """Remove the modules beyond MOST that were used longest ago, but not the one that is kept now; and receipts that
-    lead nowhere."""
+    """Remove the least recently used modules beyond MOST, except `kept`, and receipts of removed modules."""
     used = sorted((_used(folder), folder) for folder in modules() if folder != kept)
     if len(used) < MOST:
         return
@@ -205,14 +208,14 @@ def _make_room(kept: Path) -> None:
 
 
 def _used(folder: Path) -> float:
-    """When a module was written, or imported by a process, the last time; 0 of one that another process has removed."""
+    """Return when a module was last written or imported by a process; 0 if another process has removed it."""
     with suppress(OSError):
         return folder.stat().st_mtime
     return 0.0
 
 
 def note(key: str, folder: Path) -> None:
-    """Write the receipt by which `find` finds a folder."""
+    """Write the receipt with which `find` finds a folder."""
     with _writing():
         receipt = _own_folder(root() / ".receipts") / key
         _clear_way(receipt)
@@ -221,10 +224,9 @@ def note(key: str, folder: Path) -> None:
 
 @contextmanager
 def building(spec_hash: str) -> Iterator[None]:
-    """Hold the lock of a spec, so that of many processes one compiles it. The system releases it if the process is
-    killed.
+    """Hold the lock of a spec, so that only one process compiles it. The system releases it if the process is killed.
 
-    AttngenError if the folder cannot be written, or if others can write it.
+    Raise AttngenError if the folder cannot be written, or if others can write it.
     """
     from filelock import FileLock, Timeout
 
@@ -234,9 +236,8 @@ def building(spec_hash: str) -> Iterator[None]:
         _clear_way(root() / _TAG)
         if not (root() / _TAG).exists():
             write_file(root() / _TAG, _TAG_TEXT)
-        held = (
-            _own_folder(root() / ".locks") / f"{spec_hash.rpartition(':')[2][:2]}.lock"
-        )  # so there are 256 files at most
+        # Two hexadecimal digits of the hash: there are at most 256 lock files.
+        held = _own_folder(root() / ".locks") / f"{spec_hash.rpartition(':')[2][:2]}.lock"
         _clear_way(held)
         lock = FileLock(held)
         try:
@@ -252,7 +253,7 @@ def building(spec_hash: str) -> Iterator[None]:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """AttngenError, in one sentence, for what the system says where the cache is written."""
+    """Turn system errors while the cache is written into AttngenError, in one sentence."""
     try:
         yield
     except OSError as error:
@@ -262,9 +263,10 @@ def _writing() -> Iterator[None]:
 
 
 def _own_folder(path: Path) -> Path:
-    """Make a folder of the cache for this user alone, in place of any file or link of that name, and return it.
+    """Make a folder of the cache that only this user can access, in place of any file or link of that name, and return
+    it.
 
-    One look at the path decides: a folder that another process makes after it must not be removed with the locks in it.
+    The path is inspected once: a folder that another process makes afterwards must not be removed with its locks.
     """
     root().mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -278,23 +280,23 @@ def _own_folder(path: Path) -> Path:
 
 
 def _clear_way(path: Path) -> None:
-    """Remove what is where a file shall be written, unless it is one that can be read and written."""
+    """Remove anything at the path of a file to be written, unless it is a file that can be read and written."""
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK | os.W_OK)):
         _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """Remove what is in the cache under a name, whatever it is. Other processes see it whole or not at all."""
-    with suppress(FileNotFoundError):  # there is nothing, or another process has removed it
+    """Remove an entry of the cache of any kind atomically."""
+    with suppress(FileNotFoundError):  # it does not exist, or another process has removed it
         if not path.is_symlink() and path.is_dir():
-            path.chmod(0o700)  # without which a folder cannot be moved
+            path.chmod(0o700)  # otherwise a read-only folder cannot be moved
         with scratch(path) as rest:
             os.rename(path, rest / "removed")
 
 
 def unwritable() -> str:
-    """Why modules cannot be kept in the cache, as a sentence; empty if they can. Its nearest parent counts where it
-    is missing."""
+    """Return why modules cannot be written to the cache, as a sentence; empty text if they can. If the cache does not
+    exist, its nearest existing parent is checked."""
     nearest = next(path for path in (root(), *root().parents) if os.path.lexists(path))
     if nearest.is_dir():
         try:
@@ -308,12 +310,12 @@ def unwritable() -> str:
 
 
 def modules() -> list[Path]:
-    """The folders of all built modules, those of other versions too."""
+    """Return the folders of all built modules, including those of other versions."""
     return sorted(path.parent for path in root().glob("*/schedule.ir"))
 
 
 def size(folder: Path) -> int:
-    """Bytes of the files below a folder; of what is removed meanwhile, none."""
+    """Return the number of bytes of the files below a folder. Files that are removed meanwhile count as 0."""
     found = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -322,9 +324,9 @@ def size(folder: Path) -> int:
 
 
 def clear() -> None:
-    """Remove all modules. AttngenError if the folder is not one that attngen made, or something cannot be removed.
+    """Remove all modules. Raise AttngenError if attngen did not make the folder, or something cannot be removed.
 
-    The folder stays, with its tag and its locks, and so does what other processes are writing: these may build at the
+    The folder stays, with its tag, its locks and files that other processes are writing, because these may build at the
     same time.
     """
     if not root().exists():

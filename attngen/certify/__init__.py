@@ -1,1 +1,1 @@
-"""Fit certificates: what Triton's compiler reports for each kernel, beside what the closed forms predict."""
+"""Fit certificates: the compiler's report on each kernel, compared with the predictions of the closed forms."""

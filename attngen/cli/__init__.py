@@ -1,6 +1,6 @@
 """The command line: one file for each group of commands.
 
-Commands import heavy libraries themselves, so that the command line starts fast.
+Commands import heavy libraries inside their functions, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attngen.cli.tune import tune
 from attngen.cli.verify import verify
 from attngen.errors import AttngenError
 
-UNLIMITED = 10_000  # columns, where nobody's terminal limits them
+UNLIMITED = 10_000  # columns of output that does not go to a terminal
 COMMANDS: dict[str, Callable[..., Any]] = {
     "build": build,
     "verify": verify,
@@ -44,8 +44,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 app = typer.Typer(
     help="Compile declarative attention specs (YAML) into Triton kernels, forward and backward.\n\n"
-    "\b\nattngen new my_attention                  a spec to start from\nattngen build specs/my_attention.yaml     "
-    "compile it to generated/my_attention/\nattngen test specs/my_attention.yaml      compare it with naive attention\n\n"
+    "\b\n"
+    "attngen new my_attention                  a spec to start from\n"
+    "attngen build specs/my_attention.yaml     compile it to generated/my_attention/\n"
+    "attngen test specs/my_attention.yaml      compare it with naive attention\n\n"
     "Then, in Python: from generated.my_attention import attention; in notebooks, attngen.build",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -72,8 +74,8 @@ def _main(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point: an error that attngen raises on purpose is a line on stderr and exit code 1; usage errors exit
-    with 2."""
+    """Entry point. An error that attngen raises on purpose is printed as a line on stderr, with exit code 1; usage
+    errors exit with 2."""
     try:
         app(args, prog_name="attngen")
     except AttngenError as error:

@@ -1,4 +1,4 @@
-"""The command `bench`: modules beside their peers on a GPU."""
+"""The command `bench`: modules compared with their peers on a GPU."""
 
 from __future__ import annotations
 
@@ -23,12 +23,30 @@ Grids = Annotated[
     typer.Option("--grid", metavar="NAME|FILE", help="paper, fa3, flex, variants, decode, mods or a YAML file"),
 ]
 Words = typer.Option(
-    metavar="WORDS", help="a part of them, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind"
+    metavar="WORDS", help="select cells, as in D64,D128,causal,N4096 or ragged,page16,B8: one word of each kind"
 )
 Peers = typer.Option(metavar="NAMES", help="as in ours,flash,flex [default: the grid's, or all]")
 Rows = typer.Option("--n", metavar="ROWS", help="of SPECS: rows, or rows of q:rows of k and v")
-Compare = typer.Option(help="results.json of another run: show what moved, fail if ours got slower")
+Batch = typer.Option(min=1, max=2**16, help="of SPECS: sequences [default: 16384 / rows]")
+Heads = typer.Option(min=1, max=2**16, help="of SPECS: query heads")
+KVHeads = typer.Option(min=1, max=2**16, help="of SPECS: K/V heads of gqa [default: heads / 4]")
+Dtype = typer.Option(help="of SPECS: element type [default: the spec's first]")
+Out = typer.Option("--out", help="folder for results.json, results.csv and plots")
+Compare = typer.Option(help="results.json of another run: show what changed, fail if ours got slower")
+From = typer.Option("--from", help="measure nothing; show the results.json of a run")
+Dry = typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do")
+Rounds = typer.Option(min=1, max=100, help="times are medians of this many rounds")
 Jobs = typer.Option(min=1, max=64, help="cells that compile at once [default: half the cores, 8 at most]")
+Limit = typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")
+Host = typer.Option(
+    "--host",
+    help="also host times of a forward call: without gradients, under torch.compile with and without them, in a CUDA "
+    "graph",
+)
+Masks = typer.Option(
+    "--masks",
+    help="also wall time and memory of preparing masks (plans, block masks), and of a call that does it too",
+)
 
 
 def bench(
@@ -37,65 +55,44 @@ def bench(
     only: Annotated[str | None, Words] = None,
     peers: Annotated[str | None, Peers] = None,
     n: Annotated[str, Rows] = "1024,4096,16384",
-    batch: Annotated[
-        int | None, typer.Option(min=1, max=2**16, help="of SPECS: sequences [default: 16384 / rows]")
-    ] = None,
-    heads: Annotated[int, typer.Option(min=1, max=2**16, help="of SPECS: query heads")] = 16,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, max=2**16, help="of SPECS: K/V heads of gqa [default: heads / 4]")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="of SPECS: element type [default: the spec's first]")] = None,
-    out_dir: Annotated[Path, typer.Option("--out", help="folder for results.json, results.csv and plots")] = Path(
-        "bench"
-    ),
+    batch: Annotated[int | None, Batch] = None,
+    heads: Annotated[int, Heads] = 16,
+    kv_heads: Annotated[int | None, KVHeads] = None,
+    dtype: Annotated[str | None, Dtype] = None,
+    out_dir: Annotated[Path, Out] = Path("bench"),
     compare: Annotated[Path | None, Compare] = None,
-    from_: Annotated[
-        Path | None, typer.Option("--from", help="measure nothing; show the results.json of a run")
-    ] = None,
-    dry: Annotated[
-        bool, typer.Option("--list", help="measure nothing; show the cells, and what peers cannot do")
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="times are medians of so many rounds")] = 5,
+    from_: Annotated[Path | None, From] = None,
+    dry: Annotated[bool, Dry] = False,
+    rounds: Annotated[int, Rounds] = 5,
     jobs: Annotated[int | None, Jobs] = None,
-    limit: Annotated[float, typer.Option(min=1, max=3600, help="seconds that a step of a peer may take")] = 120,
-    host: Annotated[
-        bool, typer.Option("--host", help="host times without gradients, compiled and in a CUDA graph, too")
-    ] = False,
-    masks: Annotated[bool, typer.Option("--masks", help="what preparing masks takes, too: plans, block masks")] = False,
+    limit: Annotated[float, Limit] = 120,
+    host: Annotated[bool, Host] = False,
+    masks: Annotated[bool, Masks] = False,
 ) -> None:
-    """Measure modules beside their peers on this GPU, in one run.
+    """Measure modules and their peers on this GPU, in one run.
 
-    Forward, backward and both, of each cell (a spec and its sizes) in a process of its own, the peers in turn:
-    milliseconds (medians of rounds, the L2 flushed), TFLOP/s, the fraction of the roof that this run measured, the
-    spread; peak memory of a forward and backward, host time of a forward call, seconds to the first result with empty
-    caches. Peers: ours, flash, cudnn, efficient, math (SDPA's backends), flex (FlexAttention, written from the spec),
-    flex_flash (its backend of FlashAttention-4), fa4 (FlashAttention-4; both where that is installed), flashinfer,
-    naive. Dropout is off, masks and plans are made before. A peer that fails or hangs loses its own figures alone.
+    Each cell (a spec and its sizes) runs forward, backward and both in a separate process, the peers alternating:
+    milliseconds (medians of rounds, L2 flushed), TFLOP/s, the fraction of the peak that this run measured, the spread;
+    peak memory, host time of a forward call, seconds to the first result with empty caches. Peers: ours, flash, cudnn,
+    efficient, math (SDPA's backends), flex (FlexAttention, from the spec), flex_flash (its FlashAttention-4 backend)
+    and fa4 (FlashAttention-4) if installed, flashinfer, naive. Dropout is off; masks and plans are made in advance. A
+    peer that fails or hangs loses only its own results.
 
-    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks) and
-    variants (what dropout costs, and what block sparsity saves). The last two have tables of their own, as Markdown.
-    And decode: steps of decoding over a cache;
-    mods: functions that people write for FlexAttention, which both sides get, as `attngen.flex_attention` takes them: a
-    table, too.
+    Grids: paper (the seed study's), fa3 (FlashAttention-3's), flex (FlexAttention's variants, with --masks), variants
+    (what dropout costs, and what block sparsity saves), decode (steps of decoding with a KV cache) and mods (functions
+    written for FlexAttention, given to both sides). flex, variants and mods also write Markdown tables.
 
-    Specs with a cache are called over it, by `attention.with_kvcache`. Such a call is timed among many in a CUDA graph,
-    whose inputs rotate through more than the L2 holds. Beside microseconds stand the bytes of K and V that some query
-    sees, the rate at which they are read, in TB/s, and its part of the rate of a copy, which this run measured. SDPA's
-    backends read contiguous caches, with a mask as a tensor where some query does not see all rows; flashinfer, where
-    it is installed, reads pages. --n 1:65536 is one query of each sequence.
+    Specs with a cache are called by `attention.with_kvcache`, many times in a CUDA graph whose inputs rotate through
+    more than the L2 holds. Also shown: the bytes of K and V that some query sees, their rate in TB/s, and its fraction
+    of the copy rate that this run measured. SDPA's backends read contiguous caches, with a mask tensor if some query
+    does not see all rows; flashinfer, if installed, reads pages. --n 1:65536 is one query per sequence.
 
-    With --host also the host's time of a forward call without gradients, of one under torch.compile with and without,
-    and of one in a CUDA graph. With --masks also wall time and memory of preparing the mask (a plan, a block mask), and
-    of a call that does it too.
-
-    With --compare, times that moved by more than both runs' spreads (2% at least) are shown, and the exit code is 1 if
-    one of ours got slower or was lost. With --compare alone, the cells and peers are those of its file.
+    With --compare, times that changed by more than both runs' spreads (at least 2%) are shown, and the exit code is 1
+    if one of ours got slower or is missing. With only --compare, the cells and peers are those of its file.
 
     \b
     attngen bench specs/causal_gqa.yaml --n 4096 --peers ours,flash,flex
-    attngen bench --grid flex --jobs 1
     attngen bench --grid decode --only ragged,page64
-    attngen bench --grid mods --jobs 1
     attngen bench --compare docs/bench/h200.json
     attngen bench --from bench/results.json --compare docs/bench/h200.json
     """
@@ -106,16 +103,12 @@ def bench(
     from attngen.bench.work import select
 
     old = read_results(compare) if compare else None
+    if from_ is not None:
+        return _show(read_results(from_), old, compare, out_dir)
     setup = Setup(rounds, jobs or max(1, min(8, len(os.sched_getaffinity(0)) // 2)), limit, host, masks)
     sizes = {"n": n, "batch": batch, "heads": heads, "kv_heads": kv_heads, "dtype": dtype}
-    if from_ is not None:
-        _show(read_results(from_), old, compare, out_dir)
-        return
     work = select(specs or [], grid or [], old, only, peers, sizes)
-    if dry:
-        _show_work(work, setup)
-    else:
-        _show(_measured(work, setup, out_dir), old, compare, out_dir)
+    return _show_work(work, setup) if dry else _show(_measured(work, setup, out_dir), old, compare, out_dir)
 
 
 def _show_work(work: Work, setup: Setup) -> None:
@@ -126,13 +119,16 @@ def _show_work(work: Work, setup: Setup) -> None:
 
 
 def _measured(work: Work, setup: Setup, out_dir: Path) -> Results:
-    """Measure cells; results.json is written after each, so that a run that is ended early keeps what it has."""
+    """Measure cells. results.json is written after each, so that an interrupted run keeps its results."""
     from attngen.bench.results import Results
     from attngen.bench.run import machine, progress, run
     from attngen.codegen.files import write_file
 
     start = time.perf_counter()
-    with err.status("measuring the roofs") as status, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with (
+        err.status("measuring peak rates") as status,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
 
         def watch(text: str, done: bool = False) -> None:
             status.update(text)
@@ -147,7 +143,8 @@ def _measured(work: Work, setup: Setup, out_dir: Path) -> Results:
 
 
 def _show(results: Results, old: Results | None, compare: Path | None, out_dir: Path) -> None:
-    """Print the table of a run, and what moved since an older one; AttngenError if something failed or got slower."""
+    """Print the table of a run, and what changed since an older run. Raise AttngenError if something failed or got
+    slower."""
     from attngen.bench.results import failures, moves, other_machine
 
     _show_table(results, out_dir)
@@ -183,7 +180,7 @@ def _show_table(results: Results, out_dir: Path) -> None:
 
     m = results.machine
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
-    print(f"roofs: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
+    print(f"peaks: {m['matmul_tflops']:.0f} TFLOP/s bf16 matrix product, {m['copy_tb_s']:.2f} TB/s copy")
     tabled = {HEADINGS: rows, CACHE_HEADINGS: cache_rows, HOST_HEADINGS: host_rows, MASK_HEADINGS: mask_rows}
     for headings, made in tabled.items():
         if found := list(made(results)):
@@ -201,6 +198,5 @@ def _show_table(results: Results, out_dir: Path) -> None:
     }
     for name, text in files.items():
         write_file(out_dir / name, text)
-    print(
-        f"{', '.join(str(out_dir / name) for name in files)}{'' if plots.available() else f'; no plots: {plots.MISSING}'}"
-    )
+    missing = "" if plots.available() else f"; no plots: {plots.MISSING}"
+    print(f"{', '.join(str(out_dir / name) for name in files)}{missing}")

@@ -13,7 +13,8 @@ from attngen.cli.console import complain, count, err, head_dim, new_table, out
 from attngen.errors import AttngenError, SpecError, VerifyError
 
 if TYPE_CHECKING:
-    from attngen.ir.graph import Kernel, Module
+    from attngen.ir.kernel import Kernel
+    from attngen.ir.module import Module
     from attngen.spec import Spec
 
 
@@ -28,7 +29,7 @@ def build(
     """Compile specs to Triton modules.
 
     Each gets a folder with __init__.py, kernels.py, schedule.ir and report.json. All specs are compiled before anything
-    is written, so a wrong one leaves every file as it was; every wrong one is named.
+    is written, so if one is wrong, no file changes; every wrong one is named.
 
     \b
     attngen build specs/causal_mqa.yaml               writes generated/causal_mqa/
@@ -36,7 +37,7 @@ def build(
     attngen build --all --check                       for CI: is generated/ what specs/ give?
     """
     loaded, unread = read_specs(given(specs, every, "build"))
-    complain("\n".join(unread))  # now: the others take a while
+    complain("\n".join(unread))  # before the others, which take a while
     names = [spec.name for _, spec in loaded]
     if twin := next((path for path, spec in loaded if names.count(spec.name) > 1), None):
         raise SpecError(
@@ -51,7 +52,7 @@ def build(
 
 
 def _note(loaded: list[tuple[Path, Spec]]) -> None:
-    """Print what in the specs may not be what their authors mean."""
+    """Print notes about parts of the specs that may not mean what their authors intended."""
     from attngen.spec import place
 
     for path, spec in loaded:
@@ -60,7 +61,7 @@ def _note(loaded: list[tuple[Path, Spec]]) -> None:
 
 
 def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: bool) -> None:
-    """Fail, with a diff, if a folder does not hold these modules, or with `every` holds others."""
+    """Fail, with a diff, if a folder does not hold these modules, or with `every` holds other modules."""
     from attngen.codegen.files import diff_module
 
     names = {module.name for module, _ in modules}
@@ -74,7 +75,7 @@ def _check(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, every: b
 
 
 def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool) -> None:
-    """Write modules, and print a table of them."""
+    """Write the modules, and print a table of them."""
     from attngen.codegen.files import write_module
 
     table = new_table("module", "mask", "heads", "dim", "sm90 fwd", "dK dV", "dQ", "", folds="mask")
@@ -90,31 +91,31 @@ def _write(modules: list[tuple[Module, dict[str, str]]], out_dir: Path, _: bool)
 
 
 def _tiles(module: Module, written: set[str]) -> str:
-    """The tiles on sm90 of the kernels of products that calls launch and that write, or rewrite, one of these tensors.
+    """Return the sm90 tiles of the kernels with matmuls that write one of these tensors.
 
-    Those of long calls come last, with their backend, where that is another one.
+    Tiles of warp-specialized kernels for long calls come last, with their backend.
     """
     launched = [
         kernel for direction in ("forward", "backward") for kernel in module.kernels_of(direction) if kernel.dots
     ]
     have = [k.name for k in launched if written & {a.name for a in k.args if a.role in ("out", "inout")}]
-    rows = [next((r for r in reversed(module.configs(name)) if r.device == "sm90"), None) for name in have]
+    configs = [next((c for c in reversed(module.configs(name)) if c.device == "sm90"), None) for name in have]
     long = [
-        row
+        config
         for k in module.kernels
-        if k.dots and _gives(k, written)
-        for _, row in module.stand_ins(k.name)[-1:]
-        if row.device == "sm90"
+        if k.dots and _writes(k, written)
+        for _, config in module.stand_ins(k.name)[-1:]
+        if config.device == "sm90"
     ]
     tiles = [
-        " ".join(row.tile if row else "none" for row in rows),
-        *dict.fromkeys(f"{row.backend} {row.tile}" for row in long),
+        " ".join(config.tile if config else "none" for config in configs),
+        *dict.fromkeys(f"{config.backend} {config.tile}" for config in long),
     ]
     return ", ".join(filter(None, tiles))
 
 
-def _gives(kernel: Kernel, written: set[str]) -> bool:
-    """Whether a kernel writes one of these tensors, or sums of which another one makes it."""
+def _writes(kernel: Kernel, written: set[str]) -> bool:
+    """Whether a kernel writes one of these tensors, or sums from which another kernel computes it."""
     return any(
         a.role in ("out", "inout", "sum") and {a.name, a.name.removesuffix("_ACC")} & written for a in kernel.args
     )
@@ -124,15 +125,17 @@ def emit(
     ir: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="textual IR of the target phase, as in generated/NAME/schedule.ir", show_default=False
+            metavar="FILE",
+            help="textual IR of the target phase, such as generated/NAME/schedule.ir",
+            show_default=False,
         ),
     ],
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the module's folder", show_default=False)],
-    verbose: Annotated[bool, typer.Option("--verbose", help="print the IR too where it breaks a rule")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="also print the IR if it breaks a rule")] = False,
 ) -> None:
-    """Render a module from its textual IR alone.
+    """Render a module from only its textual IR.
 
-    Edit tiles, stages or warps there by hand, and get the kernels that they give.
+    Edit tiles, stages or warps there by hand, and get the kernels for them.
 
     \b
     attngen emit generated/causal_mqa/schedule.ir --out build     writes build/causal_mqa/
@@ -154,20 +157,22 @@ def emit(
 def dump(
     spec: Annotated[
         Path,
-        typer.Argument(metavar="SPEC", help="a spec file; or IR, as generated/NAME/schedule.ir", show_default=False),
+        typer.Argument(
+            metavar="SPEC", help="a spec file; or IR, such as generated/NAME/schedule.ir", show_default=False
+        ),
     ],
     after: Annotated[
         str | None, typer.Option(help="pass to stop after, `build` for the logical IR [default: the last]")
     ] = None,
     graph: Annotated[Path | None, typer.Option(help="write the kernels' graphs to a .dot or .svg file instead")] = None,
     lanes: Annotated[
-        Path | None, typer.Option(help="write what its roles do over time to this .svg file instead")
+        Path | None, typer.Option(help="write a timeline of its warp groups to this .svg file instead")
     ] = None,
 ) -> None:
     """Print the IR after a pass, or draw it.
 
-    --lanes draws the kernel whose warps have roles: what each does over time, the slots of rings, the products in
-    flight. Durations are assumed. Of a file of IR, edited by hand, it draws what the text says.
+    --lanes shows the warp-specialized kernel: what each warp group does over time, the stages of pipelines, the wgmmas
+    in flight. Durations are assumed. For a file of IR, edited by hand, it shows the edited kernel.
 
     \b
     attngen dump specs/causal_mqa.yaml                          the final IR
@@ -176,11 +181,11 @@ def dump(
     attngen dump specs/causal_mqa.yaml --graph causal_mqa.dot   or .svg, with Graphviz
     attngen dump specs/causal_gqa.yaml --lanes causal_gqa.svg
     """
-    from attngen.ir.text import print_module
+    from attngen.ir.printer import print_module
     from attngen.spec import load_spec
 
     if spec.suffix == ".ir" and after is not None:
-        raise AttngenError(f"{spec} is IR, which no pass changes any more; leave out --after")
+        raise AttngenError(f"{spec} is IR, on which no pass runs; leave out --after")
     module = _read(spec) if spec.suffix == ".ir" else lower(spec, load_spec(spec), after)
     if graph is None and lanes is None:
         print(print_module(module), end="")
@@ -197,8 +202,8 @@ def dump(
 
 
 def _read(ir: Path, verbose: bool = False) -> Module:
-    """The verified module of a file of IR. verbose: print the IR, where it breaks a rule."""
-    from attngen.ir.text import parse_module
+    """Return the verified module of a file of IR. verbose: print the IR if it breaks a rule."""
+    from attngen.ir.parser import parse_module
     from attngen.verify import verify
 
     try:

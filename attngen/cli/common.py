@@ -1,4 +1,4 @@
-"""What commands share: arguments that name specs, reading them, and compiling many of them in several processes."""
+"""Shared by commands: arguments that name specs, reading specs, and compiling many of them in several processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from attngen.cli.console import err
 from attngen.errors import AttngenError, SpecError
 
 if TYPE_CHECKING:
-    from attngen.ir.graph import Module
+    from attngen.ir.module import Module
     from attngen.spec import Spec
 
 
 def complete_spec(incomplete: str) -> list[str]:
-    """What a shell may complete a spec's file to: the files of specs/ that start so; without any, folders and other
+    """Return shell completions of a spec's file: the matching files of specs/; if there are none, folders and other
     *.yaml files."""
     if found := [str(path) for path in sorted(SPECS.glob("*.yaml")) if str(path).startswith(incomplete)]:
         return found
@@ -31,18 +31,18 @@ def complete_spec(incomplete: str) -> list[str]:
 
 SPECS, GENERATED = Path("specs"), Path("generated")
 _FILE = typer.Argument(
-    metavar="SPEC", help="a spec file, as in specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec
+    metavar="SPEC", help="a spec file, such as specs/causal_mqa.yaml", show_default=False, autocompletion=complete_spec
 )
 _FILES = typer.Argument(metavar="SPECS", help="spec files", show_default=False, autocompletion=complete_spec)
 SpecPath = Annotated[Path, _FILE]
 SpecPaths = Annotated[list[Path] | None, _FILES]
 Every = Annotated[bool, typer.Option("--all", help="every spec in specs/")]
-FEW = 4  # specs that one process compiles sooner than another would start
+FEW = 4  # number of specs that one process compiles in the time in which another one starts
 T = TypeVar("T")
 
 
 def given(specs: list[Path] | None, every: bool, command: str) -> list[Path]:
-    """The files that a command names, each once; typer.BadParameter if there are none."""
+    """Return the files that a command names, each once. Raise typer.BadParameter if there are none."""
     paths = list(dict.fromkeys([*(specs or []), *(all_specs() if every else [])]))
     if not paths:
         expected = f"expected `attngen {command} specs/NAME.yaml` or `attngen {command} --all`"
@@ -51,17 +51,18 @@ def given(specs: list[Path] | None, every: bool, command: str) -> list[Path]:
 
 
 def all_specs() -> list[Path]:
-    """Every file of specs/; SpecError if there is none."""
+    """Return all files of specs/. Raise SpecError if there are none."""
     found = sorted(SPECS.glob("*.yaml"))
     if not found:
         raise SpecError(
-            f"no *.yaml in {SPECS}/; run attngen in the folder that holds {SPECS}/, or write one with `attngen new NAME`"
+            f"no *.yaml in {SPECS}/; run attngen in the folder that holds {SPECS}/, or write one with "
+            "`attngen new NAME`"
         )
     return found
 
 
 def read_specs(paths: Sequence[Path]) -> tuple[list[tuple[Path, Spec]], list[str]]:
-    """The specs of files, and what is wrong with the files that hold none."""
+    """Return the specs of files, and the errors of invalid files."""
     from attngen.spec import load_spec
 
     loaded, wrong = [], []
@@ -74,7 +75,7 @@ def read_specs(paths: Sequence[Path]) -> tuple[list[tuple[Path, Spec]], list[str
 
 
 def load_specs(paths: Sequence[Path]) -> list[tuple[Path, Spec]]:
-    """The specs of files; SpecError, with what is wrong with every one of them, if one holds none."""
+    """Return the specs of files. Raise SpecError, with all errors, if a file is invalid."""
     loaded, wrong = read_specs(paths)
     if wrong:
         raise SpecError("\n".join(wrong))
@@ -84,8 +85,8 @@ def load_specs(paths: Sequence[Path]) -> list[tuple[Path, Spec]]:
 def make_each(
     make: Callable[..., T], loaded: Sequence[tuple[Path, Spec]], *args: object, workers: int | None = None
 ) -> tuple[list[T], list[str]]:
-    """`make(path, spec, *args)` of each spec, and what is wrong with the others; many are made by as many processes
-    as cores."""
+    """Return the results of `make(path, spec, *args)` for each spec, and the errors of the others. Many specs are split
+    among as many processes as there are cores."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -108,15 +109,15 @@ def make_each(
 
 
 def _attempt(make: Callable[..., T], *args: object) -> T | AttngenError:
-    """What `make` gives, or the error that it raises."""
+    """Return the result of `make`, or the error that it raises."""
     try:
         return make(*args)
     except AttngenError as error:
-        return AttngenError(str(error))  # which goes from one process to another
+        return AttngenError(str(error))  # subclasses may not survive pickling between processes
 
 
 def make_module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str, str]]:
-    """The module of a spec and its files, with the readings that `out_dir` has of them."""
+    """Return the module of a spec and its files, with the compile reports that `out_dir` has of them."""
     from attngen.certify.certificate import keep
     from attngen.codegen.render import render
 
@@ -125,7 +126,7 @@ def make_module(path: Path, spec: Spec, out_dir: Path) -> tuple[Module, dict[str
 
 
 def lower(path: Path, spec: Spec, after: str | None = None) -> Module:
-    """The module of a spec that was read from a file, which errors name."""
+    """Return the module of a spec that was read from `path`, which errors name."""
     from attngen.lowering.pipeline import lower as lowered
     from attngen.spec import naming
 

@@ -1,4 +1,4 @@
-"""What commands print: tables, counts, errors."""
+"""Output of commands: tables, counts, errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 def new_table(*headings: str, folds: str = "") -> Table:
-    """An open table whose cells are never cut; only the column `folds` may break into lines."""
+    """Return a table without lines whose cells are never truncated; only the column `folds` may wrap."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold", no_wrap=heading != folds)
@@ -29,13 +29,13 @@ def print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     out.print(table)
 
 
-def count(n: int, what: str) -> str:
-    """`1 spec`, `2 specs`."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def count(n: int, noun: str) -> str:
+    """Return `1 spec` or `2 specs`."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def head_dim(qk: int, v: int) -> str:
-    """The width of a head, or those of q and k, and of v."""
+    """Return the head_dim as text, or those of q and k, and of v."""
     return f"{qk}" if qk == v else f"{qk}/{v}"
 
 

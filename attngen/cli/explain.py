@@ -1,4 +1,4 @@
-"""The command `explain`: what the compiler knows of a spec's module, on the terminal or as a page."""
+"""The command `explain`: analysis of a spec's module, on the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ def explain(
         int | None, typer.Option(min=1, max=2**16, help="K/V heads of gqa [default: heads / 4]")
     ] = None,
     theory: Annotated[bool, typer.Option("--theory", help="theorems instead: closed forms, orders, limits")] = False,
-    model: Annotated[str | None, typer.Option(help="with --theory, for a layer of this model, as in llama-70b")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="with --theory, for a layer of this model, such as llama-70b")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="OUT", help="write a page to this .html file instead")
     ] = None,
 ) -> None:
     """Show formulas, SRAM fit, bytes, FLOPs, roofline and tiles.
 
-    For every device that attngen knows, at the problem size that the options give. The page of --html has charts and
-    maps of tiles too, the IR after each pass, and the generated code; it is one file that loads nothing.
+    For every device that attngen knows, at the problem size of the options. The page of --html also has charts and maps
+    of tiles, the IR after each pass, and the generated code; it is one file that loads no other.
 
     \b
     attngen explain specs/causal_mqa.yaml
@@ -70,8 +72,8 @@ def explain(
 def _head_counts(
     path: Path, spec: Spec, heads: int | None, kv_heads: int | None, model: Model | None
 ) -> tuple[int, int]:
-    """How many query heads and K/V heads there are, by the options or the model; AttngenError if the spec has no
-    such heads."""
+    """Return the numbers of query heads and K/V heads, from the options or the model. Raise AttngenError if they do not
+    match the spec."""
     from attngen.ir.heads import SHARINGS
 
     sharing, dim = spec.heads.sharing, spec.head_dim
@@ -93,7 +95,7 @@ def _head_counts(
 
 
 def _explanation(path: Path, spec: Spec, problem: Problem) -> Iterator[RenderableType]:
-    """What is shown without --theory."""
+    """Return the output without --theory."""
     from attngen.certify.certificate import keep
     from attngen.codegen.render import render
     from attngen.lowering.pipeline import stages, unspecialized

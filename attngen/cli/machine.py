@@ -1,5 +1,5 @@
-"""Commands about this machine: `doctor`, which says what is here to run modules with, and `cache`, where
-`attngen.build` keeps them."""
+"""Commands about this machine: `doctor` checks its software and GPUs, and `cache` shows the modules that
+`attngen.build` keeps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from attngen.errors import AttngenError
 
 
 def doctor() -> None:
-    """Say what is here: torch, Triton, GPUs, the cache.
+    """Show what is installed here: torch, Triton, GPUs, the cache.
 
-    It says whether torch and Triton are a pair that is supported; of each GPU, the class of devices whose schedules it
-    takes; without one, that kernels run in Triton's interpreter; and where `attngen.build` keeps modules. It fails
-    where modules cannot run, and says what to do.
+    It shows whether torch and Triton are a supported pair; for each GPU, the class of devices whose schedules it uses;
+    without a GPU, that kernels run in Triton's interpreter; and where `attngen.build` keeps modules. If modules cannot
+    run, it fails and says what to do.
 
     \b
     attngen doctor
@@ -47,15 +47,15 @@ def doctor() -> None:
         raise AttngenError("\n".join(wrong))
 
 
-def _print(what: str, found: str) -> None:
-    print(f"{what:<8} {found}")
+def _print(label: str, text: str) -> None:
+    print(f"{label:<8} {text}")
 
 
 def _installed(name: str) -> str:
-    """The version of a package; empty where there is none."""
+    """Return the version of a package; empty text if it is not installed."""
     try:
         return version(name)
-    except PackageNotFoundError:  # or it is of another name, as Triton's builds for ROCm
+    except PackageNotFoundError:  # it may have another name, such as Triton's builds for ROCm
         try:
             return str(importlib.import_module(name).__version__)
         except ImportError:
@@ -63,7 +63,7 @@ def _installed(name: str) -> str:
 
 
 def _pair(torch: str, triton: str) -> str:
-    """Whether these versions are supported together."""
+    """Return in words whether these versions are supported together."""
     from attngen.versions import PAIRS, is_supported
 
     if is_supported(torch, triton):
@@ -73,7 +73,7 @@ def _pair(torch: str, triton: str) -> str:
 
 
 def _devices(triton: str, numpy: str) -> list[str]:
-    """Print what kernels run on: each GPU, or the interpreter; and return why they cannot."""
+    """Print where kernels run, on each GPU or in the interpreter, and return the reasons why they cannot."""
     import torch
 
     from attngen.runtime.launch import interpreter_fails
@@ -87,7 +87,7 @@ def _devices(triton: str, numpy: str) -> list[str]:
     if interpreted and torch.cuda.device_count():
         _print("", "TRITON_INTERPRET=1 is set, so kernels run on the CPU all the same, in Triton's interpreter")
     elif not torch.cuda.device_count():
-        built = "" if torch.version.cuda or torch.version.hip else " (this torch is built for CPUs alone)"
+        built = "" if torch.version.cuda or torch.version.hip else " (this torch is built only for CPUs)"
         _print(
             "gpu",
             f"none{built}: kernels run on the CPU, in Triton's interpreter, with TRITON_INTERPRET=1 in the environment",
@@ -104,7 +104,7 @@ def _devices(triton: str, numpy: str) -> list[str]:
 
 
 def _gpu(properties: Any) -> tuple[str, str]:
-    """A GPU in words, and why kernels cannot run on it, or nothing."""
+    """Return a GPU in words, and why kernels cannot run on it, or empty text."""
     import torch
 
     from attngen.devices import class_of
@@ -124,9 +124,9 @@ def _gpu(properties: Any) -> tuple[str, str]:
 def cache(clear: Annotated[bool, typer.Option("--clear", help="remove all modules in it")] = False) -> None:
     """Show the modules that `attngen.build` keeps, or remove them.
 
-    They are in the user's cache folder, or in the one that ATTNGEN_CACHE_DIR names, of every version of attngen that
-    has built some. There are at most 512: one more takes the place of that which was used longest ago. A cache that
-    other users own or can write is not loaded, unless ATTNGEN_TRUST_CACHE=1 is set.
+    They are in the user's cache folder, or in the one that ATTNGEN_CACHE_DIR names, and include those of other versions
+    of attngen. There are at most 512: one more replaces the least recently used one. A cache that other users own or
+    can write is not loaded, unless ATTNGEN_TRUST_CACHE=1 is set.
 
     \b
     attngen cache
@@ -149,7 +149,7 @@ def cache(clear: Annotated[bool, typer.Option("--clear", help="remove all module
 
 
 def _kept() -> str:
-    """The folder of built modules, how many there are, and how large."""
+    """Return the folder of built modules, their number and their size as text."""
     from attngen.cache import store
 
     folders = store.modules()

@@ -17,9 +17,7 @@ def specs_for(
     config: Annotated[Path, typer.Argument(help="a config.json of Hugging Face's transformers", show_default=False)],
     out_dir: Annotated[Path, typer.Option("--out", help="folder that gets the specs")] = Path("specs"),
     use: Annotated[str, typer.Option("--for", help="training, serving or both")] = "both",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="bf16, fp16 or fp32; without it, what the configuration says")
-    ] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32 [default: the configuration's]")] = "",
 ) -> None:
     """Write the specs of a model's attention layers.
 
@@ -28,7 +26,7 @@ def specs_for(
 
     \b
     attngen specs-for config.json                      writes specs/layer_*.yaml
-    attngen specs-for config.json --for serving        those for decoding over a cache alone
+    attngen specs-for config.json --for serving        only those for decoding with a KV cache
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The command `profile`: the bytes that kernels move, counted by Nsight Compute."""
+"""The command `profile`: bytes that kernels move, measured by Nsight Compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def profile(
     spec: SpecPath,
     seq: Annotated[str, typer.Option(help="lengths, queries and keys")] = "4096,8192",
     tiles: Annotated[
-        str, typer.Option(help="rows of tiles that stay on chip; `none`: only as specs are built")
+        str, typer.Option(help="rows of the tiles kept on chip; `none`: only the tiles of the built spec")
     ] = "16,32,64,128",
     direction: Annotated[str, typer.Option(help="forward, backward or both")] = "both",
     batch: Annotated[int, typer.Option(min=1, max=2**16, help="sequences")] = 8,
@@ -32,11 +32,11 @@ def profile(
         Path | None, typer.Option("--out", help="folder that gets profile.csv, profile.json and profile.svg")
     ] = None,
 ) -> None:
-    """Measure the bytes that kernels move, beside what is predicted.
+    """Measure the bytes that kernels move, and compare with the prediction.
 
-    On a machine with CUDA and ncu (NVIDIA Nsight Compute): bytes of device memory, and loads and stores as the kernels
-    ask them of the L2, of each kernel in either order of loops, and of naive attention. Caches are flushed before each
-    kernel; clocks stay as they are.
+    On a machine with CUDA and ncu (NVIDIA Nsight Compute): bytes of device memory, and loads and stores that reach the
+    L2, of each kernel in both loop orders, and of naive attention. Caches are flushed before each kernel; clocks are
+    not changed.
 
     \b
     attngen profile specs/causal_fa1.yaml
@@ -51,7 +51,7 @@ def profile(
     loaded = load_spec(spec)
     if direction not in (*DIRECTIONS, "both"):
         raise typer.BadParameter(
-            f"`{direction}` is no direction; {suggest(direction, (*DIRECTIONS, 'both'))}", param_hint="--direction"
+            f"`{direction}` is not a direction; {suggest(direction, (*DIRECTIONS, 'both'))}", param_hint="--direction"
         )
     if kv_heads is not None and loaded.heads.sharing != "gqa":
         raise AttngenError(
@@ -74,7 +74,7 @@ def profile(
 
 
 def _show(found: Found) -> None:
-    """Print a table of what was counted, and what failed."""
+    """Print a table of the measurements, and what failed."""
     from attngen.bench.profile_results import ORDERS, ratio
 
     table = new_table(
@@ -99,13 +99,13 @@ def _show(found: Found) -> None:
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    """Numbers with commas between them."""
+    """Parse numbers separated by commas."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or min(found) < 1:
         raise typer.BadParameter(
-            f"`{text}`; expected whole numbers with commas between them, as in 4096,16384", param_hint=option
+            f"`{text}`; expected integers separated by commas, as in 4096,16384", param_hint=option
         )
     return found

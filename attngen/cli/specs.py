@@ -1,4 +1,4 @@
-"""Commands about specs: which there are, a new one, and their JSON schema."""
+"""Commands about specs: list them, write a new one, print their JSON schema."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def list_specs() -> None:
         raise SpecError("\n".join(wrong))
 
 
-def _print_parts(what: str, known: Mapping[str, type]) -> None:
-    """A table of masks or modifiers: their names, and the first line of what they do."""
-    table = new_table(what, "")
+def _print_parts(heading: str, known: Mapping[str, type]) -> None:
+    """Print a table of masks or modifiers: their names, and the first line of their docstrings."""
+    table = new_table(heading, "")
     for name, part in known.items():
         table.add_row(name, (part.__doc__ or "").splitlines()[0])
     out.print()

@@ -1,4 +1,4 @@
-"""The command `test`: modules of specs beside naive attention."""
+"""The command `test`: modules of specs compared with naive attention."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test(
     """Test modules of specs against naive attention.
 
     It runs on CUDA if there is a device, else in Triton's interpreter, on small cases. Errors of the results and of
-    every gradient are relative, against fp64. A case passes if none is above twice what naive attention has in the same
-    dtype. Specs that cannot be read are named, and the others are tested (not with --report, whose page is of all).
+    every gradient are relative to fp64. A case passes if none is above twice the error of naive attention in the same
+    dtype. Specs that cannot be read are named, and the others are tested (not with --report, whose page needs all).
 
-    With --report every layout, calls over caches and, on CUDA, up to 32k queries and keys, in every element type; a
-    second run must give the same bits.
+    With --report it runs every layout, calls with KV caches and, on CUDA, up to 32k queries and keys, in every element
+    type; a second run must give the same bits.
 
     \b
     attngen test specs/causal_mqa.yaml
@@ -43,21 +43,20 @@ def test(
     attngen test --all --report docs/gpu-verification.md
     """
     loaded, unread = read_specs(given(specs, every, "test"))
-    complain("\n".join(unread))  # now: the others take a while
+    complain("\n".join(unread))  # before the others, which take a while
     if report is None:
         failed = [_test_one(path, spec, seed) for path, spec in loaded]
         complain("\n".join(reason for reason in failed if reason))
         if unread or any(failed):
             raise typer.Exit(1)
-    elif unread:  # a page is of all specs
+    elif unread:  # a page needs all specs
         raise typer.Exit(1)
     else:
         _report(loaded, seed, report, jobs)
 
 
 def _interpret_without_cuda() -> bool:
-    """Whether there is a CUDA device; without one, kernels are to run in Triton's interpreter, which is said before
-    triton is imported."""
+    """Return whether there is a CUDA device; without one, set up Triton's interpreter, before triton is imported."""
     import torch
 
     from attngen.conformance.interpreter import check_interpreter, lighten
@@ -66,7 +65,7 @@ def _interpret_without_cuda() -> bool:
     if not cuda:
         os.environ["TRITON_INTERPRET"] = "1"
         torch.set_num_threads(1)  # tensors are small
-        warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows that see nothing
+        warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # log2(0) of rows without a visible key
     check_interpreter()
     lighten()
     return cuda
@@ -95,7 +94,7 @@ def _report(loaded: Sequence[tuple[Path, Spec]], seed: int, report: Path, jobs: 
 
 
 def _test_one(path: Path, loaded: Spec, seed: int) -> str:
-    """Run the small cases of a spec, and print their errors; what went wrong, or nothing."""
+    """Run the small cases of a spec, and print their errors. Return what failed, or empty text."""
     from attngen.codegen.files import write_module
     from attngen.codegen.render import render
 
@@ -105,7 +104,8 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         import torch
 
         cuda = _interpret_without_cuda()
-        from attngen.conformance.harness import cli_cases, load_module, result_names, tangent_names
+        from attngen.conformance.cases import cli_cases
+        from attngen.conformance.harness import load_module, result_names, tangent_names
         from attngen.conformance.over_cache import cache_cases, result_of
 
         write_module(render(module), Path(folder) / loaded.name)
@@ -117,9 +117,8 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         dtypes = list(dict.fromkeys(dtype for _, dtype in work))
         work += [(case, d) for d in dtypes for case in (cache_cases(loaded, cuda) if loaded.cache else [])]
         longest = max(26, *(len(str(case)) for case, _ in work)) + 2
-        print(
-            f"{'case':<{longest}}{'dtype':<7}{''.join(f'{name:<{width}}' for name, width in widths.items())}worst, over naive"
-        )
+        headings = "".join(f"{name:<{width}}" for name, width in widths.items())
+        print(f"{'case':<{longest}}{'dtype':<7}{headings}worst, over naive")
         for case, dtype in work:
             status.update(f"{case} {dtype}")
             result = result_of(generated, loaded, case, dtype, device, seed)

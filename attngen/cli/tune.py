@@ -1,4 +1,4 @@
-"""The command `tune`: schedules measured on a GPU, and a table of the fastest."""
+"""The command `tune`: measures schedules on a GPU, and writes a table of the fastest."""
 
 from __future__ import annotations
 
@@ -17,43 +17,38 @@ if TYPE_CHECKING:
     from attngen.tune.tuner import Plan
 
 
+Budget = typer.Option(min=1, help="seconds of measuring [default: no limit]")
+DryRun = typer.Option("--dry-run", help="show what would be measured, and why the rest would not; needs no GPU")
+WholeGrid = typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
+Times = typer.Option(metavar="FILE", help="keep all times here, and reuse those that it has")
+TablePath = typer.Option(metavar="FILE", help="the table [default: that of the device's class, in attngen/schedule]")
+Jobs = typer.Option(min=1, max=256, help="processes that compile [default: one per core]")
+
+
 def tune(
     specs: SpecPaths = None,
     every: Every = False,
     device: Annotated[str | None, typer.Option(help=f"of {', '.join(DEVICES)} [default: the GPU here]")] = None,
-    budget: Annotated[
-        float | None, typer.Option(min=1, help="seconds of measuring [default: as many as it takes]")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show what would be measured, and why the rest would not; needs no GPU")
-    ] = False,
-    whole_grid: Annotated[
-        int | None, typer.Option(metavar="N", help="compare with the whole grid, for N queries and keys, instead")
-    ] = None,
-    results: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="keep all times here, and take those that it has")
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="the table [default: that of the device's class, in attngen/schedule]"),
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, max=256, help="processes that compile [default: one a core]")
-    ] = None,
+    budget: Annotated[float | None, Budget] = None,
+    dry_run: Annotated[bool, DryRun] = False,
+    whole_grid: Annotated[int | None, WholeGrid] = None,
+    results: Annotated[Path | None, Times] = None,
+    table: Annotated[Path | None, TablePath] = None,
+    jobs: Annotated[int | None, Jobs] = None,
 ) -> None:
-    """Measure the schedules that the model left; keep the fastest.
+    """Measure the schedules that the cost model left; keep the fastest.
 
-    What fits, would not spill, and is modelled to be fast is compiled by several processes, and measured kernel by
-    kernel, for 512, 1k, 4k and 16k queries and keys; where keys of a cache are dealt among programs, for 8 sequences of
-    16k keys, and for 4 and 64 rows of queries that share a K/V head. The fastest go into a table, from which `attngen
-    build` takes them for every kernel of their class; where none is faster than the model's choice in all rounds but
-    one, and by 2%, that stays. On Hopper, forwards whose warps have roles compete from 1k on, if the compiler gives
-    them their certificate; a build takes them where they beat the portable kernel.
+    Schedules that fit, would not spill, and are fast by the model are compiled by several processes, and measured
+    kernel by kernel, for 512, 1k, 4k and 16k queries and keys; split-KV kernels for 8 sequences of 16k keys, and for 4
+    and 64 rows of queries that share a K/V head. The fastest go into a table, which `attngen build` uses for every
+    kernel of their class; the model's choice stays unless another schedule is faster by 2%, in all rounds except one.
+    On Hopper, warp-specialized forwards compete from 1k on, if their machine code gets a certificate; a build uses
+    them where they beat the portable kernel.
 
     \b
     attngen tune specs/causal_mha.yaml --dry-run         the candidates; needs no GPU
     attngen tune specs/causal_mha.yaml --budget 60
-    attngen tune specs/*.yaml --results tune.jsonl       goes on where it ended; the table anew from the file, without a GPU
+    attngen tune specs/*.yaml --results tune.jsonl       resume; rewrite the table from the file, without a GPU
     attngen tune specs/causal_mha.yaml --whole-grid 4096 what the model's pruning costs, and saves
     """
     from attngen.heuristics import RANGES
@@ -89,7 +84,7 @@ def _plan(path: Path, spec: Spec, device_class: str) -> Plan:
 
 
 def _compare(plans: Sequence[Plan], sources: dict[str, Path], jobs: int | None, whole_grid: int) -> None:
-    """Measure the whole grid of schedules beside those that the model left."""
+    """Measure the whole grid of schedules, and compare it with those that the model left."""
     from attngen.tune import run, summary
 
     with run.machine(plans, sources, jobs) as gpu:
@@ -108,13 +103,13 @@ def _measure(
     results: Path | None,
     table: Path | None,
 ) -> None:
-    """Measure what `results` has not, where the device is here, and write the table."""
+    """Measure times that `results` lacks, if the device is here, and write the table."""
     from attngen.codegen.files import write_file
     from attngen.schedule.table import Table, path_of, read_table
     from attngen.tune import run, summary
 
     of_class = DEVICES[device].cls
-    home = CLASSES[of_class].tuned_on or device  # the device whose table modules of the class are built from
+    home = CLASSES[of_class].tuned_on or device  # modules of the class use this device's table
     path = table or path_of(home)
     before = read_table(path) if path.is_file() else Table(home)
     if DEVICES[before.device].cls != of_class:

@@ -1,4 +1,4 @@
-"""The command `verify`: what the compiler reports of each kernel, beside what was predicted."""
+"""The command `verify`: compile reports of each kernel, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from attngen.certify.certificate import Found
-    from attngen.ir.graph import Config, Kernel, Module
+    from attngen.ir.kernel import Kernel
+    from attngen.ir.module import Config, Module
     from attngen.spec import Spec
     from attngen.targets.common.base import CompileReport
 
     Work = list[tuple[Module, Kernel, Config]]
 Changed = typer.Option(
     "--changed",
-    help="of the modules as they are built: compile kernels whose reading in report.json is not of them, and one in 16 of the others, "
-    "which the commit draws",
+    help="of the built modules, compile only kernels whose compile report in report.json is outdated, and one in 16 of "
+    "the others, selected by the commit",
 )
 HEADINGS = ("module", "kernel", "target", "tile", "predicted", "reported", "", "registers", "spills", "code", "s", "")
 
@@ -36,22 +37,24 @@ def verify(
     specs: SpecPaths = None,
     out_dir: Annotated[Path, typer.Option("--out", help="folder that holds one folder per spec")] = GENERATED,
     every: Every = False,
-    target: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(CLASSES)} [default: all but `any`]")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help=f"of {', '.join(CLASSES)} [default: all except `any`]")
+    ] = None,
     rows: Annotated[
-        bool, typer.Option("--every-row", help="compile the schedules for few rows, and for every element size, too")
+        bool, typer.Option("--every-row", help="also compile the schedules for few rows, and for every element size")
     ] = False,
     changed: Annotated[bool, Changed] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="build the modules, and record the readings in their report.json")
+        bool, typer.Option("--write", help="build the modules, and record the compile reports in their report.json")
     ] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes [default: one a core]")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=256, help="processes [default: one per core]")] = None,
 ) -> None:
-    """Compile kernels, without a GPU, beside what was predicted.
+    """Compile kernels without a GPU, and compare with the prediction.
 
-    For each target, without a GPU: shared memory predicted and reported, registers, spilled bytes, code size. It fails
-    where a kernel spills on an NVIDIA target, needs more than predicted, or more than 10% less without a reason, or
-    where the readings in report.json are not these; where warps have roles, also where the machine code is not what
-    docs/fit.md says, and of other kernels for sm90, where it reads a register that nothing has written.
+    For each target: shared memory predicted and reported, registers, spilled bytes, code size. It fails if a kernel
+    spills on an NVIDIA target, needs more shared memory than predicted, or over 10% less without a reason, or if the
+    compile reports in report.json differ; for warp-specialized kernels, also if the machine code breaks a rule of
+    docs/fit.md, and for other kernels for sm90, if it reads a register that was never written.
 
     \b
     attngen verify specs/causal_mqa.yaml                 after attngen build, and verify --write
@@ -69,13 +72,7 @@ def verify(
     loaded = load_specs(given(specs, every, "verify"))
     if not write:
         _check_built(loaded, out_dir)
-    made, unbuilt = (
-        ([_emitted(out_dir / spec.name) for _, spec in loaded], [])
-        if changed
-        else make_each(make_module, loaded, out_dir, workers=jobs)
-    )
-    if unbuilt:
-        raise AttngenError("\n".join(unbuilt))
+    made = [_emitted(out_dir / spec.name) for _, spec in loaded] if changed else _made(loaded, out_dir, jobs)
     modules, files = [module for module, _ in made], {module.name: texts for module, texts in made}
     work = [(module, kernel, config) for module in modules for kernel, config in chosen(module, targets, rows)]
     start = time.perf_counter()
@@ -86,7 +83,7 @@ def verify(
         f"{count(len(work) - kept, 'kernel')} compiled for {', '.join(targets)} in {time.perf_counter() - start:.0f} s"
     )
     if changed:
-        print(f"{count(kept, 'reading')} of the same kernels by the same compiler taken from report.json")
+        print(f"{count(kept, 'compile report')} of the same kernels by the same compiler taken from report.json")
     if write:
         for module in modules:
             write_module(record(module, files[module.name], found.get(module.name, {})), out_dir / module.name)
@@ -94,8 +91,16 @@ def verify(
         raise AttngenError("\n".join(wrong))
 
 
+def _made(loaded: Sequence[tuple[Path, Spec]], out_dir: Path, jobs: int | None) -> list[tuple[Module, dict[str, str]]]:
+    """Compile specs to modules and their files. Raise AttngenError if some cannot be built."""
+    made, unbuilt = make_each(make_module, loaded, out_dir, workers=jobs)
+    if unbuilt:
+        raise AttngenError("\n".join(unbuilt))
+    return made
+
+
 def _check_built(loaded: Sequence[tuple[Path, Spec]], out_dir: Path) -> None:
-    """Modules are there, and of these specs; otherwise AttngenError, before anything is compiled."""
+    """Raise AttngenError if the modules of these specs are not built, before anything is compiled."""
     wrong = []
     for path, spec in loaded:
         ir = out_dir / spec.name / "schedule.ir"
@@ -108,11 +113,11 @@ def _check_built(loaded: Sequence[tuple[Path, Spec]], out_dir: Path) -> None:
 
 
 def _emitted(folder: Path) -> tuple[Module, dict[str, str]]:
-    """The module that the schedule.ir in a folder gives, and its files, with the readings that the folder has of
+    """Return the module of the schedule.ir in a folder, and its files, with the compile reports that the folder has of
     them."""
     from attngen.certify.certificate import keep
     from attngen.codegen.render import render
-    from attngen.ir.text import parse_module
+    from attngen.ir.parser import parse_module
     from attngen.verify import verify as verified
 
     ir = folder / "schedule.ir"
@@ -123,10 +128,10 @@ def _emitted(folder: Path) -> tuple[Module, dict[str, str]]:
 def _compiled(
     work: Work, files: dict[str, dict[str, str]], jobs: int | None, built: Path | None, changed: bool
 ) -> tuple[Table, dict[str, Found], list[str], int]:
-    """Compile kernels: a table of them, what the compiler reports by module, what is wrong, and how many were not
-    compiled.
+    """Compile kernels. Return a table of them, their compile reports by module, the errors, and how many kernels were
+    not compiled.
 
-    The readings are held against those of the modules in `built`. With `changed` those of the same kernels are taken
+    The reports are compared with those of the modules in `built`. With `changed`, reports of the same kernels are taken
     from there.
     """
     from attngen.certify.certificate import known, stale, violations
@@ -143,48 +148,50 @@ def _compiled(
         }
         for (name, file), path in sources.items():
             path.write_text(files[name][file], encoding="utf-8")
-        asked = [
+        jobs_of_work = [
             maker_of(config).compiler.job(m, kernel, config, sources[m.name, maker_of(config).file])
             for m, kernel, config in work
         ]
-        taken = known(work, asked, files, built) if changed and built else [None] * len(work)
+        taken = known(work, jobs_of_work, files, built) if changed and built else [None] * len(work)
         makers = {config.backend: maker_of(config) for _, _, config in work}
-        rest = [(config.backend, one) for (_, _, config), one, before in zip(work, asked, taken) if before is None]
+        rest = [
+            (config.backend, job) for (_, _, config), job, before in zip(work, jobs_of_work, taken) if before is None
+        ]
         compiled = {
             name: makers[name].compiler.compile_all([j for of, j in rest if of == name], jobs) for name, _ in rest
         }
         for i, ((module, kernel, config), before) in enumerate(zip(work, taken), 1):
-            reading = before or next(compiled[config.backend])
+            report = before or next(compiled[config.backend])
             status.update(f"{i} of {len(work)}: {module.name} @{kernel.name} on {config.device}")
-            faults = list(violations(module, kernel, config, reading))
+            faults = list(violations(module, kernel, config, report))
             if faults and kernel.backend:
-                faults.append(
-                    f"{module.name}: until it has its certificate, `schedule: {{backend: triton}}` keeps the portable kernel"
-                )
+                keeps = "`schedule: {backend: triton}` keeps the portable kernel"
+                faults.append(f"{module.name}: until it has its certificate, {keeps}")
             wrong += faults
-            tile = f"{config.tile}x{config.num_warps}x{config.num_stages}{f' {config.backend}' * (config.backend != module.backend)}"
+            backend = f" {config.backend}" * (config.backend != module.backend)
+            tile = f"{config.tile}x{config.num_warps}x{config.num_stages}{backend}"
             predicted = maker_of(config).resources.sram_bytes(module, kernel, config)
             cells = [module.name, kernel.name, config.device, tile, f"{predicted:,}"]
-            if isinstance(reading, CompileReport):
-                found.setdefault(module.name, {})[kernel.name, config] = reading
-                wrong += stale(module, kernel, config, reading, files[module.name]) if built else []
-                cells += _read_cells(module, kernel, config, reading, predicted)
+            if isinstance(report, CompileReport):
+                found.setdefault(module.name, {})[kernel.name, config] = report
+                wrong += stale(module, kernel, config, report, files[module.name]) if built else []
+                cells += _report_cells(module, kernel, config, report, predicted)
             if before is None:
                 table.add_row(*cells)
     return table, found, wrong, len(taken) - taken.count(None)
 
 
-def _read_cells(module: Module, kernel: Kernel, config: Config, reading: CompileReport, predicted: int) -> list[str]:
-    """What the compiler reports, as cells of the table."""
+def _report_cells(module: Module, kernel: Kernel, config: Config, report: CompileReport, predicted: int) -> list[str]:
+    """Return a compile report as cells of the table."""
     from attngen.certify.certificate import percent, reason
 
-    cells = [f"{reading.shared_bytes:,}", percent(predicted, reading.shared_bytes), f"{reading.registers}"]
-    cells += [f"{reading.spilled_bytes:,}", f"{reading.code_bytes:,}", f"{reading.seconds:.1f}"]
-    return [*cells, reason(module, kernel, config, reading)]
+    cells = [f"{report.shared_bytes:,}", percent(predicted, report.shared_bytes), f"{report.registers}"]
+    cells += [f"{report.spilled_bytes:,}", f"{report.code_bytes:,}", f"{report.seconds:.1f}"]
+    return [*cells, reason(module, kernel, config, report)]
 
 
 def _add_not_fitting(table: Table, modules: Sequence[Module], targets: Sequence[str]) -> None:
-    """Lines for kernels that no tile makes fit."""
+    """Add rows for kernels of which no tile fits."""
     for module in modules:
         for kernel in module.kernels:
             for not_fitting in module.not_fitting(kernel.name):

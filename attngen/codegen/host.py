@@ -14,11 +14,13 @@ import sympy
 
 from attngen.codegen.layout import LONGEST, fitted, tuple_text
 from attngen.codegen.torch_text import to_torch
+from attngen.ir.core import Type
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, OWN, WHOLE
 from attngen.ir.dtypes import TORCH
-from attngen.ir.expr import exp2, log2, parse, select, symbol, to_text
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.expr import exp2, log2, select, symbol
+from attngen.ir.expr_text import parse, to_text
 from attngen.ir.host import (
-    COLUMNS,
+    COLUMN_VIEWS,
     HOST_KIND,
     Alloc,
     Copy,
@@ -32,20 +34,22 @@ from attngen.ir.host import (
     SumDistances,
     View,
 )
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import BLOCKS, FOUND, INTEGERS, SIZES, VARIABLES, stride_names
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, OWN, WHOLE, Arg, Load, Map, Type, Yield
+from attngen.ir.ops import Arg, Load, Map, Yield
 from attngen.targets.common.base import PrintedKernel
 
 _WIDTHS = {"D_QK": "HEAD_DIM_QK", "D_V": "HEAD_DIM_V"}
 _SHAPES = {name: source for name, source in FOUND.items() if source.startswith(("q.shape", "k.shape"))}
-_MADE = {name: source for name, source in FOUND.items() if name not in _SHAPES}  # each may need those before it
+_COMPUTED = {name: source for name, source in FOUND.items() if name not in _SHAPES}  # each may need earlier ones
 
 
-def sizes_of(wanted: Iterable[str]) -> list[str]:
-    """Statements that read the `wanted` sizes from the shapes of q and k; other sizes are ignored."""
+def sizes_of(used: Iterable[str]) -> list[str]:
+    """Return statements that read the `used` sizes from the shapes of q and k; other names are ignored."""
     lines = []
     for first, tensor, names in ((0, "q", ("B", "Hq", "Nq")), (1, "k", ("Hkv", "Nk"))):
-        found = [name for name in names if name in wanted]
+        found = [name for name in names if name in used]
         if found == list(names):
             lines.append(f"{', '.join(names)} = {tensor}.shape[{first or ''}:3]")
         else:
@@ -55,8 +59,8 @@ def sizes_of(wanted: Iterable[str]) -> list[str]:
 
 @dataclass
 class HostNode:
-    """A view of one op: `kind` names the macro that prints it, `text` holds the macro's strings, `branches` the
-    nodes of an `if`."""
+    """A view of one op: `kind` names the macro that prints it, `text` has the macro's strings, and `branches` the nodes
+    of an `if`."""
 
     kind: str
     text: dict[str, Any]
@@ -71,7 +75,7 @@ class HostView:
     sizes: list[str]  # statements that define sizes and strides
     nodes: list[HostNode]
     returned: str  # the statement that returns the results
-    remembered: int  # the number of its tensors if the runtime may remember what it does, else 0
+    remembered: int  # number of its tensors if the runtime may record and replay it, else 0
 
 
 @dataclass
@@ -89,21 +93,21 @@ def variable(name: str) -> str:
 
 
 def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
-    """The handle of a kernel, with all that the runtime needs to know to launch it."""
+    """Return the handle of a kernel, with everything that the runtime needs to launch it."""
     args = ["kernels", f'"{kernel.name}"']
-    if not kernel.walks:
+    if not kernel.visits_all_tiles:
         args.append(f'"{AXIS_DIM[kernel.program_axis]}"')
     tensors = [a.name for a in kernel.args if a.role != "scalar"]
     described = [
         f'({at}, "{tile}")' for at, tile in ((at, _described(kernel, name)) for at, name in enumerate(tensors)) if tile
     ]
     numbers = _numbers(kernel)
-    wholes = {
+    integers = {
         at: a.name for at, a in enumerate(numbers) if a.type.dtype == "i32" and a.name not in view.not_specialized
     }
     few = {name for name, n in INTEGERS.items() if n.is_("few")}
-    heads = [str(at) for at, name in wholes.items() if name in few]
-    specialised = [str(at) for at, name in wholes.items() if name not in few]
+    heads = [str(at) for at, name in integers.items() if name in few]
+    specialised = [str(at) for at, name in integers.items() if name not in few]
     flags = _flags(view)
     for name, items in (
         ("described", described),
@@ -116,7 +120,8 @@ def handle(kernel: Kernel, view: PrintedKernel) -> KernelHandle:
 
 
 def _flags(view: PrintedKernel) -> dict[str, str]:
-    """The flags that a kernel is compiled for, each with the Python expression that gives its value at a call."""
+    """Return the flags for whose values a kernel is compiled, each with the Python expression of its value in a
+    call."""
     return {
         **({"DROPOUT": "seed is not None"} if view.dropout else {}),
         **({"LEARN": "need_inputs"} if view.learns else {}),
@@ -124,14 +129,14 @@ def _flags(view: PrintedKernel) -> dict[str, str]:
 
 
 def _numbers(kernel: Kernel) -> list[Arg]:
-    """A kernel's scalars in the order of its parameters: first those that a call gives, then sizes."""
+    """Return a kernel's scalars in the order of its parameters: first those that a call passes, then sizes."""
     scalars = [a for a in kernel.args if a.role == "scalar"]
     return [a for a in scalars if a.name not in SIZES] + [a for a in scalars if a.name in SIZES]
 
 
 def _described(kernel: Kernel, tensor: str) -> str:
-    """The name of the tile size, as in `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty if it does
-    not."""
+    """Return the name of the tile size, such as `BLOCK_Q`, with which a kernel reads a tensor by descriptor; empty text
+    if it reads it by pointers."""
     for op in kernel.ops():
         if isinstance(op, Load) and op.via and kernel.accessed(op)[0].name == tensor:
             return AXIS_DIM[op.src.axes()[0]]
@@ -144,13 +149,13 @@ class HostContext:
     def __init__(self, module: Module, host: Host, views: Mapping[str, PrintedKernel]) -> None:
         self.module, self.host, self.views = module, host, views
         self.sizes: set[str] = set()  # sizes that the program's statements use
-        self.strides: dict[str, int] = {}  # arguments whose strides launches take, and how many of each
-        self.given_shapes = host.name == "forward"  # its callers may pass sizes and strides that they know
+        self.strides: dict[str, int] = {}  # number of strides that launches take of each argument
+        self.given_shapes = host.name == "forward"  # its callers may pass known sizes and strides
         tensors = [variable(a.name) for a in host.args if a.role == "in"]
-        self.first = "q" if "q" in tensors else tensors[0]  # on whose device it allocates and launches
+        self.first = "q" if "q" in tensors else tensors[0]  # the program allocates and launches on its device
 
     def view(self) -> HostView:
-        """The view of the whole program."""
+        """Return the view of the whole program."""
         nodes = self._block("entry")
         params = [a.name if a.name in SIZES else variable(a.name) for a in self.host.args] + [
             "shapes=None"
@@ -161,8 +166,8 @@ class HostContext:
         return HostView(params, self._definitions(), nodes, returned, self._remembered())
 
     def _remembered(self) -> int:
-        """The number of the program's tensors if it is the backward, and does nothing but make tensors, by the
-        runtime, and launch."""
+        """Return the number of the program's tensors if it is the backward, and only makes tensors by the runtime and
+        launches kernels; else 0."""
         plain = all(
             isinstance(op, (Arg, If, Launch, Yield))
             or (isinstance(op, Map) and not op.type.dims)
@@ -176,33 +181,33 @@ class HostContext:
         return sum(a.role == "in" for a in self.host.args) if plain and self.host.name == "backward" else 0
 
     def _definitions(self) -> list[str]:
-        """Statements that define the sizes and strides which the other statements use."""
-        wanted = set(self.sizes)
-        for name in reversed(_MADE):
-            of_others = name in wanted and "." not in _MADE[name]
-            wanted |= {str(s) for s in parse(_MADE[name]).free_symbols} if of_others else set()
-            wanted |= {"Hq", "Hkv"} if name == "group" and name in wanted else set()
+        """Return statements that define the sizes and strides that the other statements use."""
+        used = set(self.sizes)
+        for name in reversed(_COMPUTED):
+            of_others = name in used and "." not in _COMPUTED[name]
+            used |= {str(s) for s in parse(_COMPUTED[name]).free_symbols} if of_others else set()
+            used |= {"Hq", "Hkv"} if name == "group" and name in used else set()
         strides = {name: name for name in self.strides}
         if self.given_shapes:
-            names: list[str] = [name if name in wanted else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
+            names: list[str] = [name if name in used else "_" for name in ("B", "Hq", "Hkv", "Nq", "Nk")]
             names += [f"{strides.pop(name)}_strides" if name in strides else "_" for name in ("q", "k", "v")]
             lines = [f"{', '.join(names)} = shapes or runtime.shapes_of(q, k, v)"]
         elif {"Q", "K"} <= {a.name for a in self.host.args}:
-            lines = sizes_of(wanted)
+            lines = sizes_of(used)
         else:
-            lines = self.sizes_of_args(wanted)
-        lines += [f"{name} = {text}" for name, text in _MADE.items() if name in wanted]
+            lines = self.sizes_of_args(used)
+        lines += [f"{name} = {text}" for name, text in _COMPUTED.items() if name in used]
         if strides:
             variables = ", ".join(f"{name}_strides" for name in strides)
             lines.append(fitted(f"{variables}{',' * (len(strides) == 1)} = runtime.strides", list(strides), ""))
         return lines
 
-    def sizes_of_args(self, wanted: Iterable[str]) -> list[str]:
-        """Statements that read the `wanted` sizes from the shapes of the arguments."""
+    def sizes_of_args(self, used: Iterable[str]) -> list[str]:
+        """Return statements that read the `used` sizes from the shapes of the arguments."""
         known = {*self.host.by_name}
         lines = []
         for arg in self.host.args:
-            new = set(arg.type.dims) & set(wanted) - known
+            new = set(arg.type.dims) & set(used) - known
             names = [dim if dim in new else "_" for dim in arg.type.dims]
             lines += [f"{', '.join(names)} = {variable(arg.name)}.shape"] if new else []
             known |= new
@@ -211,7 +216,7 @@ class HostContext:
     # ------------------------------------------------------------------ expressions
 
     def _python(self, e: Any) -> str:
-        """The Python source of an expression of sizes and flags; the sizes are added to `self.sizes`."""
+        """Return the Python source of an expression of sizes and flags, and add the sizes to `self.sizes`."""
         self.sizes |= {str(s) for s in e.free_symbols} & (FOUND.keys() | self.host.sizes)
         if isinstance(e, select):
             where, then, orelse = map(self._python, e.args)
@@ -230,7 +235,7 @@ class HostContext:
         return self._python(sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim))
 
     def _dense(self, dims: Iterable[str]) -> tuple[str, str]:
-        """The Python source of the shape and of the strides of a contiguous tensor."""
+        """Return the Python source of the shape and of the strides of a contiguous tensor."""
         names = [self._dim(d) for d in dims]
         strides = [" * ".join(names[i + 1 :]) or "1" for i in range(len(names))]
         return tuple_text(names), tuple_text(strides)
@@ -249,7 +254,7 @@ class HostContext:
         return nodes
 
     def _fields(self, op: If, block: str) -> list[HostNode]:
-        """The assignments by which a branch of an `if` gives its results."""
+        """Return the assignments of the results of a branch of an `if`."""
         last = self.host.block(block).ops[-1]
         pairs = (
             [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
@@ -277,7 +282,7 @@ class HostContext:
         nothing = f"runtime.nothing({like})" if op.like else f"runtime.nothing({like}, {len(dims)}, {dtype})"
         if op.where == sympy.false:
             return {"var": var, "expr": nothing}
-        if "Td" in dims:  # as many rows as the schedule of the kernel says
+        if "Td" in dims:  # the number of rows depends on the kernel's schedule
             kernel = next(k.name for k in self.module.kernels if any(a.name == op.name for a in k.args))
             return {"var": var, "expr": f"runtime.distance_parts({kernel.upper()}, q, k, {self._python(op.where)})"}
         if op.like:
@@ -302,7 +307,7 @@ class HostContext:
         var, src = variable(op.name), variable(op.src)
         if op.by == "expand":
             return {"var": var, "expr": f"{src}.expand({self._dim('B')}, {self._dim('Hq')}, -1, -1)"}
-        if op.by in COLUMNS:
+        if op.by in COLUMN_VIEWS:
             return {"var": var, "expr": f"{src}[..., {':HEAD_DIM_V' if op.by == 'first_columns' else 'HEAD_DIM_V:'}]"}
         if self._is_contiguous(op.name):
             return {"var": var, "expr": src}
@@ -312,9 +317,9 @@ class HostContext:
         return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{options})"}
 
     def _is_described(self, op: View) -> bool:
-        """Whether a kernel that packs heads gets columns of this view, which a copy engine then reads in the
-        kernel's divided form."""
-        columns = {o.name for o in self.host.ops() if isinstance(o, View) and o.by in COLUMNS and o.src == op.name}
+        """Whether a kernel with pack-GQA gets columns of this view, which the kernel's warp-specialized form reads by
+        TMA."""
+        columns = {o.name for o in self.host.ops() if isinstance(o, View) and o.by in COLUMN_VIEWS and o.src == op.name}
         launched = {o.kernel for o in self.host.ops() if isinstance(o, Launch) and columns & {ref for _, ref in o.args}}
         return any(kernel.name in launched for kernel in self.module.warp_specialized)
 
@@ -363,7 +368,7 @@ class HostContext:
         return {"var": variable(op.name), "expr": self._elementwise(op.expr, dict(op.uses), op.type)}
 
     def _elementwise(self, e: Any, uses: dict[str, str], type_: Type) -> str:
-        """The Python source of an expression of tensors; each tensor is broadcast to the named dimensions of the
+        """Return the Python source of an expression of tensors; each tensor is broadcast to the named dimensions of the
         result."""
         if e.is_Symbol and str(e) in uses:
             dims = self.host.type_of(uses[str(e)]).dims
@@ -375,7 +380,7 @@ class HostContext:
         for function in (sympy.exp, exp2, log2):
             if isinstance(e, function):
                 return f"torch.{function.__name__}({self._elementwise(e.args[0], uses, type_)})"
-        if isinstance(e, (sympy.Max, sympy.Min)) and e.args[0].is_number:  # of a tensor and a number
+        if isinstance(e, (sympy.Max, sympy.Min)) and e.args[0].is_number:  # a tensor and a number
             bound, rest = "min" if isinstance(e, sympy.Max) else "max", self._elementwise(e.args[1], uses, type_)
             return f"{rest if rest.isidentifier() else f'({rest})'}.clamp({bound}={to_text(e.args[0])})"
         if e.is_Mul and e.args[0] == -1:
@@ -396,9 +401,9 @@ class HostContext:
 
     def _list_blocks(self, op: ListBlocks) -> dict[str, Any]:
         masks = [variable(ref) for ref in (op.src, op.full) if ref]
-        masks = [f"runtime.turned({mask})" if op.own == "kv" else mask for mask in masks]
+        masks = [f"runtime.transposed({mask})" if op.own == "kv" else mask for mask in masks]
         fields = ("full_rank", "rank", "list") if op.full else ("rank", "list")
-        function = "list_cut_blocks" if op.full else "list_blocks"
+        function = "list_partial_blocks" if op.full else "list_blocks"
         return {
             "var": ", ".join(variable(f"{op.name}.{f}") for f in fields),
             "expr": f"runtime.{function}({', '.join(masks)})",
@@ -412,10 +417,10 @@ class HostContext:
         tensors = [a for a in kernel.args if a.role != "scalar"]
         extent = "Nc" if kernel.program_axis == "kv" and kernel.reads_cache else AXIS_EXTENT[kernel.program_axis]
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
-        if "part" in axes:  # programs take one after another
-            axes = {"part": kernel.kv_split.programs * symbol("processors")} if kernel.kv_split else axes
+        if "kv_split" in axes:  # programs take one after another
+            axes = {"kv_split": kernel.kv_split.programs * symbol("num_sms")} if kernel.kv_split else axes
         heads, rows = sympy.Mul(*axes.values()), sizes.get(extent, symbol(extent))
-        if kernel.combines_splits:  # of which a program has one, whatever its head
+        if kernel.combines_splits:  # each program combines one row of one head
             heads, rows = sympy.Integer(1), heads * rows
         numbers = [
             self._python(sizes.get(a.name, symbol(a.name))) if a.name in SIZES else a.name for a in _numbers(kernel)
@@ -439,17 +444,16 @@ class HostContext:
         }
 
     def _shares(self, kernel: Kernel, rows: Any) -> list[str]:
-        """The Python source of the number of programs that share the columns of a sum, by the schedule that the
-        launch takes."""
+        """Return the Python source of the number of programs along a split head_dim, by the schedule of the launch."""
         if (axis := kernel.shared_columns) is None:
             return []
-        own = OWN[axis.var]
+        block = OWN[axis.var]
         schedule = f'runtime.schedule(kernels, "{kernel.name}", {self.first}, {self._python(rows)})'
-        return [f'-(-{_WIDTHS[WHOLE[own]]} // {schedule}["{own}"])']
+        return [f'-(-{_WIDTHS[WHOLE[block]]} // {schedule}["{block}"])']
 
     def _is_contiguous(self, ref: str) -> bool:
-        """Whether it is allocated as a contiguous tensor, or is a view of one that launches alone take: strides
-        follow from dimensions."""
+        """Whether it is allocated as a contiguous tensor, or is a view of one that only launches take: its strides
+        follow from its dimensions."""
         op = self.host.by_name[ref]
         if isinstance(op, View) and op.by in ("heads", "group"):
             users = (user for user in self.host.ops() if ref in user.operands())
@@ -457,10 +461,10 @@ class HostContext:
         return isinstance(op, Alloc) and not (op.like or op.otherwise) and op.where == sympy.true
 
     def _strides(self, ref: str, taken: list[int], count: int) -> list[str]:
-        """The Python source of the strides that a kernel takes: `taken` are their dimensions, of `count` dimensions
-        without the last."""
+        """Return the Python source of the strides that a kernel takes: `taken` are their dimensions, out of `count`
+        dimensions without the last."""
         var, op = variable(ref), self.host.by_name[ref]
-        if isinstance(op, View) and op.by in COLUMNS:  # its rows are those of what it is a view of
+        if isinstance(op, View) and op.by in COLUMN_VIEWS:  # it has the strides of its source
             return self._strides(op.src, taken, count)
         if self._is_contiguous(ref):
             names = [self._dim(d) for d in self.host.type_of(ref).dims]

@@ -1,5 +1,4 @@
-"""Lays out generated source in lines that fit: calls, assignments and lists that are too long are broken at their
-commas."""
+"""Lays out generated source in lines that fit: long calls, assignments and lists are broken at their commas."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ import re
 from attngen.codegen.breaking import brackets, comma_after, parted, statement, without_texts
 
 WIDTH = 100
-LONGEST = 120  # characters of an assignment, without its indentation
-MOST = 124  # characters of each line of an assignment that is broken at its brackets alone
+LONGEST = 112  # maximum length of an assignment, without its indentation
+MOST = 104  # maximum length of a line of an assignment that is broken only at its brackets
 
 
 def call(name: str, args: list[str]) -> str:
-    """A call on one line if it fits, else with one argument a line."""
+    """Return a call on one line if it fits, else with one argument per line."""
     line = f"{name}({', '.join(args)})"
     if len(line) <= WIDTH - 12:
         return line
@@ -21,41 +20,46 @@ def call(name: str, args: list[str]) -> str:
 
 
 def tuple_text(items: list[str]) -> str:
-    """The source of a tuple; empty text if there are no items."""
+    """Return the source of a tuple; empty text if there are no items."""
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})" if items else ""
 
 
 def assign(var: str, expr: str) -> str:
-    """An assignment on one line if it fits; else a call has one argument a line, and a pointer one stride a line."""
+    """Return an assignment on one line if it fits; else a call has one argument per line, and a pointer one stride per
+    line."""
     line = f"{var} = {expr}"
-    if len(line) > LONGEST and re.fullmatch(r"\w+( \+ [\w.]+\([^()]*\) \* \w+)+", expr):  # a pointer: one stride a line
+    if len(line) > LONGEST and re.fullmatch(r"\w+( \+ [\w.]+\([^()]*\) \* \w+)+", expr):  # a pointer
         first, *rest = re.split(r" \+ (?=tl)", expr)
         return "\n".join([f"{var} = (", f"    {first}", *(f"    + {term}" for term in rest), ")"])
     return short(broken(line, LONGEST), line)
 
 
 def fold(line: str, most: int = LONGEST) -> str:
-    """A statement on lines that fit."""
-    return line if len(line) <= most else short(broken(line, most), line)
+    """Break a statement into lines that fit."""
+    return line if len(line) <= most else short(broken(line, most), line, most)
 
 
-def short(parts: str, line: str) -> str:
-    """`parts`, a statement broken at its brackets, if all its lines fit; else the statement `line`, broken at its
-    operators too."""
-    return statement(line, LONGEST) if any(len(part) > MOST for part in parts.splitlines()) else parts
+def short(parts: str, line: str, most: int = LONGEST) -> str:
+    """Return `parts`, a statement broken at its brackets, if all its lines fit; else the statement `line` broken also
+    at its operators, if that makes its longest line shorter."""
+    longest = max(map(len, parts.splitlines()))
+    if longest <= MOST:
+        return parts
+    text = statement(line, most)
+    return text if max(map(len, text.splitlines())) < longest else parts
 
 
 def unpack(names: list[str], value: str) -> str:
-    """An assignment of a value's parts to names; the names get brackets if they do not fit on a line."""
+    """Return an assignment of a tuple to names; the names get brackets if they do not fit on a line."""
     line = f"{', '.join(names)} = {value}"
     return line if len(line) <= LONGEST else broken(f"({', '.join(names)}) = {value}", LONGEST)
 
 
 def broken(text: str, most: int) -> str:
-    """Text broken at the widest of its outermost brackets, one item a line; items that are still too long are broken in
-    the same way.
+    """Break text at the widest of its outermost brackets, one item per line; items that are still too long are broken
+    in the same way.
 
-    Brackets of an index are left as they are.
+    Index brackets are not broken.
     """
     pairs = [pair for pair in brackets(without_texts(text)) if not re.search(r"[\w)\]]\[$", text[: pair[0] + 1])]
     if len(text) <= most or not pairs:
@@ -77,7 +81,7 @@ def _one_a_line(name: str, args: list[str]) -> str:
 
 
 def fill(items: list[str], width: int) -> list[str]:
-    """Items, each followed by a comma, on as few lines as possible."""
+    """Return items, each followed by a comma, on as few lines as possible."""
     lines = [""]
     for item in items:
         text = f"{item},"
@@ -88,7 +92,7 @@ def fill(items: list[str], width: int) -> list[str]:
 
 
 def tuple_lines(items: list[str], width: int = WIDTH) -> str:
-    """The source of a tuple, on one line if it fits, else on as few lines as possible."""
+    """Return the source of a tuple on one line if it fits, else on as few lines as possible."""
     line = tuple_text(items) or "()"
     if len(line) <= width:
         return line
@@ -96,7 +100,7 @@ def tuple_lines(items: list[str], width: int = WIDTH) -> str:
 
 
 def fitted(before: str, items: list[str], after: str, width: int = LONGEST) -> str:
-    """`before(items)after` on one line if it fits, else with the items on as few lines of their own as possible."""
+    """Return `before(items)after` on one line if it fits, else with the items on as few separate lines as possible."""
     line = f"{before}({', '.join(items)}){after}"
     if len(line) <= width:
         return line
@@ -104,7 +108,7 @@ def fitted(before: str, items: list[str], after: str, width: int = LONGEST) -> s
 
 
 def strings(text: str, width: int = WIDTH) -> str:
-    """A text as string literals that Python joins, each on a line that fits."""
+    """Return a text as adjacent string literals, each on a line that fits."""
     lines = [""]
     for word in re.findall(rf"\S{{1,{width}}}\s*", text):
         if lines[-1] and len(lines[-1]) + len(word) > width:

@@ -1,7 +1,7 @@
-"""The last step of emitting Python: no line has more than LIMIT characters, whatever a spec says.
+"""The last step of printing Python: no line has more than LIMIT characters, for any spec.
 
-Templates and layout.py make lines that fit most specs. A line is still too long where a spec is: by its mask in words,
-by the names of its inputs, or by the reasons why nothing fits on a device.
+Templates and layout.py make lines that fit for most specs. A line may still be too long because of a mask in words, the
+names of inputs, or the reasons why no config fits on a device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from itertools import accumulate
 from attngen.codegen.breaking import expression, outermost, parted, without_texts
 from attngen.codegen.layout import WIDTH, fill, fold, strings
 
-LIMIT = 140
+LIMIT = 120
 _TEXT = re.compile(r'\w*"[^"]*"')
 _NAMES = r"\w+(?:, \w+)+"
 
 
 def within(source: str) -> str:
-    """The same program, with no line above LIMIT characters."""
+    """Return the same program without lines longer than LIMIT."""
     lines = source.splitlines()
     if all(len(line) <= LIMIT for line in lines):
         return source
@@ -42,8 +42,8 @@ def within(source: str) -> str:
 
 
 def _scan(source: str, count: int) -> tuple[list[int], set[int], dict[int, int]]:
-    """In how many brackets each line starts, which lines are of docstrings, and the column of each line's comment;
-    lines count from 1."""
+    """Return the bracket depth at the start of each line, the lines of docstrings, and the column of each line's
+    comment; lines count from 1."""
     change, prose, comments = [0] * (count + 2), set(), {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         row, column = token.start
@@ -61,8 +61,7 @@ def _indent(line: str) -> str:
 
 
 def _docstring(line: str) -> list[str]:
-    """A line of a docstring, on lines that fit; what follows a label or the name of an argument stands apart from
-    it."""
+    """Break a line of a docstring; continuation lines are indented past a label or the name of an argument."""
     indent, text = _indent(line), line.strip()
     label = re.match(r"[a-z ]+: {2,}", text)
     hang = len(label[0]) if label else 4 if indent and re.match(r"\w+: ", text) else 0
@@ -75,14 +74,14 @@ def _docstring(line: str) -> list[str]:
 
 
 def _filled(items: list[str]) -> str:
-    """A tuple with its items on as few lines of their own as possible."""
+    """Return a tuple with its items on as few separate lines as possible."""
     return "\n".join(["(", *(f"    {line}" for line in fill(items, WIDTH)), ")"])
 
 
 def _code(text: str, room: int, nested: bool) -> str:
-    """A line of code on lines of at most `room` characters, if possible; `nested` says that it stands in brackets.
+    """Break a line of code into lines of at most `room` characters, if possible; `nested`: the line is inside brackets.
 
-    A text that stands outside of the line's brackets becomes pieces in brackets of its own; else the line is broken at
+    A long string outside of the line's brackets is split into pieces in new brackets; otherwise the line is broken at
     its brackets.
     """
     if len(text) <= room:
@@ -93,7 +92,7 @@ def _code(text: str, room: int, nested: bool) -> str:
         )
     plain = without_texts(text)
     if any(plain.count(left) != plain.count(right) for left, right in ("()", "[]")) or plain.startswith((")", "]")):
-        return text  # a piece of a statement that is broken already
+        return text  # part of a statement that is already broken
     outside = set(outermost(plain, 0, len(plain)))
     texts = [found for found in _TEXT.finditer(text) if found.start() in outside and found[0][0] == '"']
     longest = max(texts, key=lambda found: len(found[0]), default=None)

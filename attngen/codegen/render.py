@@ -1,5 +1,4 @@
-"""Renders target modules to files. Jinja prints the views and does nothing else. The same module gives the same
-bytes."""
+"""Renders target modules to files. Jinja only prints the views. Equal modules render to equal bytes."""
 
 from __future__ import annotations
 
@@ -13,15 +12,17 @@ import jinja2
 import sympy
 
 from attngen.codegen import layout
+from attngen.codegen.cache_wrapper import CacheWrapper
 from attngen.codegen.host import HostContext, handle
 from attngen.codegen.lines import within
 from attngen.codegen.templates import templates_dir
-from attngen.codegen.wrapper import Wrapper, sizes_in
+from attngen.codegen.wrapper import Wrapper
+from attngen.codegen.wrapper_text import sizes_in
 from attngen.cost.report import report
 from attngen.heuristics import STRIP
-from attngen.ir.graph import Module
 from attngen.ir.host import Alloc
-from attngen.ir.text import print_module
+from attngen.ir.module import Module
+from attngen.ir.printer import print_module
 from attngen.runtime import bundle
 from attngen.targets.common.base import PrintedKernel
 from attngen.targets.registry import SPECIALIZERS, backend_of
@@ -29,8 +30,8 @@ from attngen.verify.inputs import verify_interface
 
 
 def render(module: Module) -> dict[str, str]:
-    """The generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`,
-    `report.json`."""
+    """Return the generated files of a target module by name: `__init__.py`, `kernels.py`, `runtime.py`, `schedule.ir`,
+    `report.json`, and a file for each backend with warp-specialized kernels."""
     verify_interface(module)
     printed = backend_of(module).printed(module)
     env = _environment()
@@ -54,7 +55,7 @@ def render(module: Module) -> dict[str, str]:
 
 @cache
 def _environment() -> jinja2.Environment:
-    """The Jinja environment, made once, so that each template is compiled once."""
+    """Return the Jinja environment. It is made once, so that each template is compiled once."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_dir()),
         undefined=jinja2.StrictUndefined,
@@ -75,7 +76,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _module_context(module: Module, views: Mapping[str, PrintedKernel], files: list[str]) -> dict[str, Any]:
-    wrapper = Wrapper(module)
+    wrapper = CacheWrapper(module) if module.cache else Wrapper(module)
     derived = {
         d.program: f"Compute what kernels read of {' and '.join(wrapper.planned)}." for d in module.derived if d.program
     }
@@ -101,11 +102,15 @@ def _module_context(module: Module, views: Mapping[str, PrintedKernel], files: l
 
 
 TITLES = {
-    "backward": "Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed.",
+    "backward": (
+        "Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."
+    ),
     "jvp": "Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients.",
     "key_mass": "Launch the kernel that sums weights over queries: key_mass.",
     "append": "Store new keys and values in the cache.",
     "decode": "Launch the kernels that read keys from the cache: (out, lse).",
     "count": "Evaluate the mask: how many pairs are visible in each strip of a block of scores.",
-    "lists": "The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers.",
+    "lists": (
+        "List the visible blocks of each row and column of blocks: how many come before each block, and their indices."
+    ),
 }

@@ -1,4 +1,4 @@
-"""How a generated module is called, read from its code: the signatures and the arguments of its functions."""
+"""Reads the signatures of a generated module's functions, and the meanings of their arguments, from its code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Signature:
-    """A function of a module: how it is called, what it is for, and its arguments (name, type, default, meaning), if
-    explained."""
+    """A function of a module: its signature as code, its summary, and its arguments (name, type, default, meaning) if
+    they are documented."""
 
     name: str
     code: str
@@ -22,7 +22,7 @@ class Signature:
 
 
 def signatures(code: str) -> Iterator[Signature]:
-    """The signatures of `attention` and of the functions that are its attributes, such as `attention.plan`."""
+    """Yield the signatures of `attention` and of the functions that are its attributes, such as `attention.plan`."""
     tree = ast.parse(code)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     public = {"attention": "attention"}
@@ -41,9 +41,9 @@ def signatures(code: str) -> Iterator[Signature]:
 def _signature(shown: str, node: ast.FunctionDef) -> Signature:
     parts = _parts(inspect.cleandoc(ast.get_docstring(node) or ""))
     meanings = _meanings(parts.get("Args", ""))
-    own = node.args
-    defaults: list[ast.expr | None] = [None] * (len(own.args) - len(own.defaults)) + list(own.defaults)
-    named = [*zip(own.args, defaults), *zip(own.kwonlyargs, own.kw_defaults)]
+    args = node.args
+    defaults: list[ast.expr | None] = [None] * (len(args.args) - len(args.defaults)) + list(args.defaults)
+    named = [*zip(args.args, defaults), *zip(args.kwonlyargs, args.kw_defaults)]
     rows = [
         [
             a.arg,
@@ -57,20 +57,21 @@ def _signature(shown: str, node: ast.FunctionDef) -> Signature:
     lines = [
         f"{name}{f': {kind}' if kind else ''}{f' = {default}' if default else ''}" for name, kind, default, _ in rows
     ]
-    star = ["*"] if own.kwonlyargs else []
-    listed = [*lines[: len(own.args)], *star, *lines[len(own.args) :]]
+    star = ["*"] if args.kwonlyargs else []
+    listed = [*lines[: len(args.args)], *star, *lines[len(args.args) :]]
     text = f"{shown}(\n" + "".join(f"    {line},\n" for line in listed) + f"){returns}"
     return Signature(shown, text, parts[""], rows if meanings else [], " ".join(parts.get("Returns", "").split()))
 
 
 def _parts(doc: str) -> dict[str, str]:
-    """The sections of a docstring by heading. The text before the first is one paragraph, under the empty heading."""
+    """Return the sections of a docstring by heading. The text before the first heading is joined to one paragraph, with
+    an empty heading."""
     head, *rest = re.split(r"^(Args|Returns|Raises):\n", doc, flags=re.MULTILINE)
     return {"": " ".join(head.split()), **dict(zip(rest[::2], rest[1::2]))}
 
 
 def _meanings(text: str) -> dict[str, str]:
-    """The meaning of each argument, from lines `name: meaning`; their continuation lines are indented."""
+    """Return the meaning of each argument, from lines `name: meaning` with indented continuation lines."""
     text = inspect.cleandoc("\n" + text)
     found = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", text, flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in found}

@@ -1,4 +1,4 @@
-"""Where the Jinja templates are."""
+"""Finds the Jinja templates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def templates_dir() -> Path:
-    """The folder of the templates: inside the package in a wheel, next to it in a checkout."""
+    """Return the folder of the templates: inside the package in a wheel, next to it in a checkout."""
     packaged = PACKAGE / "templates"
     return packaged if packaged.is_dir() else PACKAGE.parent / "templates"

@@ -1,5 +1,5 @@
-"""PyTorch source of indices by distance, for host programs that sum gradients. `distance` is a tensor of integers,
-sizes are numbers."""
+"""PyTorch source of indices by distance, for host programs that sum gradients. `distance` is an integer tensor, sizes
+are numbers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from attngen.ir.expr import (
     sin,
     sqrt,
     symbol,
-    to_text,
     trunc,
 )
+from attngen.ir.expr_text import to_text
 
 _DISTANCE = symbol("distance")
 _REALS = {
@@ -52,9 +52,10 @@ _SIGNS: tuple[tuple[Any, str], ...] = (
 
 
 def to_torch(e: Any, sizes: Mapping[str, str]) -> str:
-    """PyTorch source of an expression of the IR; AttngenError if it has none. `sizes` has the source of each size.
+    """Return the PyTorch source of an IR expression; raise AttngenError if it has none. `sizes` has the source of each
+    size.
 
-    Reals are fp64, which rounds as kernels do or better.
+    Reals are fp64, so they round like those of kernels or better.
     """
     args = [to_torch(a, sizes) for a in e.args]
     if e.is_Symbol:
@@ -95,10 +96,11 @@ def _real(text: str) -> str:
 
 
 def _extreme(e: Any, args: list[str]) -> str:
-    """Source of a minimum or maximum: tensors are combined two at a time, and a tensor with a number by a clamp."""
+    """Return the source of a minimum or maximum: tensors are combined two at a time, a tensor and a number by a
+    clamp."""
     least = isinstance(e, sympy.Min)
     tensors, numbers = (
-        [text for a, text in zip(e.args, args) if a.has(_DISTANCE) == wanted] for wanted in (True, False)
+        [text for a, text in zip(e.args, args) if a.has(_DISTANCE) == is_tensor] for is_tensor in (True, False)
     )
     if not tensors:
         return f"{'min' if least else 'max'}({', '.join(numbers)})"

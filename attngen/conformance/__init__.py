@@ -1,1 +1,1 @@
-"""Generated modules against eager PyTorch: the oracle, cases, sweeps over a device."""
+"""Tests of generated modules against eager PyTorch: the oracle, cases, sweeps on a device."""

@@ -1,5 +1,4 @@
-"""What a call derives from its inputs before kernels run, computed here on the CPU: for peers in benchmarks, and for
-tests."""
+"""Tensors that a call derives from its inputs before kernels run, computed on the CPU for benchmark peers and tests."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from attngen.scores import derive_functions
 if TYPE_CHECKING:
     import torch
 
-    from attngen.ir.graph import Derived
+    from attngen.ir.module import Derived
     from attngen.ir.sizes import Sizes
     from attngen.spec import Spec
 
-TILE = 4096  # positions that an executed program takes at a time
+TILE = 4096  # positions per program of an executed host program
 
 
 def function(name: str) -> Any:
-    """A function that a mask or modifier declares. Its file does not import torch, as the modules do that its source
-    is printed into."""
+    """Return a function that a mask or modifier declares, with torch in its globals. Its file does not import torch;
+    the modules do into which its source is printed."""
     import torch
 
     f = derive_functions()[name]
@@ -33,11 +32,11 @@ def function(name: str) -> Any:
 def derive(
     spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.device | str, programs: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The tensors that a spec's masks and modifiers derive, by name, on the device; without `programs`, those of Python
-    functions alone.
+    """Return the tensors that a spec's masks and modifiers derive, by name, on the device; without `programs`, only
+    those of Python functions.
 
-    given: the inputs of a call; with `cache_seqlens`, int32 [B], of one over a cache: then what programs find over a
-    cache.
+    given: the inputs of a call. With `cache_seqlens`, int32 [B], it is a call with a KV cache, and the variants of the
+    host programs for a KV cache are executed.
     """
     import torch
 
@@ -57,7 +56,7 @@ def derive(
 
 
 def executed(d: Derived, sizes: Sizes, given: Mapping[str, Any], tile: int = TILE) -> dict[str, torch.Tensor]:
-    """The results of a host program by name, executed on NumPy, `tile` positions at a time."""
+    """Return the results of a host program by name, executed on NumPy with `tile` positions per program."""
     import torch
 
     module = alone(d.program)
@@ -67,7 +66,7 @@ def executed(d: Derived, sizes: Sizes, given: Mapping[str, Any], tile: int = TIL
 
 
 def executed_in_cache(d: Derived, sizes: Sizes, given: Mapping[str, Any], tile: int = TILE) -> dict[str, torch.Tensor]:
-    """The same over a cache, of queries that append nothing: by the program that finds it there."""
+    """Return the same for a call with a KV cache that appends no keys, by the variant of the program for it."""
     import torch
 
     module = alone(d.program + IN_CACHE)

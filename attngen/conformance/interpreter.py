@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels where there is no GPU: whether it works here, and how it gets faster."""
+"""Triton's interpreter, which runs kernels without a GPU: a check that it works, and patches that make it faster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from attngen.errors import AttngenError
 
 
 def check_interpreter() -> None:
-    """AttngenError, with what to install, if kernels are to be interpreted, and the interpreter does not work with
-    the installed numpy."""
+    """Raise AttngenError, with the fix, if kernels are interpreted and the interpreter does not work with the installed
+    numpy."""
     from attngen.runtime.launch import interpreter_fails
 
     if os.environ.get("TRITON_INTERPRET") == "1" and (why := interpreter_fails(version("triton"), version("numpy"))):
@@ -22,14 +22,13 @@ def check_interpreter() -> None:
 
 
 def lighten() -> None:
-    """Take from the interpreter what it computes and throws away, more than half of its time; results are the same to
-    the bit.
+    """Remove computations from the interpreter whose results it discards, more than half of its time. Kernels' results
+    are the same to the bit.
 
-    For each integer sum and product it computes in 64 bits whether 32 would overflow, and asserts it in debug mode
-    alone. For each cast it makes a table of all types. For each call of a function on the device it looks through all
-    names of Triton's language for those to replace. And for each tensor it makes its type, and what that says of its
-    shape, anew. A version of Triton that has other parts is left as it is. It does nothing where kernels are not
-    interpreted.
+    For each integer sum and product it computes in 64 bits whether 32 would overflow, but asserts it only in debug
+    mode. For each cast it builds a table of all types. For each call of a device function it searches all names of
+    Triton's language for those to replace. For each tensor it rebuilds its type and the attributes of its shape. Other
+    versions of Triton, with other parts, are left unchanged. Does nothing if kernels are not interpreted.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
@@ -46,7 +45,7 @@ def lighten() -> None:
 
 
 def _is_known(interpreter: Any) -> bool:
-    """Whether this version of Triton has the parts that are replaced, in the form that they are known in."""
+    """Whether this version of Triton has the replaced parts, in the known form."""
     try:
         core, options = interpreter.tl.core, interpreter.interpreter_builder.options
         made = [[*inspect.signature(c.__init__).parameters] for c in (core.block_type, core.tensor)]
@@ -64,12 +63,12 @@ def _is_known(interpreter: Any) -> bool:
 
 
 def _patch_names_once(interpreter: Any) -> None:
-    """Look through the names of a package once."""
+    """Search the names of each package only once."""
     builtins: dict[Any, list[tuple[str, Any]]] = {}
 
     @wraps(interpreter._patch_builtin)
     def patch_builtin(package: Any, *others: Any) -> None:
-        """Replace the functions of a package that are Triton's own, those that are not replaced already."""
+        """Replace Triton's builtin functions in a package, except those that are already replaced."""
         if package not in builtins:
             members = inspect.getmembers(package)
             builtins[package] = [(name, member) for name, member in members if interpreter.tl.core.is_builtin(member)]
@@ -81,20 +80,20 @@ def _patch_names_once(interpreter: Any) -> None:
 
 
 def _look_up_types(interpreter: Any) -> None:
-    """Find NumPy's type for Triton's once for each type."""
+    """Look up NumPy's type for each of Triton's types only once."""
     numpy_type = interpreter._get_np_dtype
     of_number = cache(numpy_type)
 
     @wraps(numpy_type)
     def get_np_dtype(type_: Any) -> Any:
-        """NumPy's type for the elements of a tensor of Triton's type. Types of pointers cannot be looked up."""
+        """Return NumPy's type for the elements of a tensor of Triton's type. Types of pointers are not cached."""
         return numpy_type(type_) if type_.scalar.is_ptr() else of_number(type_.scalar)
 
     interpreter._get_np_dtype = get_np_dtype
 
 
 def _make_types_once(core: Any) -> None:
-    """Make one type for each element type and shape, and for each type once what tensors of it say of themselves."""
+    """Build one type per element type and shape, and per type the attributes of its tensors only once."""
     made: dict[Any, Any] = {}
     of_block, of_tensor = core.block_type.__init__, core.tensor.__init__
 
@@ -110,7 +109,7 @@ def _make_types_once(core: Any) -> None:
 
     @wraps(of_block)
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        if len(vars(self)) > 1:  # it was made before
+        if len(vars(self)) > 1:  # already initialised
             return
         of_block(self, element_ty, shape)
         if self.key is not None:
@@ -118,11 +117,11 @@ def _make_types_once(core: Any) -> None:
 
     @wraps(of_tensor)
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        said = vars(type).get("of_tensors")
-        if said is None:
+        attributes = vars(type).get("of_tensors")
+        if attributes is None:
             of_tensor(self, handle, type)
             type.of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
         else:
-            vars(self).update(said, handle=handle)
+            vars(self).update(attributes, handle=handle)
 
     core.block_type.__new__, core.block_type.__init__, core.tensor.__init__ = new, init, init_tensor

@@ -25,17 +25,22 @@ def naive_attention(
     rounded: torch.dtype | None = None,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
+    """Compute softmax(scale * q @ k^T) @ v with the whole score matrix in memory, in the dtype of its inputs.
 
-    q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv; mask: bool, broadcastable to [B,
-    Hq, Nq, Nk], True where a query may look; weight: what dropout multiplies probabilities by (see dropout_weight);
-    modify: what is done to the scores before the mask; sink [Hq]: a logit that joins every row; rounded: the dtype to
-    which weights are rounded before they meet v; multiply: how matrices are multiplied. Returns (out [B, Hq, Nq, Dv],
-    natural-log LSE [B, Hq, Nq]). A row that sees nothing gives zeros and LSE -inf, and zero gradients.
+    q [B, Hq, Nq, D], k [B, Hkv, Nk, D], v [B, Hkv, Nk, Dv] with Hq a multiple of Hkv.
+    mask: bool, broadcastable to [B, Hq, Nq, Nk], True for visible pairs.
+    weight: the factors of dropout for the probabilities (see dropout_weight).
+    modify: a function of the scores, applied before the mask.
+    sink [Hq]: a logit that is added to every row's softmax.
+    rounded: the dtype to which weights are rounded before they are multiplied with v.
+    multiply: the matrix product.
+
+    Returns (out [B, Hq, Nq, Dv], natural-log LSE [B, Hq, Nq]). A row that sees nothing has output 0, LSE -inf and zero
+    gradients.
     """
     scores = _masked_scores(q, k, mask, scale, modify, multiply)
     v = v.repeat_interleave(q.shape[1] // v.shape[1] if v.shape[1] else 1, 1)
-    if sink is not None:  # a key of that score, and no value
+    if sink is not None:  # a key with this score and the value 0
         column = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], -1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
@@ -60,7 +65,7 @@ def naive_max_score(
     modify: Callable[[torch.Tensor], torch.Tensor] | None = None,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """The largest score that each query sees, [B, Hq, Nq], -inf for one that sees nothing; arguments as those of
+    """Return the largest score that each query sees, [B, Hq, Nq], -inf for one that sees nothing. Arguments as in
     naive_attention."""
     scores = _masked_scores(q, k, mask, scale, modify, multiply).detach()
     return scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
@@ -75,10 +80,10 @@ def naive_entropy(
     sink: torch.Tensor | None = None,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """The entropy in nats of each query's weights and its sink's, -sum p ln p, [B, Hq, Nq]; arguments as those of
+    """Return the entropy in nats of each query's weights and its sink's, -sum p ln p, [B, Hq, Nq]. Arguments as in
     naive_attention.
 
-    Dropout has no part in it. It is 0 for a query that sees nothing, which has zero gradients.
+    It is the entropy before dropout. It is 0 for a query that sees nothing, which has zero gradients.
     """
     scores = _masked_scores(q, k, mask, scale, modify, multiply)
     if sink is not None:
@@ -99,7 +104,7 @@ def naive_key_mass(
     sink: torch.Tensor | None = None,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    """The weight that all queries give each key, before dropout, [B, Hq, Nk]; arguments as those of naive_attention."""
+    """Return the sum of all queries' weights per key, before dropout, [B, Hq, Nk]. Arguments as in naive_attention."""
     scores = _masked_scores(q, k, mask, scale, modify, multiply).detach()
     if sink is not None:
         scores = torch.cat(
@@ -118,7 +123,7 @@ def _masked_scores(
     modify: Callable[[torch.Tensor], torch.Tensor] | None,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The scores [B, Hq, Nq, Nk] of the softmax, -inf where a query does not look."""
+    """Return the scores [B, Hq, Nq, Nk] of the softmax, -inf for hidden pairs."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1] if k.shape[1] else 1, 1)
     scores = multiply(q, k.transpose(-1, -2)) * scale
     scores = modify(scores) if modify else scores
@@ -126,7 +131,7 @@ def _masked_scores(
 
 
 class _TruncatedProduct(torch.autograd.Function):
-    """A product whose operands, and those of its gradient, have lost what TF32 has no bits for."""
+    """A matrix product whose operands, and those of its gradient, are truncated to TF32."""
 
     @staticmethod
     def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -151,40 +156,37 @@ class _TruncatedProduct(torch.autograd.Function):
 
 
 def _truncated(x: torch.Tensor) -> torch.Tensor:
-    """x [fp32] without the 13 lowest of its 23 bits of fraction."""
+    """Return x [fp32] with the 13 lowest of its 23 fraction bits set to 0."""
     return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
 def truncated_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., N, D] @ b [..., D, M] of fp32 tensors as tensor cores compute it in TF32, with sums in fp32.
+    """Compute a [..., N, D] @ b [..., D, M] of fp32 tensors as tensor cores do in TF32, with fp32 accumulation.
 
-    They read the sign, 8 bits of exponent and the first 10 of the fraction, and ignore the rest, unless a program has
-    rounded it away (PTX ISA, "Alternate floating-point data formats"). Triton's programs do not. cuBLAS's do, for the
-    sizes where they use TF32.
+    They read the sign, 8 bits of exponent and the first 10 fraction bits, and ignore the rest, unless a program has
+    rounded it (PTX ISA, "Alternate floating-point data formats"). Triton's programs do not round. cuBLAS's do, for the
+    sizes for which they use TF32.
     """
     product: torch.Tensor = _TruncatedProduct.apply(a, b)  # type: ignore[no-untyped-call]
     return product
 
 
 def rows_matmul(a: torch.Tensor, b: torch.Tensor, rows: int = 2) -> torch.Tensor:
-    """a [..., N, D] @ b [..., D, M] by the sums of a product of matrices with so many rows at least.
+    """Compute a [..., N, D] @ b [..., D, M] with the order of summation of a product with at least `rows` rows.
 
-    For one row libraries multiply a vector by a matrix, and OpenBLAS has a kernel for few rows, with other sums: in
-    fp32 of less than half the error.
+    For one row libraries multiply a vector by a matrix, and OpenBLAS has a kernel for few rows. These sum in another
+    order, in fp32 with less than half the error.
     """
     copies = -(-rows // max(1, a.shape[-2]))
     return (torch.cat([a] * copies, -2) @ b)[..., : a.shape[-2], :]
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Philox4x32 of seven rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): four words of
-    32 bits, in int64."""
+    """Return the four 32-bit words of Philox4x32 with seven rounds (Salmon et al., Parallel random numbers: as easy as
+    1, 2, 3, 2011), in int64."""
     words, (k0, k1) = list(counter), key
     for _ in range(7):
-        products = (
-            words[0] * 0xD2511F53,
-            words[2] * 0xCD9E8D57,
-        )  # wraps at 64 bits, which keeps the bits that are wanted
+        products = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57  # wraps at 64 bits, which keeps the needed bits
         (high0, low0), (high1, low1) = (((p >> 32) & 0xFFFFFFFF, p & 0xFFFFFFFF) for p in products)
         words = [high1 ^ words[1] ^ k0, low1, high0 ^ words[3] ^ k1, low0]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
@@ -192,19 +194,19 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[tor
 
 
 def _threshold(p: float) -> int:
-    """The share to drop in 65536ths; something is always kept."""
+    """Return the dropped share in 65536ths, at most 65535, so that some weights are kept."""
     return min(round(p * 65536), 65535)
 
 
 def dropout_keep(
     shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Which weights dropout keeps, score by score: bool (B, Hq, Nq, Nk).
+    """Return which weights dropout keeps, per score: bool (B, Hq, Nq, Nk).
 
-    Score (b, h, q, kv) takes two bytes of philox(counter=(h, q without bits 0 and 3, b, kv likewise), key=the halves of
-    the seed). Bit 0 of q chooses the first or the last two words, and bit 0 of kv of these the second (even) or the
-    first. With n = 2 * (bit 3 of q) + (bit 3 of kv), the number drawn is 256 * byte n + byte n - 1 of that word, or
-    byte 3 for n = 0. It is kept where this is at least 65536 p.
+    Score (b, h, q, kv) takes two bytes of philox(counter=(h, q without bits 0 and 3, b, kv without bits 0 and 3),
+    key=the halves of the seed). Bit 0 of q selects the first or the last two words, and bit 0 of kv the second (even)
+    or the first (odd) of these two. With n = 2 * (bit 3 of q) + (bit 3 of kv), the random number is 256 * byte n + byte
+    n - 1 of that word, or byte 3 for n = 0. The weight is kept if the number is at least 65536 p.
     """
     batch, heads, n_q, n_kv = shape
     threshold = _threshold(p)
@@ -213,7 +215,7 @@ def dropout_keep(
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     kv = torch.arange(n_kv, device=device)[None, :]
     keep = torch.empty(shape, dtype=torch.bool, device=device)
-    rows = max(1, 2**26 // max(1, n_kv))  # at a time: the words take 32 bytes a score
+    rows = max(1, 2**26 // max(1, n_kv))  # rows per slice: the words take 32 bytes per score
     for b, h, start in product(range(batch), range(heads), range(0, n_q, rows)):
         q = torch.arange(start, min(start + rows, n_q), device=device)[:, None]
         word, byte = q % 2 * 2 + 1 - kv % 2, q // 8 % 2 * 2 + kv // 8 % 2
@@ -227,18 +229,18 @@ def dropout_keep(
 def dropout_weight(
     shape: tuple[int, int, int, int], p: float, seed: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """What dropout multiplies probabilities by, fp32: 0 where it drops, 1 / (1 - p) elsewhere, with p rounded as
-    `dropout_keep` does."""
+    """Return the factors of dropout for the probabilities, fp32: 0 for dropped ones, else 1 / (1 - p), with p rounded
+    as in `dropout_keep`."""
     return dropout_keep(shape, p, seed, device) * (65536 / (65536 - _threshold(p)))
 
 
 def sizes_of(q: torch.Tensor, k: torch.Tensor) -> Sizes:
-    """The sizes of a call."""
+    """Return the sizes of a call."""
     return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
 def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The mask of a call by the masks' hand-written oracles: bool, of four dimensions, broadcastable to [B, Hq, Nq,
+    """Return the mask of a call by the masks' hand-written oracles: bool, four dimensions, broadcastable to [B, Hq, Nq,
     Nk]."""
     found = mask.reference(sizes_of(q, k), q.device, inputs)
     return found[(None,) * (4 - found.dim())]
@@ -247,8 +249,8 @@ def reference_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor, inputs: dict[st
 def reference_scores(
     parts: tuple[Score, ...], q: torch.Tensor, k: torch.Tensor, inputs: dict[str, torch.Tensor]
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
-    """(what modifiers do to the scores of a call, the sink's logits) by their hand-written oracles; None where there
-    is no such."""
+    """Return (the modifiers as a function of the scores, the sink's logits) by their hand-written oracles; None for
+    each that the spec lacks."""
     sinks = [sink for sink in (part.reference_sink(inputs) for part in parts) if sink is not None]
 
     def modify(s: torch.Tensor) -> torch.Tensor:
@@ -260,7 +262,7 @@ def reference_scores(
 
 
 def relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
-    """||x - ref|| / ||ref|| in fp64; where ref is zero, ||x||. NaN stays NaN."""
+    """Return ||x - ref|| / ||ref|| in fp64; ||x|| if ref is zero. NaN stays NaN."""
     x, ref = x.detach().double(), ref.detach().double()
     difference, size = (x - ref).norm(), ref.norm()
     return float(difference / size if size > 0 else difference)

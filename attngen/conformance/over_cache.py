@@ -1,5 +1,4 @@
-"""Calls of a generated module over a cache of keys and values, beside naive attention: what `attngen test` and the
-test suite share."""
+"""Run calls with a KV cache and compare them with naive attention, for `attngen test` and the test suite."""
 
 from __future__ import annotations
 
@@ -10,35 +9,27 @@ from typing import Any
 
 import torch
 
-from attngen.conformance.harness import (
-    Case,
-    Result,
-    errors,
-    fp32_products,
-    heads_for,
-    make_mask_inputs,
-    rounding_of,
-    run_case,
-    torch_dtype,
-    whole_products,
-)
+from attngen.conformance.cases import Case, heads_for, make_mask_inputs, torch_dtype
+from attngen.conformance.harness import fp32_products, run_case, whole_products
 from attngen.conformance.oracle import naive_attention, reference_mask, reference_scores
+from attngen.conformance.result import Result, errors, rounding_of
 from attngen.ir.dtypes import LATENT_GROUP
 from attngen.ir.sizes import Sizes
 from attngen.spec import Spec
 
-POISON = 2**30  # the number of a page that there is not
-LARGEST = 448  # number of 8 bits
+POISON = 2**30  # page index out of range
+LARGEST = 448  # largest number of float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class CacheCase:
-    """One call over a cache: the keys that each sequence has before it, how many the call appends, and queries.
+    """One call with a KV cache: the keys of each sequence before it, the number of keys it appends, and its queries.
 
-    room: keys for which each sequence has room. page: keys of a page, 0 without pages. Pages are in no order, what no
-    key has been stored to holds NaN, and entries of the table past a sequence's last key name no page.
-    heads_first: heads lie before rows in memory. shared: the first two sequences share the pages that both have filled
-    before the call.
+    room: capacity of the cache in keys per sequence.
+    page: keys per page, 0 without pages. Pages are in random order, rows without a key hold NaN, and entries of the
+    page table past a sequence's last key are out of range.
+    heads_first: heads are the outer dimension of rows in memory.
+    shared: the first two sequences share the pages that both have filled before the call.
     """
 
     q_heads: int
@@ -53,12 +44,12 @@ class CacheCase:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """The keys of each sequence after the call."""
+        """Number of keys of each sequence after the call."""
         return tuple(min(self.room, n + self.new) for n in self.lengths)
 
     @property
     def pages(self) -> int:
-        """Pages of a sequence."""
+        """Number of pages per sequence."""
         return self.room // self.page if self.page else 0
 
     def __str__(self) -> str:
@@ -71,8 +62,8 @@ class CacheCase:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call, and for naive attention what each sequence has after it: k and v [1, Hkv, keys, D],
-    and mask inputs, which are those of all sequences, for its number of keys."""
+    """The arguments of a call, and for naive attention each sequence's k and v [1, Hkv, keys, D] after it, with the
+    mask inputs of all sequences for its number of keys."""
 
     q: torch.Tensor
     caches: tuple[torch.Tensor, ...]
@@ -81,7 +72,7 @@ class Call:
 
 
 def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed: int = 0) -> Call:
-    """A call of normal values."""
+    """Return a call with normal values."""
     generator = torch.Generator().manual_seed(seed)
     batch, widths = len(case.lengths), (spec.head_dim.qk, *(() if spec.rope else (spec.head_dim.v,)))
 
@@ -136,13 +127,13 @@ def make_call(spec: Spec, case: CacheCase, dtype: torch.dtype, device: str, seed
 
 
 def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """A cache with the keys that sequences have before the call, of x [B, room, Hkv, D], and NaN everywhere else."""
+    """Return a KV cache with the keys before the call, from x [B, room, Hkv, D], and NaN everywhere else."""
     rows, nan = (x.view(torch.uint8).clone(), 0xFF) if x.dtype.itemsize == 1 else (x.clone(), math.nan)
     for b, keys in enumerate(case.lengths):
         rows[b, keys:] = nan
     if case.page:
         pages = torch.full((table.numel() + 3, case.page, *x.shape[2:]), nan, dtype=rows.dtype)
-        for b in reversed(range(len(rows))):  # of pages that are shared, what the first sequence has
+        for b in reversed(range(len(rows))):  # shared pages get the rows of the first sequence
             pages[table[b].long()] = rows[b].view(case.pages, case.page, *x.shape[2:])
         rows = pages
     rows = rows.view(x.dtype)
@@ -150,8 +141,8 @@ def _stored(case: CacheCase, x: torch.Tensor, table: torch.Tensor) -> torch.Tens
 
 
 def latent_rows(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a cache of 8-bit latents, as bytes, and what is kept in them, in fp64. x: keys [B, room, 1, D], of
-    which `width` columns are the latent."""
+    """Return the rows of a cache of 8-bit latents, as bytes, and the keys that they represent, in fp64. x: keys [B,
+    room, 1, D], whose first `width` elements are the latent."""
     latents, rotated = x[..., :width], x[..., width:]
     groups = latents.float().unflatten(-1, (-1, LATENT_GROUP))
     factors = groups.abs().amax(-1, keepdim=True) * (1 / LARGEST)
@@ -162,7 +153,7 @@ def latent_rows(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def latents_of(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The keys of such rows, [..., D] in `dtype`."""
+    """Return the keys in rows of a cache of 8-bit latents, [..., D] in `dtype`."""
     end = width + 4 * (width // LATENT_GROUP)
     numbers = rows[..., :width].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, LATENT_GROUP))
     latents = (numbers * rows[..., width:end].view(torch.float32).unsqueeze(-1)).flatten(-2)
@@ -172,8 +163,8 @@ def latents_of(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tens
 def _factors(
     spec: Spec, case: CacheCase, table: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of a cache of 8 bits, and those of each row and head, [B, room, Hkv, 1]; NaN for pages that no
-    sequence has."""
+    """Return the scale factors of an 8-bit cache, and those per row and head, [B, room, Hkv, 1]; NaN for pages of no
+    sequence."""
     assert spec.cache is not None
     batch = len(case.lengths)
     if spec.factors != "page":
@@ -186,8 +177,8 @@ def _factors(
 
 
 def _spread_ids(spec: Spec, case: CacheCase, inputs: dict[str, Any]) -> None:
-    """Spread the ids of documents over the keys that each sequence has. Past these are ids, in no order, which
-    nothing should read."""
+    """Spread the ids of documents over the keys of each sequence. The ids past these are unordered, and must not be
+    read."""
     for ids in (inputs[i.name] for i in spec.inputs() if (i.dtype, i.shape) == ("i32", ("B", "Nk"))):
         for b, keys in enumerate(case.keys):
             ids[b, :keys] = ids[b, torch.arange(keys) * case.room // max(1, keys)]
@@ -195,7 +186,7 @@ def _spread_ids(spec: Spec, case: CacheCase, inputs: dict[str, Any]) -> None:
 
 
 def _of_keys(spec: Spec, name: str, x: Any, keys: int) -> Any:
-    """What sequences of so many keys have of an input."""
+    """Return an input narrowed to a number of keys."""
     shape = next(i.shape for i in spec.inputs() if i.name == name)
     for at, dim in enumerate(shape):
         x = x.narrow(at, 0, keys) if dim == "Nk" else x
@@ -205,8 +196,8 @@ def _of_keys(spec: Spec, name: str, x: Any, keys: int) -> Any:
 def attend_sequence(
     spec: Spec, call: Call, b: int, dtype: torch.dtype, scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Naive attention of one sequence of a call, [1, Hq, Nq, Dv] and its LSE. Mask and scores are those of sequence
-    `b` among all."""
+    """Return naive attention of one sequence of a call, [1, Hq, Nq, Dv], and its LSE. Mask and scores are computed for
+    all sequences, and those of sequence `b` are used."""
     k, v, inputs = call.sequences[b]
     every = k.expand(len(call.sequences), *k.shape[1:])
     mask = reference_mask(spec.mask, call.q, every, inputs)
@@ -227,8 +218,8 @@ def attend_sequence(
 def run_cache_case(
     module: ModuleType, spec: Spec, case: CacheCase, dtype: str, device: str, seed: int = 0, check: bool | None = None
 ) -> Result:
-    """Output and LSE of a call over a cache, ours and naive's in the same dtype, against naive in fp64. `check` is
-    that of the call."""
+    """Compare output and LSE of a call with a KV cache with naive attention in the same dtype, both against naive in
+    fp64. `check` is passed to the call."""
     of_dtype = torch_dtype(dtype)
     call = make_call(spec, case, of_dtype, device, seed)
     out, lse = module.attention.with_kvcache(call.q, *call.caches, **call.arguments, return_lse=True, check=check)
@@ -247,7 +238,7 @@ def run_cache_case(
 
 
 def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> Result:
-    """The errors of a case, of a call over a cache or without one; of one without, tangents too, if the spec has a
+    """Return the errors of a case with or without a KV cache; without one, also of tangents if the spec has a
     backward."""
     if isinstance(case, CacheCase):
         return run_cache_case(module, spec, case, dtype, device, seed)
@@ -255,8 +246,8 @@ def result_of(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str
 
 
 def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:
-    """What `attngen test` runs of a spec with a cache: edges of pages and tiles, one long sequence among short ones,
-    chunked prefill."""
+    """Return the cases of `attngen test` for a spec with a KV cache: edges of pages and tiles, one long sequence among
+    short ones, chunked prefill."""
     heads = heads_for(spec)
     assert spec.cache is not None
     sizes = {"": [0], "page_rows": [16, 48]}.get(spec.cache.page) or [int(spec.cache.page)]
@@ -268,7 +259,7 @@ def cache_cases(spec: Spec, cuda: bool) -> list[CacheCase]:
         CacheCase(*heads, 4, (5, 260, 0), 4, room, page, shared=bool(page)),
         CacheCase(*heads, 100, (0, 300), 100, room, page),
     ]
-    if spec.rope:  # rows of several tiles, and of more than are dealt among programs
+    if spec.rope:  # several tiles of rows, and more rows than split-KV takes
         cases += [CacheCase(48, 1, 2, (0, 1, 190), 2, room, page), CacheCase(129, 1, 4, (3, 66), 4, room, page)]
     if len(sizes) > 1:
         cases.append(CacheCase(*heads, 2, (47, 48, 95), 1, sizes[1] * 3, sizes[1]))

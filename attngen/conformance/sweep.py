@@ -1,11 +1,10 @@
-"""Every case of every spec on a device, forward and backward, beside naive attention in the same dtype: `attngen test
---report`.
+"""`attngen test --report`: run every case of every spec on a device, forward and backward, and compare it with naive
+attention in the same dtype.
 
-Errors are ||x - truth|| / ||truth|| against fp64. A case fails where ours is above twice naive's (which counts as at
-least what rounding alone gives, see attngen.conformance.harness.Result), where one row is far off, where anything is
-NaN, or where a second run differs in one bit. Specs run in processes of their own, because most of the time goes into
-compiling kernels; the largest cases take turns. TRITON_INTERPRET decides when triton is imported: set it before this
-file is.
+Errors are ||x - truth|| / ||truth|| against fp64. A case fails if our error is above twice naive's (which counts as at
+least the error of rounding, see `Result`), if one row is far off, if anything is NaN, or if a second run differs in one
+bit. Specs run in separate processes, because most of the time goes into compiling kernels; the largest cases run one at
+a time. TRITON_INTERPRET takes effect when triton is imported, so set it before this file is imported.
 """
 
 from __future__ import annotations
@@ -25,34 +24,29 @@ from types import ModuleType
 import torch
 import triton
 
-from attngen.conformance.harness import (
-    KEYS,
-    Case,
-    asked,
-    heads_for,
-    load_module,
-    make_all_gradients,
-    make_inputs,
-    torch_dtype,
-)
+from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_inputs, torch_dtype
+from attngen.conformance.harness import asked, load_module
 from attngen.conformance.interpreter import lighten
 from attngen.conformance.over_cache import CacheCase, cache_cases, make_call, result_of
+from attngen.conformance.result import KEYS
 from attngen.heuristics import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.ir.dtypes import ELEMENTS
-from attngen.runtime.launch import processors
+from attngen.runtime.launch import num_sms
 from attngen.spec import Spec, load_spec
 
 RAGGED = [(1, 1), (17, 17), (127, 127), (129, 129), (1000, 1000), (129, 1000), (1000, 129)]
 LARGE = [(4096, 4096), (4095, 8191), (16384, 16384), (32768, 32768)]
-MODIFIED = 16384  # rows up to which specs with score modifiers go: their oracle keeps every score, in fp64
-TURNS = 2**26  # scores of a case from which on it takes turns with others: its oracle needs 16 GiB and more, in fp64
-WIDE_TURNS = 2**31  # elements of keys of which the same is true: the oracle has a copy for each query head
-_turns: list[Lock] = []  # of this process: what a large case holds
+MODIFIED = 16384  # most rows for specs with score modifiers, whose oracle keeps every score in fp64
+# Cases with at least this number of scores run one at a time: their oracle needs 16 GiB and more, in fp64.
+LARGE_SCORES = 2**26
+# The same for this number of elements of keys, which the oracle copies for each query head.
+LARGE_KEYS = 2**31
+_lock: list[Lock] = []  # in each worker process: the lock that a large case holds
 
 
 @dataclass(frozen=True)
 class Job:
-    """A spec's file, the folder of its module, and the dtype to run it in."""
+    """A spec's file, the folder of its module, and the dtype of the run."""
 
     spec: Path
     folder: Path
@@ -61,14 +55,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Table:
-    """What was found of one job: a line of the page for each case, and whether it is within the bars."""
+    """The results of one job: a line of the report per case, and whether the case passed."""
 
     heading: str
     lines: tuple[tuple[str, bool], ...]
 
 
 def jobs(specs: Sequence[tuple[Path, Spec]], folder: Path, device: str) -> list[Job]:
-    """One for each spec and dtype; Triton's interpreter cannot multiply bf16. `folder` holds the modules, by name."""
+    """Return one job per spec and dtype; Triton's interpreter cannot multiply bf16. `folder` has the modules, by
+    name."""
     return [
         Job(path, folder / s.name, dtype)
         for path, s in specs
@@ -78,31 +73,31 @@ def jobs(specs: Sequence[tuple[Path, Spec]], folder: Path, device: str) -> list[
 
 
 def run(work: Sequence[Job], device: str, seed: int, workers: int) -> list[Table]:
-    """All of them, several at once; each case is said on stderr when it is done."""
+    """Run all jobs, several at a time; print each case to stderr when it is done."""
     with processes(min(workers, max(1, len(work)))) as pool:
         return list(pool.map(run_job, work, repeat(device), repeat(seed)))
 
 
 def processes(workers: int) -> ProcessPoolExecutor:
-    """Processes that take turns at large cases."""
+    """Return worker processes that run large cases one at a time."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, context, _start, (context.Lock(),))
 
 
 def _start(lock: Lock) -> None:
-    """Start a process: it takes turns, and its interpreter, if it needs that, is fast."""
-    _turns.append(lock)
+    """Initialise a worker process: its lock for large cases, and a faster interpreter if kernels are interpreted."""
+    _lock.append(lock)
     lighten()
 
 
 def run_job(job: Job, device: str, seed: int) -> Table:
-    """Every case of one spec in one dtype."""
+    """Run every case of one spec in one dtype."""
     spec, module = load_spec(job.spec), load_module(job.folder)
     lines = []
-    work: list[Case | CacheCase] = [*cases(spec, processors(torch.device(device)) if device == "cuda" else 0)]
+    work: list[Case | CacheCase] = [*cases(spec, num_sms(torch.device(device)) if device == "cuda" else 0)]
     work += cache_cases(spec, device == "cuda") if spec.cache else []
     for case in work:
-        with _turns[0] if _is_large(spec, case) and _turns else nullcontext():
+        with _lock[0] if _is_large(spec, case) and _lock else nullcontext():
             try:
                 result = result_of(module, spec, case, job.dtype, device, seed)
                 same = repeats(module, spec, case, job.dtype, device, seed)
@@ -120,52 +115,52 @@ def run_job(job: Job, device: str, seed: int) -> Table:
 
 
 def _is_large(spec: Spec, case: Case | CacheCase) -> bool:
-    """Whether its oracle, which keeps all scores and the keys of each query head, has no room beside that of another
-    case."""
+    """Whether a case's oracle, which keeps all scores and a copy of the keys per query head, does not fit in memory
+    along with that of another case."""
     keys = case.q_heads * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
-    return case.n_q * keys >= TURNS or spec.head_dim.qk * keys >= WIDE_TURNS
+    return case.n_q * keys >= LARGE_SCORES or spec.head_dim.qk * keys >= LARGE_KEYS
 
 
-def cases(spec: Spec, processors: int = 0) -> Iterator[Case]:
-    """Ragged and unequal sizes, other layouts; on a device of so many multiprocessors many sequences, and N up to
+def cases(spec: Spec, num_sms: int = 0) -> Iterator[Case]:
+    """Yield ragged and unequal sizes and other layouts; on a device with `num_sms` SMs also many sequences, and N up to
     32k, or MODIFIED."""
     heads = heads_for(spec)
-    for n_q, n_kv in RAGGED if processors else RAGGED[:4]:
+    for n_q, n_kv in RAGGED if num_sms else RAGGED[:4]:
         yield Case(2, *heads, n_q, n_kv)
     for layout in ("bnhd", "packed", "expanded", "island"):
         yield Case(2, *heads, 127, 127, layout)
-    if processors:
-        yield crowded(spec, processors)
-    for n_q, n_kv in LARGE if processors else []:
+    if num_sms:
+        yield crowded(spec, num_sms)
+    for n_q, n_kv in LARGE if num_sms else []:
         if spec.score and n_q > MODIFIED:
             continue
         yield Case(1, *heads_for(spec, 2), n_q, n_kv)
 
 
-def crowded(spec: Spec, processors: int) -> Case:
-    """Ragged sequences, so many that a device of so many multiprocessors takes the backward in one pass where there is
+def crowded(spec: Spec, num_sms: int) -> Case:
+    """Return ragged sequences, enough of them for a device with `num_sms` SMs to run the fused backward if there is
     one.
 
-    If query heads share keys, they are so many that a program has as many of them as it may have. Of inputs with a
-    number for each score the copy engine can read the rows.
+    If query heads share keys, there are enough of them for a program to have as many as possible. Rows of inputs with a
+    number per score are aligned for TMA.
     """
     by_score = any({"Nq", "Nk"} <= set(i.shape) for i in spec.inputs())
     heads, rows = heads_for(spec), FUSED_ROWS + (ALIGNED_KEYS if by_score else 5)
     keys = max(FUSED_KEYS, FUSED_HEADS * SPLIT_KEYS) if heads[0] > heads[1] else FUSED_KEYS
-    return Case(math.ceil(keys * processors / (heads[0] * rows)), *heads, rows, rows)
+    return Case(math.ceil(keys * num_sms / (heads[0] * rows)), *heads, rows, rows)
 
 
 def repeats(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> bool:
-    """Whether two runs give the same bits, forward and, where there is one, backward."""
+    """Whether two runs give the same bits, in the forward and in the backward if there is one."""
     return all(torch.equal(a, b) for a, b in zip(*runs(module, spec, case, dtype, device, seed, 2)))
 
 
 def runs(
     module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int, times: int
 ) -> Iterator[list[torch.Tensor]]:
-    """The results of one call again and again, and where there is a backward, the gradients of q, k and v.
+    """Yield the results of a call, and the gradients of q, k and v if there is a backward, `times` times.
 
-    Calls over a cache append the same keys to the same places each time.
+    Calls with a KV cache append the same keys to the same places each time.
     """
     if isinstance(case, CacheCase):
         call = make_call(spec, case, torch_dtype(dtype), device, seed)
@@ -181,22 +176,23 @@ def runs(
 
 
 def failures(tables: Sequence[Table]) -> list[str]:
-    """The cases above a bar: the spec, the dtype, and the line."""
+    """Return the failed cases: the spec, the dtype, and the line."""
     return [f"{table.heading}: {line}" for table in tables for line, ok in table.lines if not ok]
 
 
 def page(tables: Sequence[Table], device: str) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     where = torch.cuda.get_device_name() if device == "cuda" else "Triton's interpreter on the CPU"
     text = [
         "# Verification on a GPU",
         "",
         f"{where}, torch {torch.__version__}, triton {triton.__version__}. Written by `make gpu-test`.",
         "",
-        "Relative errors ||x - truth|| / ||truth|| against fp64: ours / naive attention's in the same dtype. `worst` is the largest of",
-        "our errors over naive's, which counts as at least what rounding alone gives; the bar is 2. `worst row` is the same of the single",
-        "row that is furthest off; the bar is 4. `bits`: a second run gives the same bits. Loss on the output and on the LSE. Cases over a",
-        "cache say how many keys sequences have there, and how many the call appends, as in `cache 5,260,0+4`.",
+        "Relative errors ||x - truth|| / ||truth|| against fp64: ours / naive attention's in the same dtype. `worst`",
+        "is the largest ratio of our error to naive's, which counts as at least the error of rounding; the bar is 2.",
+        "`worst row` is the same for the row that is furthest off; the bar is 4. `bits`: a second run gives the same",
+        "bits. Loss on the output and on the LSE. Cases with a KV cache name the keys of each sequence and the number",
+        "that the call appends, as in `cache 5,260,0+4`.",
         "",
         f"{sum(len(table.lines) for table in tables)} cases, {len(failures(tables))} above the bar.",
     ]

@@ -1,1 +1,1 @@
-"""What a schedule needs and costs, in closed form: SRAM, registers, HBM bytes, FLOPs, roofline time."""
+"""The resources and costs of a schedule, in closed form: SRAM, registers, HBM bytes, FLOPs, roofline time."""

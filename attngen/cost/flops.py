@@ -1,4 +1,4 @@
-"""FLOPs as formulas, from the dots in the IR and the symbolic count of tiles that the mask leaves."""
+"""FLOPs as formulas, from the dots in the IR and the symbolic number of tiles that the mask leaves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import sympy
 
+from attngen.ir.dims import WHOLE, unpadded
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import WHOLE, Dot, unpadded
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Dot
 from attngen.tiles.tiles import heads, repeats, tile_sum
 
 TILES = sympy.Symbol("tiles", positive=True)  # tiles visited, over all heads and sequences
@@ -20,14 +22,14 @@ def tile_flops(dot: Dot) -> Expr:
 
 
 def flops(kernel: Kernel, times: Callable[[str], Expr]) -> Expr:
-    """FLOPs of a kernel's products. times(block) is the number of times that a block runs."""
+    """FLOPs of a kernel's products. times(block) is how often a block runs."""
     return sympy.Add(
         *(tile_flops(op) * times(block.name) for block in kernel.blocks for op in block.ops if isinstance(op, Dot))
     )
 
 
 def executed_flops(kernel: Kernel) -> Expr:
-    """FLOPs that an emitted kernel executes, as a formula in `tiles`."""
+    """FLOPs that a generated kernel executes, as a formula in `tiles`."""
     return TILES * repeats(kernel) * flops(kernel, lambda block: sympy.Integer(1))
 
 
@@ -35,7 +37,7 @@ def useful_flops(module: Module, direction: str) -> Expr:
     """FLOPs of the algorithm, as a formula in `tiles`: 4 N^2 d in the forward, 10 N^2 d in the backward, which
     recomputes the scores once.
 
-    Each product counts once, however many kernels recompute it. FlashAttention-2, section 3.1, counts five products in
+    Each product counts once, even if several kernels compute it. FlashAttention-2, section 3.1, counts five products in
     the backward.
     """
     kernels = module.kernels_of(direction)

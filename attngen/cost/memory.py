@@ -1,4 +1,4 @@
-"""Bytes of device memory that a call takes beside its arguments and results, from the allocations in its host
+"""Bytes of device memory that a call needs in addition to its arguments and results, from the allocations in its host
 programs."""
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import sympy
 
 from attngen.ir.expr import Bool, Expr
-from attngen.ir.graph import Module
 from attngen.ir.host import Alloc
+from attngen.ir.module import Module
 from attngen.ir.ops import Yield
 from attngen.tiles.sizes import tile_bytes
 
 
 class Scratch(NamedTuple):
-    """What a block of a host program allocates under a condition: a formula in sizes, of the tensors that are named."""
+    """Tensors that a block of a host program allocates under a condition, and their size in bytes as a formula."""
 
     host: str
     block: str
@@ -26,7 +26,7 @@ class Scratch(NamedTuple):
 
 
 def scratch(module: Module) -> Iterator[Scratch]:
-    """Allocations of each block of each host program that are no results, together where they have one condition."""
+    """Yield the allocations of each block of each host program that are no results, grouped by their condition."""
     for host in module.hosts:
         results = {ref for op in host.block("entry").ops if isinstance(op, Yield) for _, ref in op.values}
         for block in host.blocks:

@@ -1,4 +1,4 @@
-"""Sizes of known models, each with its source. `attngen explain --theory` gives its numbers for one of them."""
+"""Sizes of known models, each with its source, for the numbers of `attngen explain --theory`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attngen.errors import AttngenError, suggest
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer model. The traffic of attention is taken to be the same in all layers."""
+    """A transformer model. The traffic of attention is assumed to be the same in all layers."""
 
     name: str
     layers: int
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def find_model(name: str) -> Model:
-    """The model of that name; AttngenError with a hint if there is none."""
+    """Return the model of a name; raise AttngenError with a hint if there is none."""
     if name not in MODELS:
         raise AttngenError(f"--model `{name}` is not a model that attngen knows; {suggest(name, MODELS)}")
     return MODELS[name]

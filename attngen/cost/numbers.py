@@ -1,7 +1,7 @@
-"""The closed forms of theory.py, evaluated for one problem: bytes moved, FLOPs and bytes saved, by schedule and device
+"""The closed forms of `theory`, evaluated for one problem: bytes moved, FLOPs and bytes saved, by schedule and device
 class.
 
-For a module without a backward they are those of the forward, of other algorithms too.
+For a module without a backward, the numbers of all algorithms are those of the forward.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from attngen.cost.algorithms import kernels
 from attngen.cost.flops import executed_flops, flops, useful_flops
 from attngen.cost.io import hbm_bytes, standard_bytes, traffic
-from attngen.cost.roofline import Problem, row_of, values
+from attngen.cost.roofline import Problem, config_of, values
 from attngen.cost.theory import saved_tensors
 from attngen.devices import CLASSES
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import DIRECTIONS
 from attngen.tiles.sizes import elem_sizes, tile_bytes
 from attngen.tiles.tiles import evaluate, runs
@@ -29,7 +30,7 @@ CLASS = "sm90"  # the device class whose tile sizes are used to count the FLOPs 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that a schedule loads and stores in one layer. `tiles` are pairs (queries, keys)."""
+    """Bytes that a schedule loads and stores in one layer, with tiles of these (queries, keys)."""
 
     schedule: str
     cls: str
@@ -44,8 +45,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Done:
-    """FLOPs of one layer; and the names of the tensors kept only for its backward, with their size in bytes,
-    `saved`."""
+    """FLOPs of one layer, and the tensors that are kept only for its backward, with their size `saved` in bytes."""
 
     schedule: str
     forward: float
@@ -55,8 +55,8 @@ class Done:
 
 
 def moved(module: Module, problem: Problem) -> Iterator[Moved]:
-    """Bytes of standard attention; then, for each device class, of FlashAttention-1, ours, and ours on one tile in
-    SPARSE.
+    """Yield the bytes of standard attention; then, for each device class, those of FlashAttention-1, of our schedule,
+    and of ours on one tile in SPARSE.
 
     Standard attention and FlashAttention-1 visit all tiles, ours those that the mask leaves.
     """
@@ -75,14 +75,14 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
             for d in module.directions
         )
         yield Moved("FlashAttention-1", cls, (tile,), *flash1)
-        rows = [
-            row_of(module, kernel, cls, problem.n_q)
+        found = [
+            config_of(module, kernel, cls, problem.n_q)
             for d in module.directions
             for kernel in module.kernels_of(d)
             if kernel.loops
         ]
-        tiles = tuple((row.block_q, row.block_kv) for row in rows if row)
-        if len(tiles) < len(rows):  # no tile fits
+        tiles = tuple((config.block_q, config.block_kv) for config in found if config)
+        if len(tiles) < len(found):  # for some kernel no tile fits
             continue
         yield Moved("ours", cls, tiles, *(emitted_bytes(module, d, cls, problem) for d in module.directions))
         yield Moved(
@@ -94,10 +94,8 @@ def moved(module: Module, problem: Problem) -> Iterator[Moved]:
 
 
 def done(module: Module, problem: Problem) -> Iterator[Done]:
-    """FLOPs of standard attention, of FlashAttention-1, and of ours twice: with each product counted once, and as run.
-
-    Our backward computes some products twice, and programs that share the columns of a wide sum compute all scores
-    each.
+    """Yield the FLOPs of standard attention, of FlashAttention-1, and of ours, with each product counted once, and as
+    run: our backward computes some products twice, and with split-D each program computes all scores.
     """
     numbers = textbook_values(module, problem, ONE)
     for name, shown in (("standard", "standard"), ("flash1", "FlashAttention-1")):
@@ -129,7 +127,7 @@ def _kept(
 
 
 def flash1_tile(module: Module, cls: str) -> tuple[int, int]:
-    """B_r queries and B_c keys of a tile of FlashAttention-1 (Algorithm 1, line 1) on a device class; d is the
+    """B_r queries and B_c keys of a tile of FlashAttention-1 (Algorithm 1, line 1) on a device class, where d is the
     larger head dimension."""
     width = max(module.head_dim_qk, module.head_dim_v)
     columns = -(-(CLASSES[cls].smem_per_block // elem_sizes(module)[0]) // (4 * width))
@@ -146,7 +144,7 @@ def emitted_bytes(module: Module, direction: str, cls: str, problem: Problem, sh
 
 
 def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> dict[str, int]:
-    """Values for the symbols of `standard` and `flash1`. `tile` is (queries, keys). Every query head has its own K
+    """Values for the symbols of `standard` and `flash1`, for a tile of (queries, keys). Each query head has its own K
     and V."""
     sizes = {"B": problem.batch, "Hq": problem.q_heads, "Hkv": problem.q_heads, "Nq": problem.n_q, "Nk": problem.n_kv}
     return {**sizes, **module.widths, "elem": elem_sizes(module)[0], "BLOCK_Q": tile[0], "BLOCK_KV": tile[1]}
@@ -154,9 +152,9 @@ def textbook_values(module: Module, problem: Problem, tile: tuple[int, int]) -> 
 
 def _emitted_values(module: Module, kernel: Kernel, cls: str, problem: Problem) -> dict[str, Any]:
     rows = problem.n_q if kernel.program_axis == "q" else problem.n_kv
-    row = row_of(module, kernel, cls, rows)
-    assert row is not None
-    return values(module, kernel, row, problem)
+    config = config_of(module, kernel, cls, rows)
+    assert config is not None
+    return values(module, kernel, config, problem)
 
 
 def _value(e: Any, numbers: dict[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""report.json: the closed forms of a module, and what they give for each schedule row."""
+"""report.json: the closed forms of a module, and their values for each config."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from attngen.cost.flops import executed_flops, total_tiles, useful_flops
 from attngen.cost.io import hbm_bytes
 from attngen.devices import CLASSES
-from attngen.ir.expr import to_text
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.targets.registry import maker_of
 from attngen.tiles.tiles import tile_loops
 
-# A row leaves out these fields where they have these values.
-UNSAID = {
+# Fields that are left out of a config's entry if they have these default values.
+OMITTED = {
     "measured": Config.measured,
     "backend": Config.backend,
     "min_rows": Config.min_rows,
@@ -54,8 +55,8 @@ def _kernel(module: Module, kernel: Kernel) -> dict[str, Any]:
 
 
 def schedule(config: Config) -> dict[str, Any]:
-    """The fields of a schedule row; those of UNSAID only where they differ from their defaults."""
-    return {name: value for name, value in asdict(config).items() if name not in UNSAID or value != UNSAID[name]}
+    """The fields of a config; those of OMITTED only if they differ from their defaults."""
+    return {name: value for name, value in asdict(config).items() if name not in OMITTED or value != OMITTED[name]}
 
 
 def _row(module: Module, kernel: Kernel, config: Config) -> dict[str, Any]:
@@ -66,5 +67,5 @@ def _row(module: Module, kernel: Kernel, config: Config) -> dict[str, Any]:
         "sram_bytes": resources.sram_bytes(module, kernel, config),
         "sram_limit": CLASSES[config.device].smem_per_block,
         "registers_per_thread": resources.registers(module, kernel, config),
-        "reading": None,  # attngen/certify fills it in
+        "reading": None,  # filled in by attngen.certify
     }

@@ -11,10 +11,12 @@ from attngen.cost.io import CACHE, IN_FLIGHT, dram_bytes, hbm_bytes, standard_by
 from attngen.devices import CLASSES, Device
 from attngen.heuristics import UNIT
 from attngen.interp.numeric import compiled
+from attngen.ir.dims import WHOLE
 from attngen.ir.dtypes import ELEMENTS, of_size
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.ir.names import SHARES
-from attngen.ir.ops import WHOLE, Arg, Map
+from attngen.ir.ops import Arg, Map
 from attngen.targets.registry import backend_of
 from attngen.tiles.sizes import elem_sizes, sizes
 from attngen.tiles.tiles import count_tiles, evaluate
@@ -22,7 +24,7 @@ from attngen.tiles.tiles import count_tiles, evaluate
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes for which a table is made: sequences, heads, and queries and keys of a sequence."""
+    """The sizes for which a table is computed: sequences, heads, and queries and keys per sequence."""
 
     batch: int = 1
     q_heads: int = 16
@@ -31,8 +33,8 @@ class Problem:
     n_kv: int = 16384
 
 
-class Roofs:
-    """What follows from the times under the two roofs."""
+class RooflineTimes:
+    """The times that compute and memory need at their peak rates, and what follows from them."""
 
     compute_s: float
     memory_s: float
@@ -47,15 +49,15 @@ class Roofs:
 
 
 @dataclass(frozen=True)
-class Estimate(Roofs):
-    """One kernel on one device: its schedule, shared memory, traffic, FLOPs, and times under the two roofs."""
+class Estimate(RooflineTimes):
+    """One kernel on one device: its config, shared memory, traffic, FLOPs, and times at the peak rates."""
 
     kernel: str
     config: Config
     sram: int  # bytes of shared memory that a program needs
     limit: int  # bytes of shared memory that a program may have
     loaded: float  # bytes that programs load and store
-    bytes: float  # the part of `loaded` that HBM moves; the device's cache serves the rest
+    bytes: float  # the part of `loaded` that HBM moves; the cache serves the rest
     flops: float
     compute_s: float
     memory_s: float
@@ -66,9 +68,9 @@ class Estimate(Roofs):
         return self.flops / self.bytes
 
 
-def scheduled_rows(kernel: Kernel, problem: Problem) -> int:
-    """The rows for which a call chooses a kernel's schedule: of its own axis, with those of all heads that its tiles
-    pack, and where parts are joined of all heads and sequences."""
+def rows_of_call(kernel: Kernel, problem: Problem) -> int:
+    """The number of rows by which a call chooses a kernel's config: those of the program axis; with pack-GQA those of
+    all heads of a group; for a kernel that combines splits those of all heads and sequences."""
     if kernel.combines_splits:
         return problem.batch * problem.q_heads * problem.n_q
     if kernel.pack_gqa:
@@ -76,23 +78,21 @@ def scheduled_rows(kernel: Kernel, problem: Problem) -> int:
     return problem.n_q if kernel.program_axis == "q" else problem.n_kv
 
 
-def row_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Config | None:
-    """The schedule row that the generated code takes on a device, at the smallest element size; None if no tile fits
-    there."""
-    return row_of(module, kernel, device.cls, rows)
+def config_for(module: Module, kernel: Kernel, device: Device, rows: int) -> Config | None:
+    """The config that the generated code uses on a device, at the smallest element size; None if no tile fits."""
+    return config_of(module, kernel, device.cls, rows)
 
 
-def row_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Config | None:
-    """The schedule row that the generated code takes on a device class, at the smallest element size; None if no
-    tile fits it."""
+def config_of(module: Module, kernel: Kernel, cls: str, rows: int) -> Config | None:
+    """The config that the generated code uses on a device class, at the smallest element size; None if no tile fits."""
     size = min(elem_sizes(module, kernel))
     mine = [r for r in module.configs(kernel.name) if (r.device, r.elem_bytes) == (cls, size)]
     return next((r for r in mine if r.max_rows is None or rows <= r.max_rows), None)
 
 
 def values(module: Module, kernel: Kernel, config: Config, problem: Problem) -> dict[str, Any]:
-    """Values for the symbols of one kernel's formulas: sizes, tile sizes and tiles visited. Programs are taken not
-    to share loops."""
+    """Values for the symbols of one kernel's formulas: sizes, tile sizes and visited tiles. Programs are assumed not to
+    split loops."""
     own, loop = (problem.n_q, problem.n_kv) if kernel.program_axis == "q" else (problem.n_kv, problem.n_q)
     group, heads = problem.q_heads // problem.kv_heads, problem.q_heads
     if kernel.pack_gqa:
@@ -113,19 +113,21 @@ def values(module: Module, kernel: Kernel, config: Config, problem: Problem) -> 
 
 
 def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, int]:
-    """The numbers that host programs compute on a device, by name: among how many programs a group of heads is split.
+    """The numbers that host programs compute on a device, by name, such as the number of programs that split a group of
+    heads.
 
-    Of a cache, sequences fill it; pages whose size calls say have UNIT keys. All gradients are needed.
+    Assumptions: sequences fill their caches, pages have UNIT keys if the call gives their size, and all gradients are
+    needed.
     """
     ops = [op for host in module.hosts for op in host.ops()]
     needed = {op.name: True for op in ops if isinstance(op, Arg) and op.role == "flag"}
-    alone = (
+    fused_configs = (
         config
         for kernel in module.warp_specialized
-        if kernel.adds
+        if kernel.adds_in_order
         for config in module.configs(kernel.name, kernel.backend)
     )
-    fused = any(config.device == device.cls and known["Nk"] > config.min_rows for config in alone)
+    fused = any(config.device == device.cls and known["Nk"] > config.min_rows for config in fused_configs)
     page = int(module.cache.page) if module.cache and module.cache.page.isdigit() else UNIT
     of_cache = {"Nc": known["Nk"], "Nn": 0, "page_rows": page, "max_pages": -(-known["Nk"] // page)}
     found = {
@@ -133,7 +135,7 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
         **known,
         **needed,
         "fused": fused,
-        "processors": device.sms,
+        "num_sms": device.sms,
         "Gq": known["group"] * known["Nq"],
     }
     made: dict[str, int] = {}
@@ -144,8 +146,8 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
 
 
 def chip(module: Module, kernel: Kernel, config: Config, device: Device) -> dict[str, Any]:
-    """Values that `dram_bytes` needs besides `values`: the cache in bytes, programs in flight, and head dimensions
-    without padding."""
+    """Values that `dram_bytes` needs in addition to `values`: the size of the cache in bytes, the number of programs in
+    flight, and head dimensions without padding."""
     parts = {own: module.widths[whole] for own, whole in WHOLE.items() if config.columns and whole in module.widths}
     return {
         **module.widths,
@@ -156,14 +158,14 @@ def chip(module: Module, kernel: Kernel, config: Config, device: Device) -> dict
 
 
 def peak(module: Module, config: Config, device: Device) -> float:
-    """FLOP/s of a device, at most, in the element type of a schedule row."""
+    """Peak FLOP/s of a device in the element type of a config."""
     element = ELEMENTS[of_size(module.dtypes, config.elem_bytes)]
     return device.flops["tf32" if (element.products or module.precision) == "tf32" else element.rate]
 
 
 def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -> Estimate | None:
-    """The roofline estimate of one kernel on one device; None if no tile fits there."""
-    config = row_for(module, kernel, device, scheduled_rows(kernel, problem))
+    """The roofline estimate of one kernel on one device; None if no tile fits."""
+    config = config_for(module, kernel, device, rows_of_call(kernel, problem))
     if config is None:
         return None
     known = values(module, kernel, config, problem)
@@ -187,6 +189,6 @@ def estimate(module: Module, kernel: Kernel, device: Device, problem: Problem) -
 
 
 def standard_total(module: Module, direction: str, config: Config, problem: Problem) -> float:
-    """Bytes that standard attention moves for the whole problem: all sequences and query heads."""
+    """Bytes that standard attention moves for all sequences and query heads of a problem."""
     numbers = {**sizes(module, config), "Nq": problem.n_q, "Nk": problem.n_kv}
     return float(evaluate(standard_bytes(direction), numbers)) * problem.batch * problem.q_heads

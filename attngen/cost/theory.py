@@ -1,9 +1,10 @@
 """Theorems on attention's traffic, work and memory. Counts come from the loops, loads and stores of the IR, orders from
-sympy's limits.
+limits that sympy computes.
 
 A count is for one head with N queries and N keys. Both head dimensions are d (they differ by a constant factor at
-most). Ceilings are relaxed to divisions, as if tiles divided N. M is the on-chip memory of a program, in elements. A
-count is Theta(order) if the limit of count / order is finite and positive in every regime that the theorem names.
+most). Ceilings are relaxed to quotients, as if N were a multiple of tile sizes. M is the on-chip memory of a program,
+in elements. A count is Theta(order) if the limit of count / order is finite and positive in every regime that the
+theorem names.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import sympy
 from attngen.cost.algorithms import kernels
 from attngen.cost.flops import TILES, executed_flops, flops, useful_flops
 from attngen.cost.io import traffic
-from attngen.cost.roofline import row_of
-from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol, to_text
-from attngen.ir.graph import Kernel, Module
+from attngen.cost.roofline import config_of
+from attngen.ir.dims import WHOLE
+from attngen.ir.expr import Expr, cdiv, floordiv, select, symbol
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import DIRECTIONS, SHARES
-from attngen.ir.ops import WHOLE, Arg
+from attngen.ir.ops import Arg
 from attngen.targets.registry import backend_of
 from attngen.tiles.sizes import elem_sizes, elements
 from attngen.tiles.tiles import NO_BOUND, evaluate, repeats, runs, tile_loops, unbounded, visited
@@ -33,7 +37,7 @@ B_R, B_C = sympy.symbols("B_r B_c", positive=True)  # the papers' names for BLOC
 ONE_HEAD = {
     **{symbol(name): sympy.Integer(1) for name in ("B", "Hq", "Hkv", "group", "queries", *SHARES.values())},
     **{symbol(name): N for name in ("Nq", "Nk")},
-    **{symbol(name): D for name in ("D_QK", "D_V", *WHOLE)},  # of programs that may share columns, each has all
+    **{symbol(name): D for name in ("D_QK", "D_V", *WHOLE)},  # one program has all columns
     **{symbol(name): D / 2 for name in ("PAIRS_QK", "PAIRS_V")},
     symbol("BLOCK_Q"): B_R,
     symbol("BLOCK_KV"): B_C,
@@ -45,8 +49,8 @@ PAPER, PAPER_2 = "FlashAttention", "FlashAttention-2"  # Dao et al. 2022, with i
 
 @dataclass(frozen=True)
 class Regime:
-    """A path to infinity. First the pairs in `where` replace symbols, one after another; then the symbols in `grow`
-    go to infinity, one after another."""
+    """A path to infinity: first the pairs in `where` replace symbols, one after another; then the symbols in `grow` go
+    to infinity, one after another."""
 
     name: str
     where: tuple[tuple[Expr, Expr], ...] = ()
@@ -72,7 +76,8 @@ def _limit(ratio: Expr, grow: tuple[Expr, ...]) -> Expr:
 class Theorem:
     """The statement that `count`, derived from the IR, is Theta(order) in each of the regimes.
 
-    given: the tile sizes for which this is stated. says: text to print instead of Theta(order).
+    given: the tile sizes for which this is stated.
+    says: text to print instead of Theta(order).
     """
 
     claim: str
@@ -97,19 +102,18 @@ class Theorem:
 
 
 def one_head(e: Expr) -> Expr:
-    """An expression of the IR, written for one head of N rows and width d, with ceilings and floors relaxed to
-    divisions."""
+    """An expression of the IR for one head of N rows and head_dim d, with ceilings and floors relaxed to quotients."""
     relaxed = e.replace(lambda x: isinstance(x, (cdiv, floordiv)), lambda x: x.args[0] / x.args[1])
     return sympy.expand(relaxed.subs(ONE_HEAD))
 
 
 def moved(some: Iterable[Kernel]) -> Expr:
-    """Elements that kernels load and store, counted from their own loops."""
+    """Elements that kernels load and store, counted from their loops."""
     return one_head(sympy.Add(*(traffic(kernel, elements, partial(runs, kernel)) for kernel in some)))
 
 
 def moved_at_share(kernel: Kernel, share: Expr) -> Expr:
-    """Elements that an emitted kernel loads and stores if its loops visit that share of the tiles."""
+    """Elements that a generated kernel loads and stores if its loops visit a share of the tiles."""
     visits = share * N**2 / (B_R * B_C)
     return sympy.expand(one_head(traffic(kernel, elements, partial(_or_tiles, kernel))).subs(TILES, visits))
 
@@ -120,7 +124,7 @@ def _or_tiles(kernel: Kernel, block: str) -> Expr:
 
 
 def visible_share(kernel: Kernel) -> Expr:
-    """The limit, as N grows, of the share of tiles that an emitted kernel visits. Run-time lengths are taken to hide
+    """The limit, as N grows, of the share of tiles that a generated kernel visits. Run-time lengths are assumed to hide
     nothing.
 
     Rounding to tiles adds less than one tile at each end of a range. This vanishes in the limit, so tiles of one row
@@ -136,8 +140,8 @@ def visible_share(kernel: Kernel) -> Expr:
 
 
 def _sampled_share(kernel: Kernel) -> Expr:
-    """`visible_share` to three digits, from programs spread evenly over many rows: for masks whose bounds divide or
-    select."""
+    """`visible_share` to three digits, from programs spread evenly over many rows, for masks whose bounds have floor
+    divisions or selections."""
     rows, programs = 2**28, 1024
     sizes = {**unbounded(kernel), "BLOCK_Q": 1, "BLOCK_KV": 1, "Nq": rows, "Nk": rows}
     starts = range(rows // programs // 2, rows, rows // programs)
@@ -146,7 +150,7 @@ def _sampled_share(kernel: Kernel) -> Expr:
 
 
 def _height(e: Expr) -> Expr:
-    """The limit of e / N as N grows. It is taken inside minima, maxima and sums, which are continuous."""
+    """The limit of e / N as N grows, taken inside minima, maxima and sums, which are continuous."""
     factor, rest = e.as_independent(N, as_Add=False)
     if isinstance(rest, (sympy.Min, sympy.Max, sympy.Add)):
         return factor * rest.func(*map(_height, rest.args))
@@ -161,14 +165,14 @@ def saved_tensors(forward: Iterable[Kernel], backward: Iterable[Kernel]) -> list
 
 
 def on_chip(module: Module, kernel: Kernel, cls: str) -> Expr:
-    """Elements of shared memory that a program takes on a device class, by the module's own SRAM formula and ring
-    depth (num_stages)."""
-    elem, row = elem_sizes(module)[0], row_of(module, kernel, cls, NO_BOUND)
-    assert row is not None, f"no tile fits {cls}"
+    """Elements of shared memory that a program needs on a device class, by the module's SRAM formula and number of
+    pipeline stages."""
+    elem, config = elem_sizes(module)[0], config_of(module, kernel, cls, NO_BOUND)
+    assert config is not None, f"no tile fits {cls}"
     formula = (
-        backend_of(row)
-        .resources.formula(module, kernel, row)
-        .subs({symbol("elem"): elem, symbol("stages"): row.num_stages})
+        backend_of(config)
+        .resources.formula(module, kernel, config)
+        .subs({symbol("elem"): elem, symbol("stages"): config.num_stages})
     )
     return sympy.expand(one_head(formula) / elem)
 
@@ -179,7 +183,7 @@ EXACT = Regime("every N and d")  # the count is a constant times the order, or t
 
 
 def theorems(module: Module, cls: str = "sm90") -> dict[str, list[Theorem]]:
-    """All theorems by subject. `module`, in the target phase, is the emitted schedule; its tiles are sized for a
+    """All theorems by subject. `module`, in the target phase, is the generated schedule, with the tile sizes of a
     device class."""
     return {
         "Traffic of standard attention": standard(),
@@ -222,17 +226,17 @@ def emitted(module: Module, cls: str) -> list[Theorem]:
     program's tile has Theta(M / d) rows; the traffic at the share of tiles that the mask leaves, unless it tends to 0;
     the traffic at any share s.
 
-    A kernel that adds to what others add to has none: its tiles are its backend's, and do not grow with M.
+    A kernel with ordered adds has none: its backend fixes its tile sizes, which do not grow with M.
     """
     found = []
-    for kernel in (k for k in module.kernels if not k.adds):
+    for kernel in (k for k in module.kernels if not k.adds_in_order):
         if not tile_loops(kernel):
             found.append(
                 Theorem(f"@{kernel.name}", "", moved([kernel]), N if kernel.prepares else N * D, (Regime("any M"),))
             )
             continue
         biased = any({"Nq", "Nk"} <= set(i.shape) for i in module.inputs)
-        dense = N**2 if biased else sympy.Integer(0)  # of an input as large as the scores
+        dense = N**2 if biased else sympy.Integer(0)  # an input of the size of the scores
         room, share = on_chip(module, kernel, cls), visible_share(kernel)
         regimes, rows = _regimes(kernel, room), TILE[kernel.program_axis]
         given = f"tiles that fill M = {to_text(room)}, the SRAM of {cls}"
@@ -257,8 +261,8 @@ def _share_text(share: Expr) -> str:
 
 
 def _regimes(kernel: Kernel, room: Expr) -> tuple[Regime, ...]:
-    """Regimes from the smallest chip to one that holds all rows. Tiles fill the chip. They are square up to order d
-    rows; then the loop's side stays at d and the program's own side grows."""
+    """Regimes from the smallest on-chip memory to one that holds all rows. Tiles fill it. They are square up to order d
+    rows; then the side along the loop stays at d, and that along the program axis grows."""
     own, other = (TILE[axis] for axis in (("q", "kv") if kernel.program_axis == "q" else ("kv", "q")))
 
     def regime(name: str, rows: Expr, columns: Expr) -> Regime:
@@ -274,15 +278,15 @@ def _regimes(kernel: Kernel, room: Expr) -> tuple[Regime, ...]:
 
 
 def _at_large(e: Expr) -> Expr:
-    """The expression with each maximum replaced by its largest part for N >> d >> beta = 1, because sympy takes no
+    """The expression with each maximum replaced by its largest argument for N >> d >> beta = 1, because sympy takes no
     limits of maxima."""
     sizes = {N: 2**60, D: 2**20, BETA: 1}
     return e.replace(sympy.Max, lambda *parts: max(parts, key=lambda part: part.subs(sizes)))
 
 
 def lower_bound(module: Module) -> list[Theorem]:
-    """The bound N**2 d**2 / M at both ends, M = d and M = N*d; what any algorithm has to move at M = N*d; and the
-    traffic of standard attention, with the M from which it exceeds the bound."""
+    """The bound N**2 d**2 / M at both ends, M = d and M = N*d; what any algorithm must move at M = N*d; and the traffic
+    of standard attention, with the M above which it exceeds the bound."""
     tensors = [arg for arg in module.kernel("fwd").args if set(arg.type.dims) & {"D_QK", "D_V"}]
     once = one_head(sympy.Add(*(elements(arg.type) for arg in tensors)))
     source, flash = f"{PAPER}, proposition 3", to_text(FLASH)

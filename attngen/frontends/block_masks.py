@@ -1,4 +1,5 @@
-"""What a BlockMask says besides its function: lists of blocks that hide more than it, or full blocks that show more."""
+"""Reads BlockMasks: the mask function, and lists of blocks where they hide more than the function, or full blocks where
+they show more."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ import torch
 from attngen.frontends.trace import Mod
 from attngen.ir.sizes import Sizes
 
-ANY_LENGTH = 1 << 30  # rows and columns of a block in a mask of PyTorch for calls of any length
-SHORT = 1 << 28  # scores that are evaluated at a time, to hold a block mask against its function
+ANY_LENGTH = 1 << 30  # block size of PyTorch's masks for calls of any length
+CHUNK = 1 << 28  # number of scores that are evaluated at a time to compare a block mask with its function
 
 
 @dataclass
 class Masked:
-    """What a block mask says: the function with its lists, where they say more than the function, and plans by module
-    and sizes.
+    """A block mask as a mask function, and its plans by module and sizes.
 
-    lists: for how many sequences and heads there are lists, where they say more; 1 for those that all share.
+    mask_mod: the mask's function; where its lists differ from the function, one that also reads the lists.
+    lists: number of sequences and of heads for which there are such lists; 1 where all share them.
     """
 
     mask_mod: Mod | None
@@ -33,7 +34,7 @@ _MASKS: weakref.WeakKeyDictionary[Any, Masked] = weakref.WeakKeyDictionary()
 
 
 def is_block_mask(x: Any) -> bool:
-    """Whether it is a BlockMask, of whatever version of torch."""
+    """Whether it is a BlockMask of any version of torch."""
     return hasattr(x, "kv_num_blocks")
 
 
@@ -52,13 +53,13 @@ def check_fits(block_mask: Any, sizes: Sizes) -> None:
         larger = n_q >= sizes.n_q and n_kv >= sizes.n_kv
         hint = ", or its upper left corner by `block_mask._adjust(q_len, kv_len)`" if larger else ""
         raise ValueError(
-            f"flex_attention: block_mask is for {n_q} queries and {n_kv} keys, and the call has {sizes.n_q} and {sizes.n_kv}; "
-            f"expected one that `create_block_mask` made for these{hint}"
+            f"flex_attention: block_mask is for {n_q} queries and {n_kv} keys, and the call has {sizes.n_q} and "
+            f"{sizes.n_kv}; expected one that `create_block_mask` made for these{hint}"
         )
-    for given, count, what in zip(masked_of(block_mask).lists, sizes, ("sequences", "heads")):
+    for given, count, name in zip(masked_of(block_mask).lists, sizes, ("sequences", "heads")):
         if 1 < given < count:
             raise ValueError(
-                f"flex_attention: block_mask has lists of blocks for {given} {what}, and the call has {count}; "
+                f"flex_attention: block_mask has lists of blocks for {given} {name}, and the call has {count}; "
                 "expected as many, or one for all"
             )
 
@@ -68,19 +69,18 @@ def _is_for_any_length(block_mask: Any) -> bool:
 
 
 def _with_lists(block_mask: Any) -> Masked:
-    """The function of a block mask; where its lists are not those of the function, one that reads which blocks they
-    have, too."""
+    """Return the function of a block mask; where its lists differ from the function, one that also reads the lists."""
     mask_mod: Mod | None = block_mask.mask_mod
     if _is_for_any_length(block_mask):
         return Masked(mask_mod)
     rows, columns = block_mask.BLOCK_SIZE
     n_q, n_kv = block_mask.seq_lengths
     tiles_q, tiles_kv = -(-n_q // rows), -(-n_kv // columns)
-    cut = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, tiles_q, tiles_kv)
-    full = torch.zeros_like(cut)
+    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, tiles_q, tiles_kv)
+    full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
         full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, tiles_q, tiles_kv)
-    listed = cut | full
+    listed = partial | full
     if mask_mod is not None and _agree(mask_mod, listed, full, (rows, columns), (n_q, n_kv)):
         return Masked(mask_mod)
     by_b, by_h = int(listed.shape[0] > 1), int(listed.shape[1] > 1)
@@ -94,8 +94,8 @@ def _with_lists(block_mask: Any) -> Masked:
 
 
 def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Bool [B, H, rows, columns]: which blocks a list has. ValueError if it lacks rows, or names blocks beyond the
-    columns."""
+    """Return a list of blocks as bool [B, H, rows, columns]. Raise ValueError if it lacks rows, or names blocks beyond
+    the columns."""
     if indices.shape[-2] < rows:
         raise ValueError(
             f"flex_attention: block_mask lists {indices.shape[-2]} rows of blocks; expected {rows}, by its lengths"
@@ -103,7 +103,8 @@ def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int)
     at = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     if bool((at & ((indices < 0) | (indices >= columns))).any()):
         raise ValueError(
-            f"flex_attention: block_mask lists blocks beyond the last; expected numbers from 0 to {columns - 1}, by its lengths"
+            f"flex_attention: block_mask lists blocks beyond the last; expected numbers from 0 to {columns - 1}, "
+            "by its lengths"
         )
     made = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     made.scatter_(-1, torch.where(at, indices, columns).long(), True)
@@ -113,13 +114,13 @@ def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int)
 def _agree(
     mask_mod: Mod, listed: torch.Tensor, full: torch.Tensor, block: tuple[int, int], lengths: tuple[int, int]
 ) -> bool:
-    """Whether lists hide nothing that a function shows, and their full blocks show nothing that it hides."""
+    """Whether the lists hide nothing that the function shows, and the full blocks show nothing that it hides."""
     (rows, columns), (n_q, n_kv), device = block, lengths, listed.device
     each = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     each = torch.vmap(torch.vmap(each, (None, 0, None, None)), (0, None, None, None))
     b, h = (torch.arange(n, device=device, dtype=torch.int32) for n in listed.shape[:2])
     kv = torch.arange(n_kv, device=device, dtype=torch.int32)
-    step = max(1, SHORT // max(1, n_kv * rows * len(b) * len(h))) * rows
+    step = max(1, CHUNK // max(1, n_kv * rows * len(b) * len(h))) * rows
     for start in range(0, n_q, step):
         q = torch.arange(start, min(start + step, n_q), device=device, dtype=torch.int32)
         seen = each(b, h, q, kv)

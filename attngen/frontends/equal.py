@@ -1,10 +1,10 @@
-"""What a mask says is equal is read once: where two reads are equal, the rest of the mask reads as the query does.
+"""Uses a mask's equalities to replace reads at the key by equal reads at the query.
 
     document[q_idx] == document[kv_idx] and q_idx - starts[document[q_idx]] >= kv_idx - starts[document[kv_idx]]
 
-Where the first condition holds, both starts are one number, and the second condition says `q_idx >= kv_idx`. Where the
-first does not hold, the second does not matter. A program reads the numbers of its queries once, and those of keys in
-every tile.
+Where the first condition holds, both starts are the same number, so the second condition is `q_idx >= kv_idx`. Where
+the first does not hold, the second does not matter. This saves work because a program reads the numbers of its queries
+once, and those of keys in every tile.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _FUNCTIONS = ("abs", "clamp", "max", "min")
 
 
-def agreed(mask: ast.expr, integers: Set[str]) -> ast.expr:
-    """A condition that says the same as `mask`. `integers` names the tensors of integers: of real numbers, 0.0 and
-    -0.0 are equal."""
+def substitute_equal_reads(mask: ast.expr, integers: Set[str]) -> ast.expr:
+    """Return a condition equivalent to `mask` with fewer reads at keys.
+
+    `integers` names the tensors of integers. Reads of real numbers are not replaced, because 0.0 and -0.0 are equal.
+    """
     parts = mask.values if isinstance(mask, ast.BoolOp) and isinstance(mask.op, ast.And) else [mask]
     for place in range(len(parts)):
         if (pair := _pair(parts[place], integers)) is not None:
@@ -31,7 +33,8 @@ def agreed(mask: ast.expr, integers: Set[str]) -> ast.expr:
 
 
 def _pair(part: ast.expr, integers: Set[str]) -> tuple[ast.expr, ast.expr] | None:
-    """Of an equality of two reads of integers, the read of no key, and that of keys; None for any other condition."""
+    """Return the read at the query and the read at the key of an equality of two integer reads; None for any other
+    condition."""
     match part:
         case ast.Compare(left=ast.Subscript() as a, ops=[ast.Eq()], comparators=[ast.Subscript() as b]):
             a, b = (b, a) if _has_key(a) else (a, b)
@@ -45,7 +48,7 @@ def _has_key(e: ast.expr) -> bool:
 
 
 def _is_integer(e: ast.expr, integers: Set[str]) -> bool:
-    """Whether an expression is computed from integers alone, as positions and turns are."""
+    """Whether an expression is computed only from integers; positions and reduction indices are integers."""
     match e:
         case ast.Constant():
             return type(e.value) is int
@@ -63,15 +66,15 @@ def _is_integer(e: ast.expr, integers: Set[str]) -> bool:
 
 
 class _Swap:
-    """Puts one read in place of another one, and leaves out what is then on both sides of a comparison.
+    """Replaces the read at the key by the read at the query, and cancels terms that are then on both sides of a
+    comparison.
 
-    A part of an expression that occurs twice is one object in what this gives, as it was before, unless terms beside it
-    were left out.
+    A shared subexpression is still one object in the result, unless terms next to it were cancelled.
     """
 
     def __init__(self, of_query: ast.expr, of_key: ast.expr, integers: Set[str]) -> None:
         self.of_query, self.of_key, self.integers = of_query, ast.unparse(of_key), integers
-        self.known: dict[int, tuple[Any, Any]] = {}  # by id: a part, which stays alive so, and what stands in its place
+        self.known: dict[int, tuple[Any, Any]] = {}  # by id: a node, kept alive by this entry, and its replacement
 
     def within(self, e: Any) -> Any:
         if isinstance(e, list):
@@ -95,17 +98,17 @@ class _Swap:
             ):
                 return _without_common(left, op, right)
             case ast.BinOp(op=ast.Add() | ast.Sub()) if _is_integer(made, self.integers):
-                kept = _apart(terms := _terms(made, True))
+                kept = _cancelled(terms := _terms(made, True))
                 return _sum(kept) if len(kept) < len(terms) else made
         return made
 
 
-Term = tuple[bool, str]  # whether a part of a sum is added or subtracted, and its text
+Term = tuple[bool, str]  # True if the term is added, False if subtracted; and its text
 
 
 def _without_common(left: ast.expr, op: ast.cmpop, right: ast.expr) -> ast.expr:
-    """A comparison of two sums without the terms that both have."""
-    sides = [_apart(_terms(left, True)), _apart(_terms(right, True))]
+    """Return a comparison of two sums without the terms that both have."""
+    sides = [_cancelled(_terms(left, True)), _cancelled(_terms(right, True))]
     for term in tuple(sides[0]):
         if term in sides[1]:
             sides[0].remove(term)
@@ -113,8 +116,8 @@ def _without_common(left: ast.expr, op: ast.cmpop, right: ast.expr) -> ast.expr:
     return ast.Compare(_sum(sides[0]), [op], [_sum(sides[1])])
 
 
-def _apart(terms: list[Term]) -> list[Term]:
-    """Terms without those that are both added and subtracted."""
+def _cancelled(terms: list[Term]) -> list[Term]:
+    """Return the terms without pairs that are both added and subtracted."""
     left: list[Term] = []
     for added, text in terms:
         if (not added, text) in left:
@@ -125,7 +128,7 @@ def _apart(terms: list[Term]) -> list[Term]:
 
 
 def _terms(e: ast.expr, added: bool) -> list[Term]:
-    """The terms of a sum."""
+    """Return the terms of a sum."""
     match e:
         case ast.BinOp(op=ast.Add() | ast.Sub()):
             return [*_terms(e.left, added), *_terms(e.right, added == isinstance(e.op, ast.Add))]
@@ -135,7 +138,7 @@ def _terms(e: ast.expr, added: bool) -> list[Term]:
 
 
 def _sum(terms: list[Term]) -> ast.expr:
-    """The sum of terms; those that are added come first."""
+    """Return the sum of terms; added terms come first."""
     made: ast.expr | None = None
     for added, text in sorted(terms, key=lambda term: not term[0]):
         term = ast.parse(text, mode="eval").body

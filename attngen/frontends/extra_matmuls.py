@@ -1,9 +1,8 @@
-"""Sums of products of a query's row and a key's row in a score, as columns of q and k: what multi-head latent attention
-adds for positions.
+"""Converts extra dot products in a score, such as the positional part of multi-head latent attention, to columns of q
+and k.
 
-`s + 0.5 * sum(i, 64, a[b, h, q_idx, i] * c[b, 0, kv_idx, i])` is a product of longer rows. Written out it would be 64
-products of numbers for each score; as columns it is computed as the other columns of q and k are, in their element
-type.
+`s + 0.5 * sum(i, 64, a[b, h, q_idx, i] * c[b, 0, kv_idx, i])` is the dot product of longer rows of q and k. Written out
+it would be 64 scalar products per score; as columns it is part of the QK matmul, in the element type of q and k.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from attngen.ir.sizes import Sizes
 
 @dataclass(frozen=True)
 class Product:
-    """A sum of products: factor * sum over i of queries[..., q_idx, i] * keys[..., kv_idx, i].
+    """A dot product: factor * sum over i of queries[..., q_idx, i] * keys[..., kv_idx, i].
 
-    The indices before the last are text, over `b`, `h` and a position.
+    at_queries and at_keys are the indices before the last, as text over `b`, `h` and a position.
     """
 
     queries: Table
@@ -35,8 +34,8 @@ class Product:
         return self.queries.shape[-1]
 
 
-def taken_apart(traced: Traced) -> tuple[Traced, tuple[Product, ...]]:
-    """A pair of functions without the products that its score adds to `s`, and these products."""
+def split_products(traced: Traced) -> tuple[Traced, tuple[Product, ...]]:
+    """Split the dot products that a score adds to `s` from the traced pair of functions."""
     if traced.score is None:
         return traced, ()
     tables = {t.name: t for t in traced.tables}
@@ -52,12 +51,12 @@ def taken_apart(traced: Traced) -> tuple[Traced, tuple[Product, ...]]:
 
 
 def _terms(e: ast.expr) -> list[ast.expr]:
-    """The terms of a sum."""
+    """Return the terms of a sum."""
     return [*_terms(e.left), *_terms(e.right)] if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add) else [e]
 
 
 def _product(e: ast.expr, tables: dict[str, Table]) -> Product | None:
-    """A term as a product of rows; None if it is something else."""
+    """Return a term as a dot product of rows; None if it is something else."""
     factor = 1.0
     while isinstance(e, ast.BinOp) and isinstance(e.op, (ast.Mult, ast.Div)):
         number, rest = (e.right, e.left) if isinstance(e.right, ast.Constant) else (e.left, e.right)
@@ -69,12 +68,12 @@ def _product(e: ast.expr, tables: dict[str, Table]) -> Product | None:
         case ast.Call(
             func=ast.Name(id="sum"),
             args=[
-                ast.Name(id=turn),
+                ast.Name(id=i),
                 ast.Constant(value=count),
                 ast.BinOp(left=ast.Subscript() as a, op=ast.Mult(), right=ast.Subscript() as c),
             ],
         ):
-            rows = [_row(x, turn, tables) for x in (a, c)]
+            rows = [_row(x, i, tables) for x in (a, c)]
         case _:
             return None
     if any(row is None or row[0].shape[-1] != count or row[0].dtype != "fp32" for row in rows):
@@ -88,8 +87,8 @@ def _product(e: ast.expr, tables: dict[str, Table]) -> Product | None:
 
 
 def _lead(at: tuple[str, ...]) -> tuple[str, str] | None:
-    """The indices of a sequence and of a head that stand before a row's position, `0` where there is none; None if
-    they are others."""
+    """Return the sequence index and head index before a row's position, `0` where one is absent; None if they have
+    another form."""
     if len(at) > 3:
         return None
     first, second = {3: at[:2], 2: (at[0], "0") if at[0] == "b" else ("0", at[0]), 1: ("0", "0")}[len(at)]
@@ -97,23 +96,23 @@ def _lead(at: tuple[str, ...]) -> tuple[str, str] | None:
     return (first, second) if first in ("b", "0") and of_head else None
 
 
-def _row(e: ast.Subscript, turn: str, tables: dict[str, Table]) -> tuple[Table, tuple[str, ...]] | None:
-    """The table, and the indices before the last, which is the turn."""
+def _row(e: ast.Subscript, column: str, tables: dict[str, Table]) -> tuple[Table, tuple[str, ...]] | None:
+    """Return the table and the indices before the last one, `column`; None if the read has another form."""
     index = tuple(map(ast.unparse, e.slice.elts)) if isinstance(e.slice, ast.Tuple) else ()
     known = (
         isinstance(e.value, ast.Name)
         and e.value.id in tables
-        and index[-1:] == (turn,)
-        and turn not in index[:-1]
+        and index[-1:] == (column,)
+        and column not in index[:-1]
         and len(index) > 1
     )
     return (tables[e.value.id], index[:-1]) if known else None  # type: ignore[attr-defined]
 
 
-def longer(
+def append_columns(
     query: torch.Tensor, key: torch.Tensor, products: tuple[Product, ...], scale: float, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, Hq, Nq, D] and k [B, Hkv, Nk, D] with a product's columns behind their own, for a call with this scale.
+    """Append the products' columns to q [B, Hq, Nq, D] and k [B, Hkv, Nk, D], for a call with this scale.
     Differentiable."""
     group = sizes.q_heads // sizes.kv_heads
     queries, keys = [query], [key]
@@ -129,15 +128,15 @@ def longer(
 
 
 def fits(products: tuple[Product, ...], width: int, sizes: Sizes, most: int) -> bool:
-    """Whether rows of q and k with the products' columns are no wider than `most`, and a key's columns are one for
-    each K/V head."""
+    """Whether rows of q and k with the products' columns have at most `most` columns, and all query heads of a K/V head
+    read the same key columns."""
     group = sizes.q_heads // sizes.kv_heads
     heads = [i[5:] or "1" for p in products for i in p.at_keys if i.startswith("h")]
     return all(int(by) % group == 0 for by in heads) and width + sum(p.width + -p.width % 8 for p in products) <= most
 
 
 def _rows(x: torch.Tensor, at: tuple[str, ...], batch: int, heads: torch.Tensor, n: int) -> torch.Tensor:
-    """[batch, heads, n, width] of a captured tensor that is read at these indices."""
+    """Return the elements that these indices read from a captured tensor, as [batch, heads, n, width]."""
     of_b, of_h = _lead(at) or ("0", "0")
     x = x if len(at) == 3 else x.unsqueeze(1) if at[0] == "b" else x.unsqueeze(0) if len(at) == 2 else x[None, None]
     x = x if of_b == "b" else x[:1]

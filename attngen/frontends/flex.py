@@ -1,7 +1,6 @@
 """FlexAttention's call, `flex_attention(q, k, v, score_mod, block_mask)`, by kernels that attngen builds.
 
-Functions are traced once. What they say is a spec, whose module is built, cached and called; captured tensors are its
-inputs.
+The functions are traced once, into a spec. Its module is built, cached and called; captured tensors are its inputs.
 """
 
 from __future__ import annotations
@@ -27,41 +26,39 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention's call, by kernels that attngen builds for the pair of functions.
+    """Compute torch.nn.attention.flex_attention by kernels that attngen builds for the pair of functions.
 
     Args:
         query: [B, Hq, L, E], any strides with the last dimension contiguous, bf16, fp16 or fp32.
         key: [B, Hkv, S, E], same dtype and device; Hkv divides Hq, and is Hq without `enable_gqa`.
         value: [B, Hkv, S, Ev], same dtype and device.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, or None.
-        block_mask: a BlockMask, or mask_mod(b, h, q_idx, kv_idx) -> bool, or None. Of a BlockMask the function counts.
-        Where its lists
-            hide more than its function, or its full blocks show more, they count too; lists are read at the first call
-            with it. It is for calls of its own lengths, as PyTorch has it.
+        block_mask: a BlockMask, or mask_mod(b, h, q_idx, kv_idx) -> bool, or None. A BlockMask's function is used; its
+            lists, which are read at the first call with it, are used too where they hide more than the function, or
+            its full blocks show more. As in PyTorch, a BlockMask is for calls of its own lengths.
         scale: factor on the scores; None means 1 / sqrt(E).
         enable_gqa: whether query heads may share K/V heads.
         return_lse: also return the natural-log LSE, [B, Hq, L] fp32, differentiable.
-        kernel_options: not used. Schedules are chosen by attngen.
+        kernel_options: ignored; attngen chooses schedules.
         return_aux: an AuxRequest: `lse`, as above, and `max_scores`, the largest score that each query sees, scaled and
-        modified,
-            [B, Hq, L] fp32, without a gradient.
+            modified, [B, Hq, L] fp32, without a gradient.
 
     Returns:
-        [B, Hq, L, Ev], laid out as query is; with `return_lse` a pair with the LSE, with `return_aux` a pair with an
+        [B, Hq, L, Ev] in query's layout; with `return_lse` a pair with the LSE, with `return_aux` a pair with an
         AuxOutput. A query that sees no key gets zeros, and -inf as its LSE and largest score. Differentiable in query,
         key, value and captured tensors that require a gradient.
 
     Raises:
-        TraceError: a function has no expression; one sentence with the function, the operation and the line. ValueError
-        or TypeError: an argument is not what was expected, as a block mask for other lengths. IndexError: a function
-        reads a tensor at a position of the call that it does not have. What an index takes out of another tensor
-            is not looked at: a read there outside of a tensor gives 0.
+        TraceError: a function has no expression; one sentence with the function, the operation and the line.
+        ValueError, TypeError: an argument is not what was expected, such as a block mask for other lengths.
+        IndexError: a function reads a tensor outside of its bounds at some position of the call. An index that is read
+            from another tensor is not checked: a read outside of a tensor then gives 0.
 
     The first call with a pair of functions traces them and builds a module, in seconds; later calls and processes take
     it from the cache (see `attngen.build`). The module's element type, head dimension and head sharing are those of the
-    call. Captured tensors may change their values between calls, and numbers and tensors may be exchanged: then the
-    functions are traced again. The 64 modules that were used last are held in memory (docs/cookbook/flexattention.md
-    says what stays longer).
+    call. Captured tensors may change their values between calls. If a captured number or tensor is replaced by another,
+    the functions are traced again. The 64 most recently used modules are held in memory
+    (docs/cookbook/flexattention.md lists the modules that are held longer).
     """
     _check(query, key, value, enable_gqa, return_lse, return_aux)
     arguments = (query, key, value, score_mod, block_mask, scale, return_lse, return_aux)
@@ -75,7 +72,7 @@ def flex_attention(
 def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool, return_lse: bool, return_aux: Any
 ) -> None:
-    """Raise where the arguments are not those of FlexAttention; the module checks the rest."""
+    """Raise if the arguments are not those of FlexAttention; the module checks the rest."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             given = f"has {x.dim()} dimensions" if isinstance(x, torch.Tensor) else f"is a {type(x).__name__}"
@@ -89,5 +86,6 @@ def _check(
         raise ValueError(f"flex_attention: {heads} without enable_gqa; expected as many, or enable_gqa=True")
     if return_lse and return_aux is not None:
         raise ValueError(
-            "flex_attention: return_lse stands beside return_aux; expected one of them: AuxRequest(lse=True) says the same"
+            "flex_attention: return_lse and return_aux are both given; expected one of them: AuxRequest(lse=True) "
+            "means the same"
         )

@@ -1,7 +1,7 @@
-"""Runs a function on tensors that have no data. Each operator that it calls gives an expression, and a tensor that
-stands for it.
+"""Runs a function on proxy tensors without data. Each operator call yields an expression and a proxy for it.
 
-PyTorch's own tracers import its compiler, which takes longer than all else of a first call that does not compile.
+PyTorch's own tracers are not used because they import its compiler, which takes longer than the rest of a first call
+that does not compile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attngen.frontends.tracer import Untold, Value
+from attngen.frontends.tracer import NotExpressible, Value
 
 if TYPE_CHECKING:
     from attngen.lang.params import Kind
@@ -22,31 +22,33 @@ if TYPE_CHECKING:
 _DTYPES: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int32, "real": torch.float32}
 
 
-class StandIn(torch.Tensor):
-    """A tensor that has a shape, a device and an expression for its elements, and no data. Its type is one of the
+class Proxy(torch.Tensor):
+    """A tensor without data: it has a shape, a device, and an expression for its elements. Its dtype is one of its
     value's kind."""
 
     value: Value
-    shared = False  # whether it is a view of another, or another is one of it
+    shared = False  # whether it is a view of another tensor, or another tensor is a view of it
 
     @staticmethod
-    def __new__(cls, value: Value, device: torch.device) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=_DTYPES[value.kind], device=device)
+    def __new__(cls, value: Value, device: torch.device) -> Proxy:
+        made: Proxy = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=_DTYPES[value.kind], device=device)
         made.value = value
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise RuntimeError("a position or a score is used after the function has ended")
 
 
 class Operators(TorchDispatchMode):
-    """While this mode is on, operators are evaluated: `evaluate` gives a value for an operator and its arguments.
+    """A dispatch mode in which `evaluate` computes the value of each operator from its arguments.
 
-    Of these, stand-ins are values, and other tensors are as they are. `line` is that of the last operator in the
-    function's file, 0 for one that was called from elsewhere.
+    Proxies among the arguments are passed as their values, other tensors unchanged. `line` is the line of the last
+    operator call in the function's file, or 0 if it was called from elsewhere.
     """
 
     def __init__(
@@ -57,13 +59,13 @@ class Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: where a mode says True, PyTorch imports its compiler, to have it leave the mode alone."""
+        """Return False, because PyTorch imports its compiler for a mode that returns True."""
         return False
 
     def run(self, function: Callable[..., Any], inputs: list[Value]) -> Any:
-        """What a function gives of these values; of a stand-in, its value."""
+        """Call the function on proxies of these values, and return its result; of a proxy, its value."""
         with _Indexing(), torch.no_grad(), self:
-            return _given(function(*(StandIn(value, self.device) for value in inputs)))
+            return _given(function(*(Proxy(value, self.device) for value in inputs)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = sys._getframe(1)
@@ -72,24 +74,27 @@ class Operators(TorchDispatchMode):
         self.line = frame.f_lineno if frame is not None else 0
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError(
-                "a number is taken out of a tensor, as by `if`, `and` and `int`; expected `torch.where`, `&`, or an index that is a tensor"
+                "a number is taken out of a tensor, as by `if`, `and` and `int`; expected `torch.where`, `&`, "
+                "or an index that is a tensor"
             )
         value = self.evaluate(func, [*map(_given, args)], {k: _given(v) for k, v in (kwargs or {}).items()})
-        if func._schema.is_mutable:  # as `s += 1`
+        if func._schema.is_mutable:  # for example `s += 1`
             changed = args[0]
-            if not isinstance(changed, StandIn) or changed.shared:
-                what = "a view, or a tensor that has one" if isinstance(changed, StandIn) else "a captured tensor"
-                raise Untold(f"`{func._schema.name}` changes {what}, in place; expected a new one, as in `x = x + 1`")
+            if not isinstance(changed, Proxy) or changed.shared:
+                kind = "a view, or a tensor that has one" if isinstance(changed, Proxy) else "a captured tensor"
+                raise NotExpressible(
+                    f"`{func._schema.name}` changes {kind}, in place; expected a new one, as in `x = x + 1`"
+                )
             changed.value = value
             return changed
-        made = StandIn(value, self.device)
-        if any(r.alias_info is not None for r in func._schema.returns) and isinstance(args[0], StandIn):
+        made = Proxy(value, self.device)
+        if any(r.alias_info is not None for r in func._schema.returns) and isinstance(args[0], Proxy):
             made.shared = args[0].shared = True
         return made
 
 
 class _Indexing(TorchFunctionMode):
-    """Has `table[h]` read an element, as FlexAttention does; else PyTorch would take the number out of `h`."""
+    """Makes `table[h]` call `aten::index`, as FlexAttention does; otherwise PyTorch would read the number in `h`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -101,5 +106,5 @@ class _Indexing(TorchFunctionMode):
 
 
 def _given(x: Any) -> Any:
-    """An argument, with values for stand-ins."""
-    return [*map(_given, x)] if isinstance(x, (list, tuple)) else x.value if isinstance(x, StandIn) else x
+    """Return an argument with the values of proxies in their place."""
+    return [*map(_given, x)] if isinstance(x, (list, tuple)) else x.value if isinstance(x, Proxy) else x

@@ -1,7 +1,8 @@
-"""Whether the tensors that functions read are as long as the positions of a call.
+"""Checks that the tensors that functions read are as long as the positions of a call.
 
-A read outside of a tensor gives 0 in expressions. PyTorch raises IndexError, so a call of FlexAttention's functions
-does, too, as far as positions say it: what an index takes out of another tensor is data.
+A read outside of a tensor gives 0 in expressions. PyTorch raises IndexError, so a call with FlexAttention's functions
+raises it too, for indices that are computed from positions. An index that is read from another tensor is data, and is
+not checked.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from attngen.frontends.trace import Place, Traced
 from attngen.ir.sizes import Sizes
 from attngen.lang.evaluate import value_of
 
-POINTS = 1 << 16  # at which an index is evaluated, at most
+POINTS = 1 << 16  # maximum number of points at which an index is evaluated
 
 
 def check_reads(traced: Traced, sizes: Sizes) -> None:
-    """Raise IndexError if a function reads outside of a tensor somewhere in a call of these sizes, as far as
-    positions say so."""
+    """Raise IndexError if an index that is computed from positions is outside of its tensor in a call of these
+    sizes."""
     for place in traced.places:
         found = _outside(place, traced, sizes)
         if found is not None:
-            what = f"`{place.tensor}`" if place.tensor else "a tensor that it makes"
+            tensor = f"`{place.tensor}`" if place.tensor else "a tensor that it makes"
             raise IndexError(
-                f"{place.function}: reads {what} at `{place.index}`, which comes to {found} in this call, where the dimension has the "
-                f"length {place.length}; expected a tensor as long as the call, or an index inside of it"
+                f"{place.function}: reads {tensor} at `{place.index}`, which comes to {found} in this call, where the "
+                f"dimension has the length {place.length}; expected a tensor as long as the call, or an index inside "
+                "of it"
             )
 
 
 def _outside(place: Place, traced: Traced, sizes: Sizes) -> int | None:
-    """The index farthest outside of its dimension; None if it is inside, or not known. Negative ones count from the
-    end."""
+    """Return the largest or else the smallest index outside of the dimension; None if all are inside or not known.
+    Negative indices count from the end."""
     tree = ast.parse(place.index, mode="eval").body
-    counts = {"b": sizes.batch, "h": sizes.q_heads, "q_idx": sizes.n_q, "kv_idx": sizes.n_kv, **traced.turns}
+    counts = {"b": sizes.batch, "h": sizes.q_heads, "q_idx": sizes.n_q, "kv_idx": sizes.n_kv, **traced.index_sizes}
     names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & counts.keys())
     most = int(POINTS ** (1 / len(names))) if names else 1
     axes = {}

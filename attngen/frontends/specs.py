@@ -1,4 +1,4 @@
-"""The spec that a pair of FlexAttention's functions says: as data, and as YAML."""
+"""Makes the spec of a traced pair of FlexAttention's functions, as data and as YAML."""
 
 from __future__ import annotations
 
@@ -24,41 +24,39 @@ def spec_from_mods(
     dtype: tuple[str, ...] = ("bf16", "fp16"),
     sizes: tuple[int, int, int, int, int] | None = None,
 ) -> str:
-    """The YAML of the spec that a pair of FlexAttention's functions says.
+    """Return the YAML of the spec of a pair of FlexAttention's functions.
 
     Args:
         score_mod: score_mod(score, b, h, q_idx, kv_idx), or None.
         mask_mod: mask_mod(b, h, q_idx, kv_idx), or None.
-        name: the spec's name; of the functions without it.
-        head_dim: columns of q and k, and of v; or a pair of these.
+        name: the spec's name; by default made from the functions' names.
+        head_dim: head dimension of q, k and v; or a pair, of q and k, and of v.
         sharing: how query heads share K/V heads: mha, mqa or gqa.
         dtype: element types of the module.
-        sizes: (B, Hq, Hkv, Nq, Nk) of a call. With them a dimension of a captured tensor is B, H, Nq or Nk only where
-        it is as long;
-            without them, wherever it is read at b, h, q_idx or kv_idx. Other dimensions are numbers: those of the
-            tensor. A tensor of one dimension without a gradient that is read at what it or another one says, or by
+        sizes: (B, Hq, Hkv, Nq, Nk) of a call. With sizes, a dimension of a captured tensor is named B, H, Nq or Nk only
+            if it has that length; without them, wherever it is read at b, h, q_idx or kv_idx. Other dimensions are the
+            tensor's numbers. A one-dimensional tensor without a gradient that is read at an element of a tensor, or by
             distance, has `any` length.
 
     Returns:
-        text of a spec, which `attngen build` takes. A captured tensor is a parameter, with the name that the function
-        has for it.
+        Text of a spec, which `attngen build` takes. A captured tensor is a parameter, under the function's name for it.
 
     Raises:
-        TraceError: an operation that the language does not have; one sentence with the function, the operation and the
-        line. SpecError: what the functions say is no spec, as a mask that hides everything.
+        TraceError: the language lacks an operation; one sentence with the function, the operation and the line.
+        SpecError: the functions make no valid spec, for example a mask that hides everything.
     """
     import yaml
 
     traced = trace(score_mod, mask_mod)
-    if traced.forgets:
-        what = getattr(score_mod, "__name__", type(score_mod).__name__)
+    if traced.ignores_qk:
+        title = getattr(score_mod, "__name__", type(score_mod).__name__)
         raise TraceError(
-            f"score_mod `{what}` does not use the score, as that of a spec does; expected it to, or a call of attngen.flex_attention, "
-            "which takes such a function"
+            f"score_mod `{title}` does not use the score, as that of a spec does; expected it to, or a call of "
+            "attngen.flex_attention, which takes such a function"
         )
     title = name or title_of(score_mod, mask_mod)
     known = None if sizes is None else Sizes(*sizes)
-    data = settled(data_of(traced, title, head_dim, sharing, dtype, known))
+    data = with_gradient_order(data_of(traced, title, head_dim, sharing, dtype, known))
     notes = [
         f"# {t.name}: {str(t.tensor.dtype).removeprefix('torch.')} {list(t.tensor.shape)}, captured"
         for t in traced.tables
@@ -68,7 +66,7 @@ def spec_from_mods(
 
 
 def title_of(score_mod: Mod | None, mask_mod: Mod | None) -> str:
-    """A spec's name made of the functions' names."""
+    """Return a spec's name made from the functions' names."""
     words = [getattr(mod, "__name__", type(mod).__name__) for mod in (mask_mod, score_mod) if mod is not None]
     stem = re.sub("[^a-z0-9]+", "_", "_".join(words).lower()).strip("_")[:48]
     return f"flex_{stem}".rstrip("_") if stem else "flex"
@@ -83,7 +81,7 @@ def data_of(
     sizes: Sizes | None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The spec as plain data. `settled` says the rest, which takes the compiler."""
+    """Return the spec as plain data. `with_gradient_order` adds the rest, for which it needs the compiler."""
     qk, v = (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
     data: dict[str, Any] = {
         "name": name,
@@ -93,25 +91,29 @@ def data_of(
         **more,
     }
     if traced.mask is not None:
-        data["mask"] = written(traced.mask, traced.mask_parts, traced, sizes)
+        data["mask"] = entry_of(traced.mask, traced.mask_parts, traced, sizes)
     if traced.score is not None:
-        data["score"] = [written(traced.score, traced.score_parts, traced, sizes)]
+        data["score"] = [entry_of(traced.score, traced.score_parts, traced, sizes)]
     return data
 
 
-def settled(data: dict[str, Any]) -> dict[str, Any]:
-    """The spec with how its gradients are summed: in a fixed order, where all can be. SpecError if the language does
-    not have it."""
-    from attngen.builders.backward import in_fixed_order
+def with_gradient_order(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec with the order in which gradients are summed: deterministic, if all of them can be.
+
+    Raise SpecError if it is not a valid spec.
+    """
+    from attngen.builders.gradient_inputs import in_fixed_order
     from attngen.spec import make_spec
 
     fixed = in_fixed_order(make_spec(data, f"the spec of `{data['name']}`"))
     return data if fixed else data | {"backward": {"deterministic": False}}
 
 
-def written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None, free: bool = True) -> dict[str, Any]:
-    """A mask or modifier as a spec has it: its text, named parts and parameters. If not `free`, no dimension of
-    these has any length."""
+def entry_of(
+    text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | None, free: bool = True
+) -> dict[str, Any]:
+    """Return a mask or modifier as a spec's entry: its text, named parts and parameters. With `free`, a parameter's
+    dimension may have `any` length."""
     whole = " ".join((text, *parts.values()))
     params = {
         t.name: _param(t, sizes, occurs(t.name, traced.of_score), free) for t in traced.tables if occurs(t.name, whole)
@@ -120,7 +122,7 @@ def written(text: str, parts: dict[str, str], traced: Traced, sizes: Sizes | Non
 
 
 def _param(table: Table, sizes: Sizes | None, scored: bool, free: bool) -> dict[str, Any]:
-    """The declaration of a captured tensor. One that a score depends on may have a gradient."""
+    """Return the declaration of a captured tensor. If a score depends on it, it may have a gradient."""
     if len(table.shape) > 4:
         raise TraceError(f"the captured tensor `{table.name}` has {len(table.shape)} dimensions; expected at most 4")
     learned = scored and table.tensor.requires_grad and table.dtype == "fp32"
@@ -128,11 +130,11 @@ def _param(table: Table, sizes: Sizes | None, scored: bool, free: bool) -> dict[
 
 
 def dims_of(table: Table, sizes: Sizes | None, free: bool = True) -> tuple[str | int, ...]:
-    """The dimensions of a captured tensor: those of a call by name, where they are read so and have that length; else
-    its own numbers.
+    """Return the dimensions of a captured tensor: a name of the call's dimension where it is read by that position and
+    has that length; otherwise the tensor's number.
 
-    One that is computed with has `any` length, if it is the only one, and there is no gradient: as many documents as a
-    call has.
+    A single dimension that is read at a computed index has `any` length if there is no gradient: for example one
+    element per document of a call.
     """
     dims = tuple(_dim(n, {read[d] for read in table.reads}, sizes) for d, n in enumerate(table.shape))
     free = free and len(dims) == 1 and isinstance(dims[0], int) and not table.tensor.requires_grad
@@ -140,8 +142,8 @@ def dims_of(table: Table, sizes: Sizes | None, free: bool = True) -> tuple[str |
 
 
 def _is_bounded(index: str) -> bool:
-    """Whether numbers bound an index: it is one, or the name of a turn, a remainder or a clamp. Such reads need no
-    checks."""
+    """Whether constants bound an index: it is a constant, a reduction index, a remainder or a clamp. Such reads need
+    no checks."""
     match ast.parse(index, mode="eval").body:
         case ast.Constant() | ast.UnaryOp() | ast.BinOp(op=ast.Mod()) | ast.Call(func=ast.Name(id="clamp")):
             return True
@@ -151,9 +153,10 @@ def _is_bounded(index: str) -> bool:
 
 
 def _dim(n: int, read: set[str], sizes: Sizes | None) -> str | int:
-    """A dimension of length n that is read at these indices."""
+    """Return the declared dimension of length n that is read at these indices."""
     if read <= {"q_idx", "q_pos", "kv_idx"}:
-        names = [_NATURAL[at] for at in sorted(read)]  # keys first: where both are read, queries are no more than keys
+        # Keys come first: where both positions are read, there are at most as many queries as keys.
+        names = [_NATURAL[at] for at in sorted(read)]
     elif len(read) == 1 and (whole := _BLOCKS.fullmatch(next(iter(read)))):
         names = [f"{_NATURAL[whole[1]]}/{whole[2]}"]
     else:

@@ -1,7 +1,7 @@
 """Traces the functions that FlexAttention takes, `mask_mod` and `score_mod`, into expressions of the language.
 
-A function runs once on numbers without data (standins.py). Nothing is compiled. Tensors that it captures become inputs:
-with the dimensions by which they are read, and a gradient where they require one. Python's numbers are written out.
+A function runs once on proxies without data (proxies.py). Nothing is compiled. Captured tensors become inputs, with the
+dimensions by which they are read, and a gradient if they require one. Python numbers become constants.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attngen.errors import AttngenError
-from attngen.frontends.equal import agreed
-from attngen.frontends.operators import OPERATORS, READS, REDUCTIONS, SAME_AS
+from attngen.frontends.equal import substitute_equal_reads
+from attngen.frontends.operator_table import OPERATORS, SAME_AS
 from attngen.frontends.proxies import Operators
+from attngen.frontends.tensor_operators import READS, REDUCTIONS
 from attngen.frontends.tracer import (
     OUTSIDE,
     Index,
     Note,
-    Untold,
+    NotExpressible,
     Value,
     constant,
     in_place,
@@ -42,20 +43,20 @@ if TYPE_CHECKING:
 
 Mod = Callable[..., Any]
 _PLAIN = (torch.Tensor, bool, int, float, str)
-DEEPEST = 8  # of functions that hold functions
-NAMED_FROM = 7  # parts of an expression; one with as many that occurs twice gets a name
+DEEPEST = 8  # maximum nesting of functions that hold functions
+NAMED_FROM = 7  # nodes of an expression; one of this size or more that occurs twice gets a name
 _KINDS: dict[str, Kind] = {"bool": "bool", "int32": "int", "fp32": "real"}
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
-_NOT_USED = ("layout", "device", "pin_memory", "memory_format", "non_blocking")  # of operators' arguments
+_NOT_USED = ("layout", "device", "pin_memory", "memory_format", "non_blocking")  # arguments of operators
 
 
 class TraceError(AttngenError):
-    """A function that has no expression: which one, the operation and the line."""
+    """A function has no expression. The message names the function, the operation and the line."""
 
 
 @dataclass
 class Table:
-    """A captured tensor: the name of its input, and the indices at which it is read, each as text."""
+    """A captured tensor: the name of its input, and the indices of each read, as text."""
 
     name: str
     tensor: torch.Tensor
@@ -64,17 +65,16 @@ class Table:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; a number of no dimension is read as a tensor with one element."""
+        """Its shape; a tensor without dimensions is read as one with one element."""
         return tuple(self.tensor.shape) or (1,)
 
 
 @dataclass(frozen=True)
 class Place:
-    """An index by which a function reads a tensor.
+    """An index at which a function reads a tensor.
 
-    function: which function does so, and in which line. tensor: the name of a captured tensor; "" for one that the
-    function makes.
-    index: its text. length: of the dimension.
+    function: the function and the line of the read. tensor: the name of a captured tensor; "" for one that the function
+    makes. index: the index as text. length: the length of the indexed dimension.
     """
 
     function: str
@@ -85,14 +85,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Traced:
-    """What was traced.
+    """The result of tracing a pair of functions.
 
-    mask, score: expressions as text, None where there is nothing to say, and named parts of each. tables: the captured
-    tensors.
-    places: the indices by which functions read tensors. turns: how many turns the reductions have whose names are in
-    these.
-    forgets: the function of a score does not use it, so that what is added to the score says all: it is for calls whose
-    products are 0.
+    mask, score: expressions as text; None for a mask that shows all keys, or a score that is not modified. mask_parts,
+    score_parts: their named subexpressions.
+    tables: the captured tensors. places: the indices at which functions read tensors. index_sizes: the number of values
+    of each reduction index that occurs in these.
+    ignores_qk: the score function does not use its score argument. `score` then adds its result to `s`, for calls with
+    q and k of 0.
     """
 
     mask: str | None
@@ -101,8 +101,8 @@ class Traced:
     score_parts: dict[str, str]
     tables: tuple[Table, ...]
     places: tuple[Place, ...] = ()
-    turns: Mapping[str, int] = field(default_factory=dict)
-    forgets: bool = False
+    index_sizes: Mapping[str, int] = field(default_factory=dict)
+    ignores_qk: bool = False
 
     @property
     def of_mask(self) -> str:
@@ -115,15 +115,15 @@ class Traced:
         return " ".join((self.score or "", *self.score_parts.values()))
 
     def reads(self, table: Table) -> bool:
-        """Whether a captured tensor is in the text of one of them."""
+        """Whether the mask or the score reads a captured tensor."""
         return occurs(table.name, f"{self.of_mask} {self.of_score}")
 
 
 def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...] = POSITIONS) -> Traced:
     """Trace a pair of functions: score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h, q_idx, kv_idx).
 
-    A score that is -inf under a condition, by `torch.where`, gives the mask that condition. `positions` are what the
-    language calls the four numbers that a function is given: `q_pos` in place of `q_idx` is for a function that counts
+    The condition under which a score is -inf, by `torch.where`, becomes part of the mask. `positions` are the names in
+    the language of a function's four integer arguments: `q_pos` in place of `q_idx` is for a function that counts
     queries among the keys.
 
     Raises TraceError: one sentence with the function, the operation and the line.
@@ -133,44 +133,48 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...
     if mask_mod is not None:
         made = tracer.run(mask_mod, False)
         conditions.append(made.text)
-    score, forgets = None, False
+    score, ignores_qk = None, False
     if score_mod is not None:
         made = tracer.run(score_mod, True)
         score = made.text
-        forgets = not occurs("s", ast.unparse(score))
-        score = ast.BinOp(ast.Name("s", ast.Load()), ast.Add(), score) if forgets else score
+        ignores_qk = not occurs("s", ast.unparse(score))
+        score = ast.BinOp(ast.Name("s", ast.Load()), ast.Add(), score) if ignores_qk else score
         conditions += [] if made.visible is None else [made.visible]
-    mask = agreed(joined(ast.And, *conditions), {t.name for t in tracer.tables.values() if t.dtype == "int32"})
+    mask = substitute_equal_reads(
+        joined(ast.And, *conditions), {t.name for t in tracer.tables.values() if t.dtype == "int32"}
+    )
     shown = isinstance(mask, ast.Name) and mask.id == "true"
     plain = isinstance(score, ast.Name) and score.id == "s"
     mask_text, mask_parts = (None, {}) if shown else _named(mask, "m")
     score_text, score_parts = (None, {}) if score is None or plain else _named(score, "x")
-    traced = Traced(mask_text, mask_parts, score_text, score_parts, (), tuple(tracer.places), tracer.turns, forgets)
+    places, index_sizes = tuple(tracer.places), tracer.index_sizes
+    traced = Traced(mask_text, mask_parts, score_text, score_parts, (), places, index_sizes, ignores_qk)
     return replace(traced, tables=tuple(t for t in tracer.tables.values() if traced.reads(t)))
 
 
 def occurs(name: str, text: str) -> bool:
-    """Whether a name is one of the words of a text."""
+    """Whether a name occurs as a whole word in a text."""
     return re.search(rf"\b{name}\b", text) is not None
 
 
 class _Tracer:
-    """Traces functions one after the other. Their tensors are named together."""
+    """Traces one function after the other; their tensors share one set of names."""
 
     def __init__(self, positions: tuple[str, ...]) -> None:
         self.positions = positions
         self.tables: dict[int, Table] = {}
-        self.turns: dict[str, int] = {}
-        self.places: dict[Place, None] = {}  # in the order in which they are met
+        self.index_sizes: dict[str, int] = {}
+        self.places: dict[Place, None] = {}  # an ordered set
         self.where = ""  # the function, and the line of its operator
 
     def fresh(self, count: int) -> str:
-        name = f"i{len(self.turns) + 1}" if self.turns else "i"
-        self.turns[name] = count
+        """Return a new name for a reduction index with this many values."""
+        name = f"i{len(self.index_sizes) + 1}" if self.index_sizes else "i"
+        self.index_sizes[name] = count
         return name
 
     def noting(self) -> Note:
-        """A function that notes the places of the current operator."""
+        """Return a function that records the reads of the current operator."""
         where, names = self.where, {table.name for table in self.tables.values()}
 
         def note(made: ast.expr, index: ast.expr, length: int) -> None:
@@ -180,8 +184,8 @@ class _Tracer:
         return note
 
     def run(self, mod: Mod, score: bool) -> Value:
-        """The value that a function gives."""
-        what = "score_mod" if score else "mask_mod"
+        """Trace a function, and return its result."""
+        argument = "score_mod" if score else "mask_mod"
         inner = inspect.unwrap(getattr(mod, "func", mod))
         code = getattr(inner, "__code__", None)
         captured = [(name, x) for name, x in leaves(mod) if isinstance(x, torch.Tensor)]
@@ -189,7 +193,7 @@ class _Tracer:
         device = next((x.device for _, x in captured), torch.device("cpu"))
 
         def at() -> str:
-            return f"{what} `{_title(mod)}`" + (
+            return f"{argument} `{_title(mod)}`" + (
                 f", line {operators.line} of {operators.file}" if operators.line else ""
             )
 
@@ -203,29 +207,29 @@ class _Tracer:
             for name in (*["s"] * score, *self.positions)
         ]
         try:
-            return self._result(operators.run(mod, inputs), names, mod, what, score)
+            return self._result(operators.run(mod, inputs), names, mod, argument, score)
         except TraceError:
             raise
-        except Untold as error:
+        except NotExpressible as error:
             raise TraceError(f"{at()}: {error}") from None
         except Exception as error:
             line = f", line {operators.line}" if operators.line else ""
-            raise TraceError(f"{what} `{_title(mod)}`{line} cannot be traced: {_first_line(error)}") from None
+            raise TraceError(f"{argument} `{_title(mod)}`{line} cannot be traced: {_first_line(error)}") from None
 
-    def _result(self, made: Any, names: dict[int, str], mod: Mod, what: str, score: bool) -> Value:
-        wanted = "a number" if score else "a condition"
+    def _result(self, made: Any, names: dict[int, str], mod: Mod, argument: str, score: bool) -> Value:
+        """Return what the function returned as a value. Raise TraceError if it is not a number or condition."""
+        expected = "a number" if score else "a condition"
         made = self._captured(made, names) if isinstance(made, torch.Tensor) else made
         if not isinstance(made, Value) or made.shape:
             given = f"a tensor of shape {list(made.shape)}" if isinstance(made, Value) else f"`{type(made).__name__}`"
-            raise TraceError(f"{what} `{_title(mod)}` gives {given}; expected {wanted}")
+            raise TraceError(f"{argument} `{_title(mod)}` gives {given}; expected {expected}")
         if (made.kind == "bool") == score:
-            raise TraceError(
-                f"{what} `{_title(mod)}` gives {'a condition' if score else 'a number'}; expected {wanted}"
-            )
+            given = "a condition" if score else "a number"
+            raise TraceError(f"{argument} `{_title(mod)}` gives {given}; expected {expected}")
         return made
 
     def _captured(self, tensor: torch.Tensor, names: dict[int, str]) -> Value:
-        """A tensor that the function holds."""
+        """Return the value of a tensor that the function holds, and add it to the tables."""
         if id(tensor) not in self.tables:
             kind = "bool" if tensor.dtype == torch.bool else "fp32" if tensor.is_floating_point() else "int32"
             self.tables[id(tensor)] = Table(self._name(names.get(id(tensor), "")), tensor, kind)
@@ -239,9 +243,9 @@ class _Tracer:
         kind = _KINDS[table.dtype]
         return Value(kind, tuple(tensor.shape), read) if tensor.dim() else scalar(kind, read((literal(0),)))
 
-    def _name(self, wanted: str) -> str:
-        """A name that a parameter can have, and no other tensor has: as in the function, if it can be."""
-        stem = re.sub("[^a-z0-9_]+", "_", wanted.lower()).strip("_")[:24] or "table"
+    def _name(self, name: str) -> str:
+        """Return an unused name that a parameter can have: the function's `name` for the tensor, if possible."""
+        stem = re.sub("[^a-z0-9_]+", "_", name.lower()).strip("_")[:24] or "table"
         stem = stem if stem[0].isalpha() else f"t_{stem}"
         taken = stem in OF_OUTPUTS or re.fullmatch(r"[imx][0-9]*", stem)
         stem = f"my_{stem}" if taken or name_problem(stem) else stem
@@ -249,8 +253,8 @@ class _Tracer:
         return next(name for name in (stem, *(f"{stem}_{n}" for n in range(2, 1000))) if name not in known)
 
     def _call(self, names: dict[int, str], operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Value:
-        """The value of an operator. A tensor of no dimension that the function makes of a number while it runs is
-        that number."""
+        """Return the value of an operator call. A tensor without dimensions that the function makes from a number
+        while it runs is that number."""
         made = operator is torch.ops.aten.lift_fresh.default
 
         def of(x: Any) -> Any:
@@ -266,32 +270,33 @@ class _Tracer:
         found = OPERATORS.get(of_name.removesuffix("_") if changes else of_name)
         try:
             if found is None:
-                raise Untold(
+                raise NotExpressible(
                     f"has no expression; expected arithmetic, comparisons, `torch.where` and the like, or {OUTSIDE}"
                 )
-            if name == "aten::detach" and _may_learn(args[0]):
-                raise Untold(
-                    "stops a gradient, which expressions do not; expected a tensor that was detached outside of the function"
+            if name == "aten::detach" and _may_have_gradient(args[0]):
+                raise NotExpressible(
+                    "stops a gradient, which expressions do not; expected a tensor that was detached outside of the "
+                    "function"
                 )
             args, kwargs = [*map(of, args)], {k: of(v) for k, v in kwargs.items() if k not in _NOT_USED}
             first = (self.fresh,) if found in REDUCTIONS else (self.noting(),) if found in READS else ()
             try:
                 inspect.signature(found).bind(*first, *args, **kwargs)
             except TypeError:
-                raise Untold(f"has no expression with these arguments; expected fewer, or {OUTSIDE}") from None
+                raise NotExpressible(f"has no expression with these arguments; expected fewer, or {OUTSIDE}") from None
             made_of = found(*first, *args, **kwargs)
             return in_place(args[0], made_of) if changes else made_of
-        except Untold as error:
-            raise Untold(f"`{name}` {error}") from None
+        except NotExpressible as error:
+            raise NotExpressible(f"`{name}` {error}") from None
 
 
-def _may_learn(x: Any) -> bool:
-    """Whether a captured tensor, or a value, may have a gradient."""
+def _may_have_gradient(x: Any) -> bool:
+    """Whether a captured tensor or a value may have a gradient."""
     return x.requires_grad if isinstance(x, torch.Tensor) else x.kind == "real" and x.number is None
 
 
 def _operator(target: Any) -> str:
-    """An operator's name without its overload, as in `aten::add`."""
+    """Return an operator's name without its overload, such as `aten::add`."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else str(target)
 
@@ -305,65 +310,66 @@ def _first_line(error: Exception) -> str:
 
 
 def leaves(mod: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The tensors, numbers and words that a function holds, by the names that it has for them, and those of the
-    functions that it holds.
+    """Yield the tensors, numbers and strings that a function holds, with its names for them, and those of the functions
+    that it holds.
 
-    Of what an object, a class or a module holds that is neither, those count that the function's code names.
-    torch.compile can follow it: then it looks for changes of these as it does for those of what it reads itself.
+    Attributes of an object, a class or a module are included if the function's code names them. torch.compile can
+    follow this function, and then guards these values like those that it reads itself.
     """
-    said, within = _said_by(mod), (*within, _own(mod))
+    named, within = _names_in(mod), (*within, _persistent(mod))
     for name, value in held(mod):
-        yield from _leaves_of(name, value, said, within)
-    yield from _named_of(mod.__self__ if inspect.ismethod(mod) else mod, said, within)
-    for name, value in _global(mod, said):
+        yield from _leaves_of(name, value, named, within)
+    yield from _named_attributes(mod.__self__ if inspect.ismethod(mod) else mod, named, within)
+    for name, value in _globals(mod, named):
         if isinstance(value, (type, ModuleType)):
-            yield from _leaves_of(name, value, said, within)
+            yield from _leaves_of(name, value, named, within)
 
 
-def _leaves_of(name: str, value: Any, said: tuple[str, ...], within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+def _leaves_of(name: str, value: Any, named: tuple[str, ...], within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, (list, tuple)):
         for i, x in enumerate(value):
-            yield from _leaves_of(f"{name}_{i}", x, said, within)
+            yield from _leaves_of(f"{name}_{i}", x, named, within)
     elif isinstance(value, dict):
         for key, x in value.items():
-            yield from _leaves_of(f"{name}_{key}", x, said, within)
-    elif len(within) > DEEPEST or any(_own(value) is x for x in within):
+            yield from _leaves_of(f"{name}_{key}", x, named, within)
+    elif len(within) > DEEPEST or any(_persistent(value) is x for x in within):
         return
     elif isinstance(value, (type, ModuleType)):
-        for attribute in said:
+        for attribute in named:
             x = getattr(value, attribute, None)
             if isinstance(x, _PLAIN):
                 yield attribute, x
     elif callable(value):
         yield from leaves(value, within)
-        yield from _named_of(value, said, (*within, value))
+        yield from _named_attributes(value, named, (*within, value))
     elif hasattr(value, "__dict__") or hasattr(value, "__slots__"):
         for attribute, x in getattr(value, "__dict__", {}).items():
             if isinstance(x, _PLAIN):
                 yield attribute, x
-        yield from _named_of(value, said, (*within, value))
+        yield from _named_attributes(value, named, (*within, value))
 
 
-def _own(mod: Any) -> Any:
-    """What is one object however often it is asked for: of a method its function."""
+def _persistent(mod: Any) -> Any:
+    """Return an object that is the same at each access: of a method its function."""
     return mod.__func__ if inspect.ismethod(mod) else mod
 
 
-def _named_of(value: Any, said: tuple[str, ...], within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Leaves of an object's attributes that a function's code names, but for those that are seen without it."""
+def _named_attributes(value: Any, named: tuple[str, ...], within: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of an object's attributes that a function's code names, except plain values in its `__dict__`,
+    which the caller yields."""
     if inspect.isfunction(value) or isinstance(value, partial):
         return
     seen = getattr(value, "__dict__", {})
-    for attribute in said:
+    for attribute in named:
         x = getattr(value, attribute, None)
         if not isinstance(x, _PLAIN) or attribute not in seen:
-            yield from _leaves_of(attribute, x, said, within)
+            yield from _leaves_of(attribute, x, named, within)
 
 
-def _said_by(mod: Any) -> tuple[str, ...]:
-    """The names that a function's code looks up, those of functions inside it included."""
+def _names_in(mod: Any) -> tuple[str, ...]:
+    """Return the names that a function's code looks up, including functions inside it."""
     while isinstance(mod, partial):
         mod = mod.func
     code = getattr(mod, "__code__", None)  # a method has that of its function
@@ -375,23 +381,23 @@ def _said_by(mod: Any) -> tuple[str, ...]:
 
 
 def names_of(code: CodeType) -> Iterator[str]:
-    """The names that code looks up, those of functions inside it included."""
+    """Yield the names that code looks up, including functions inside it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from names_of(inner)
 
 
-def _global(mod: Any, said: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """What a function finds in its module under the names of its code."""
+def _globals(mod: Any, named: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the globals of a function's module that its code names."""
     found = getattr(mod, "__globals__", {})
-    for name in said:
+    for name in named:
         if (value := found.get(name)) is not None:
             yield name, value
 
 
 def held(mod: Any) -> Iterator[tuple[str, Any]]:
-    """What a function depends on besides its arguments: names and values."""
+    """Yield the names and values that a function depends on besides its arguments."""
     if isinstance(getattr(mod, "func", None), Callable):  # type: ignore[arg-type]
         yield "func", mod.func  # functools.partial
         for i, x in enumerate(getattr(mod, "args", ())):
@@ -420,19 +426,19 @@ def held(mod: Any) -> Iterator[tuple[str, Any]]:
     defaults = mod.__defaults__ or ()
     yield from zip(mod.__code__.co_varnames[: mod.__code__.co_argcount][-len(defaults) :] if defaults else (), defaults)
     yield from (mod.__kwdefaults__ or {}).items()
-    for name, value in _global(mod, _said_by(mod)):
+    for name, value in _globals(mod, _names_in(mod)):
         if not isinstance(value, (type, ModuleType)):
             yield name, value
 
 
 def _named(e: ast.expr, letter: str) -> tuple[str, dict[str, str]]:
-    """An expression's text, and its parts that occur more than once, under names of their own: each in terms of
-    those before it."""
+    """Return an expression's text, and its subexpressions that occur more than once by name, each in terms of those
+    before it."""
     parents: dict[int, int] = {}
     order: list[ast.expr] = []
 
     def visit(node: ast.expr) -> bool:
-        """Count the places of a part; whether it has the name of a turn in it."""
+        """Count the occurrences of a node, and return whether a reduction index occurs in it."""
         parents[id(node)] = parents.get(id(node), 0) + 1
         if parents[id(node)] > 1:
             return id(node) in bound
@@ -458,7 +464,7 @@ def _named(e: ast.expr, letter: str) -> tuple[str, dict[str, str]]:
 
 
 def _replaced(node: Any, names: dict[int, str], known: dict[int, Any] | None = None) -> Any:
-    """A copy of an expression, with named parts as their names."""
+    """Return a copy of an expression, with named nodes replaced by their names."""
     known = {} if known is None else known
     if id(node) in known:
         return known[id(node)]

@@ -1,9 +1,8 @@
-"""Values of a traced function, as expressions of the language: what kind they are, their shape, and the text of each
-element.
+"""Values of a traced function as expressions of the language: each has a kind, a shape, and an expression per element.
 
-A value of a function that FlexAttention takes is nearly always a number. A few are small tensors, such as a row of a
-table, which a reduction or an index makes a number again. An element's text is made when it is asked for, by its
-indices, which may be the names of turns.
+Nearly all values inside FlexAttention's functions are numbers. A few are small tensors, such as a row of a table, which
+a reduction or an index makes a number again. The expression of an element is made on demand, from its indices,
+which may be the names of reduction indices.
 """
 
 from __future__ import annotations
@@ -14,35 +13,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attngen.lang.limits import MAX_TURNS
+from attngen.lang.limits import MAX_UNROLLED
 
 if TYPE_CHECKING:
     from attngen.lang.params import Kind
 
 Index = tuple[ast.expr, ...]
-Fresh = Callable[[int], str]  # a new name for the turns of a reduction, of which there are as many
-Note = Callable[
-    [ast.expr, ast.expr, int], None
-]  # of an element that is read: its expression, an index of it, the dimension's length
+Fresh = Callable[[int], str]  # takes a reduction's length and returns a new name for its index
+# Called for each element that is read: with its expression, one of its indices, and the length of that dimension.
+Note = Callable[[ast.expr, ast.expr, int], None]
 Number = bool | int | float
 
 
-OUTSIDE = (
-    "compute more of it outside of the function, and read the result from a captured tensor"  # what to write instead
-)
+# The end of error sentences: what to write instead.
+OUTSIDE = "compute more of it outside of the function, and read the result from a captured tensor"
 
 
-class Untold(Exception):
-    """An operation that has no expression: the reason, as the end of a sentence."""
+class NotExpressible(Exception):
+    """The language cannot express an operation. The message is the reason, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of a function while it is traced.
+    """A value of a traced function.
 
-    at(index): the expression of an element. number: what it is, where it is one number that the function was written
-    with.
-    visible: the condition under which a score is not -inf, where it may be.
+    at(index): the expression of an element.
+    number: the value, if it is a number that the function was written with.
+    visible: the condition under which a score is not -inf; None if it never is.
     """
 
     kind: Kind
@@ -53,19 +50,19 @@ class Value:
 
     @property
     def text(self) -> ast.expr:
-        """The expression of a value without dimensions."""
+        """Expression of a value without dimensions."""
         if self.shape:
-            raise Untold(f"gives a tensor of shape {list(self.shape)}; expected one number")
+            raise NotExpressible(f"gives a tensor of shape {list(self.shape)}; expected one number")
         return self.at(())
 
 
 def scalar(kind: Kind, e: ast.expr, visible: ast.expr | None = None) -> Value:
-    """A value without dimensions."""
+    """Return a value without dimensions."""
     return Value(kind, (), lambda _: e, None, visible)
 
 
 def constant(value: Number) -> Value:
-    """A number that the function was written with."""
+    """Return the value of a number that the function was written with."""
     kind: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "real"
     return Value(kind, (), lambda _: literal(value), value)
 
@@ -78,7 +75,7 @@ def literal(value: Number) -> ast.expr:
     if isinstance(value, bool):
         return ast.Name("true" if value else "false", ast.Load())
     if math.isnan(value) or math.isinf(value):
-        raise Untold(
+        raise NotExpressible(
             f"uses {value}, which expressions do not have; -inf may be a side of the last `torch.where` of a score"
         )
     return ast.Constant(value) if value >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-value))
@@ -89,7 +86,7 @@ def call(name: str, *args: ast.expr) -> ast.expr:
 
 
 def joined(op: type[ast.boolop], *parts: ast.expr) -> ast.expr:
-    """`and` or `or` of conditions, flat, without those that say nothing."""
+    """Return the flat `and` or `or` of conditions, without neutral operands."""
     neutral, decisive = ("true", "false") if op is ast.And else ("false", "true")
     found: list[ast.expr] = []
     for part in parts:
@@ -109,7 +106,7 @@ def negated(e: ast.expr) -> ast.expr:
 
 
 def as_number(x: Value) -> Value:
-    """A condition as 1 or 0."""
+    """Return a condition as 1 or 0; a number as it is."""
     if x.kind != "bool":
         return x
     return constant(int(x.number)) if x.number is not None else Value("int", x.shape, lambda i: call("int", x.at(i)))
@@ -124,13 +121,13 @@ def as_real(x: Value) -> Value:
 
 
 def finite(*values: Value) -> None:
-    """Raise Untold if one of the values may be -inf."""
+    """Raise NotExpressible if one of the values may be -inf."""
     if any(x.visible is not None for x in values):
-        raise Untold("computes with -inf; expected -inf as a side of `torch.where`, and sums with it alone after that")
+        raise NotExpressible("computes with -inf; expected -inf as a side of `torch.where`, and only sums after that")
 
 
 def as_condition(x: Value) -> Value:
-    """A number as whether it is not 0."""
+    """Return a number as the condition that it is not 0; a condition as it is."""
     if x.kind == "bool":
         return x
     finite(x)
@@ -140,20 +137,20 @@ def as_condition(x: Value) -> Value:
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that tensors have together, as PyTorch broadcasts them."""
+    """Return the common shape to which PyTorch broadcasts these shapes."""
     rank = max(map(len, shapes))
     padded = [(1,) * (rank - len(s)) + s for s in shapes]
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded))
 
 
 def element(x: Value, index: Index) -> ast.expr:
-    """The expression of a value that was broadcast, at an index of all dimensions."""
-    own = index[len(index) - len(x.shape) :] if x.shape else ()
-    return x.at(tuple(ast.Constant(0) if n == 1 else i for n, i in zip(x.shape, own)))
+    """Return the expression of a broadcast value's element, at an index of the common shape."""
+    trailing = index[len(index) - len(x.shape) :] if x.shape else ()
+    return x.at(tuple(ast.Constant(0) if n == 1 else i for n, i in zip(x.shape, trailing)))
 
 
 def mapped(kind: Kind, make: Callable[..., ast.expr], *values: Value, visible: ast.expr | None = None) -> Value:
-    """The values' elements, put together by `make`."""
+    """Return the elementwise result of `make` on the broadcast values."""
     shape = broadcast(*(x.shape for x in values))
     if not shape:
         return scalar(kind, make(*(x.text for x in values)), visible)
@@ -161,22 +158,25 @@ def mapped(kind: Kind, make: Callable[..., ast.expr], *values: Value, visible: a
 
 
 def indexed(note: Note, x: Value, indices: list[Value | None]) -> Value:
-    """x[indices], None for a dimension that is kept. Indices broadcast; they come first if one is kept between two
-    of them."""
+    """Return x[indices]; None keeps a dimension.
+
+    Indices broadcast. As in PyTorch, their dimensions come first in the result if a kept dimension lies between two of
+    them.
+    """
     at = [i for i, index in enumerate(indices) if index is not None]
     given = [as_number(index) for index in indices if index is not None]
     kept = [i for i in range(len(x.shape)) if i not in at]
     shape = broadcast(*(index.shape for index in given))
-    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0  # of the result's dimensions, those of the indices
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0  # where the indices' dimensions are in the result
     before = [i for i in kept if i < first]
     after = [i for i in kept if i not in before]
     whole = (*(x.shape[i] for i in before), *shape, *(x.shape[i] for i in after))
 
     def of(index: Index) -> ast.expr:
         places: dict[int, ast.expr] = dict(zip(before, index))
-        own = index[len(before) : len(before) + len(shape)]
+        of_indices = index[len(before) : len(before) + len(shape)]
         places |= dict(zip(after, index[len(before) + len(shape) :]))
-        read = {i: element(value, own) for i, value in zip(at, given)}
+        read = {i: element(value, of_indices) for i, value in zip(at, given)}
         places |= read
         made = x.at(tuple(places[i] for i in range(len(x.shape))))
         for i, e in read.items():
@@ -187,41 +187,43 @@ def indexed(note: Note, x: Value, indices: list[Value | None]) -> Value:
 
 
 def moved(x: Value, shape: tuple[int, ...], places: Callable[[Index], Index]) -> Value:
-    """A view: its element at an index is that of x at `places` of the index."""
+    """Return a view of x whose element at `index` is x's element at `places(index)`."""
     made = Value(x.kind, shape, lambda index: x.at(places(index)), x.number, x.visible)
     return scalar(x.kind, made.at(()), x.visible) if not shape and x.number is None else made
 
 
 def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, fresh: Fresh) -> Value:
-    """`any`, `all` or `sum` over dimensions."""
+    """Return `any`, `all` or `sum` of x over dimensions, with new names for their indices."""
     rank = len(x.shape)
     over = sorted({d % rank for d in dims}) if rank else []
-    if large := next((x.shape[d] for d in over if x.shape[d] > MAX_TURNS), 0):
-        raise Untold(f"reduces {large} elements; expected at most {MAX_TURNS}, which are written out: {OUTSIDE}")
+    if large := next((x.shape[d] for d in over if x.shape[d] > MAX_UNROLLED), 0):
+        raise NotExpressible(
+            f"reduces {large} elements; expected at most {MAX_UNROLLED}, which are written out: {OUTSIDE}"
+        )
     left = tuple(1 if d in over else n for d, n in enumerate(x.shape) if keep or d not in over)
 
     def of(index: Index) -> ast.expr:
-        own = iter(index)
+        outer = iter(index)
         places: list[ast.expr] = []
-        turns: list[tuple[str, int]] = []
+        inner: list[tuple[str, int]] = []  # the reduction's own indices and their lengths
         for d, n in enumerate(x.shape):
             if d in over:
                 if keep:
-                    next(own)
-                turns += [(fresh(n), n)] if n != 1 else []
-                places.append(ast.Name(turns[-1][0], ast.Load()) if n != 1 else ast.Constant(0))
+                    next(outer)
+                inner += [(fresh(n), n)] if n != 1 else []
+                places.append(ast.Name(inner[-1][0], ast.Load()) if n != 1 else ast.Constant(0))
             else:
-                places.append(next(own))
+                places.append(next(outer))
         e = x.at(tuple(places))
-        for turn, n in reversed(turns):
-            e = call(name, ast.Name(turn, ast.Load()), ast.Constant(n), e)
+        for i, n in reversed(inner):
+            e = call(name, ast.Name(i, ast.Load()), ast.Constant(n), e)
         return e
 
     return scalar(kind, of(())) if not left else Value(kind, left, of)
 
 
 def never_negative(e: ast.expr) -> bool:
-    """Whether an integer is made of positions and such numbers, without a difference."""
+    """Whether an integer expression is certainly >= 0: made of positions and constants without a subtraction."""
     match e:
         case ast.Constant() | ast.Name():
             return True
@@ -235,23 +237,25 @@ def never_negative(e: ast.expr) -> bool:
 
 
 def from_start(at: ast.expr, n: int) -> ast.expr:
-    """An index of n elements that counts from the first of them, also where it is negative and counts from the last,
-    as in Python."""
+    """Return an index into n elements as its offset from the first; negative indices count from the last, as in
+    Python."""
     return at if never_negative(at) or not n else ast.BinOp(at, ast.Mod(), ast.Constant(n))
 
 
 def in_place(old: Value, new: Value) -> Value:
-    """What a tensor has after an operator has changed it to a new value, in its own type and shape."""
+    """Return a tensor's value after an in-place operator computed `new`: `new` in the type and shape of `old`."""
     ranks = ("bool", "int", "real")
     if ranks.index(new.kind) > ranks.index(old.kind) or new.shape != old.shape:
-        raise Untold("changes the type or the shape of a tensor, in place; expected a new one, as in `x = x + 0.5`")
+        raise NotExpressible(
+            "changes the type or the shape of a tensor, in place; expected a new one, as in `x = x + 0.5`"
+        )
     if new.kind == old.kind:
         return new
     return as_real(as_number(new)) if old.kind == "real" else as_number(new)
 
 
 def size_of(e: ast.AST) -> int:
-    """The number of parts of an expression; of one with equal parts, each once."""
+    """Number of distinct nodes of an expression; a shared node counts once."""
     seen: set[int] = set()
 
     def count(node: Any) -> int:

@@ -1,4 +1,4 @@
-"""The numbers that 8 bits can be, on NumPy: a sign, 4 bits of exponent and 3 of fraction (e4m3, without infinities)."""
+"""8-bit floating-point numbers on NumPy: e4m3, with a sign, 4 exponent bits and 3 fraction bits, without infinities."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import numpy as np
 _NAN = 0x7F
 _FRACTION = np.arange(128) % 8 / 8
 _EXPONENT = np.arange(128) // 8
-# All numbers from 0 on; the largest is 448.
+# All non-negative numbers; the largest is 448.
 POSITIVE = np.where(_EXPONENT == 0, 2.0**-6 * _FRACTION, 2.0 ** (_EXPONENT - 7.0) * (1 + _FRACTION))[:_NAN]
 LARGEST = int(POSITIVE[-1])
-NUMBERS = np.concatenate([POSITIVE, [np.nan], -POSITIVE, [np.nan]])  # by their bits
+NUMBERS = np.concatenate([POSITIVE, [np.nan], -POSITIVE, [np.nan]])  # index: the 8 bits
 
 
 def numbers(pairs: Any) -> tuple[Any, Any]:
-    """The first and the second numbers of pairs, integers of 16 bits with the first in the low byte."""
+    """The first and the second numbers of packed pairs, which are 16-bit integers with the first number in the low
+    byte."""
     bits = np.asarray(pairs).astype(np.int64)
     return NUMBERS[bits & 0xFF], NUMBERS[bits >> 8 & 0xFF]
 
 
 def pairs(first: Any, second: Any) -> Any:
-    """Pairs of the numbers that are next to these: of two as near the one whose last bit is 0, and of those above
-    all the largest."""
+    """Packed pairs of the numbers nearest to these; ties go to the number whose last bit is 0, and numbers beyond the
+    largest become the largest."""
     bits = _nearest(first) | _nearest(second) << 8
     return bits.astype(np.uint16).view(np.int16)
 

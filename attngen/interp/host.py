@@ -1,8 +1,7 @@
-"""What a call of a module computes: its host programs on NumPy, op by op, and the kernels that they launch
-(interp/tile.py).
+"""Execute a call of a module on NumPy: its host programs op by op, and the kernels that they launch (interp/tile.py).
 
-Sizes are those of the arrays that a call gives. New tensors hold NaN until they are written (integers the least there
-is), and lie in memory as the ops say, so that a view may need a copy as it does on a GPU.
+Sizes are those of the arrays that a call passes. New tensors hold NaN until they are written (integers the least value
+of their type), and have the memory layout that the ops say, so that a view may need a copy as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ import numpy as np
 from attngen.errors import AttngenError
 from attngen.heuristics import STRIP
 from attngen.interp.numeric import compiled, value
-from attngen.interp.tile import SINGLE, Values, execute_kernel, spread
+from attngen.interp.tile import execute_kernel
+from attngen.interp.values import SINGLE, Values, spread
 from attngen.interp.warp_groups import WarpSpecializedLaunch
-from attngen.ir.expr import parse, symbol_names
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.core import Op, Type
+from attngen.ir.expr import symbol_names
+from attngen.ir.expr_text import parse
 from attngen.ir.host import (
-    COLUMNS,
+    COLUMN_VIEWS,
     HOST_KIND,
     Alloc,
     Copy,
@@ -35,8 +36,10 @@ from attngen.ir.host import (
     SumDistances,
     View,
 )
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import OUTPUTS, SIZES, VARIABLES
-from attngen.ir.ops import Arg, Base, Map, Op, Scatter, Store, Type, Yield
+from attngen.ir.ops import Arg, Base, Map, Scatter, Store, Yield
 
 Arrays = dict[str, Any]
 
@@ -44,18 +47,19 @@ Arrays = dict[str, Any]
 def execute(
     module: Module, inputs: Mapping[str, Any], tiles: Mapping[str, int], dtypes: Mapping[str, Any] = SINGLE
 ) -> Arrays:
-    """The results of a call, forward and backward, by name: `out`, `lse` and the module's other outputs; where it has a
-    backward also `dq`, `dk`, `dv`, and `d_NAME` of each input that is learned; with tangents of its arguments also
-    `tangent_out`, `tangent_lse` and the like.
+    """The results of a call, forward and backward, by name: `out`, `lse` and the module's other outputs; with a
+    backward also `dq`, `dk`, `dv`, and `d_NAME` for each input that gets a gradient; with tangents of its arguments
+    also `tangent_out`, `tangent_lse` and so on. Raises OutsideTensor if a kernel accesses memory outside a tensor.
 
-    inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; where there is a backward, `grad_out`
-    [B, Hq, Nq, D_V] and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none, and so `grad_entropy` where the module has that
-    output; `scale`; what the mask and modifiers read by the names of the module's inputs, and what Python derives of
-    these; `block_mask` [B or 1, Hq or 1, Tq, Tk] where the module has one; `seed` and `threshold` with dropout;
-    `splits`, of groups of heads; `fused`, 1 for the backward in one pass, where there is one; for forward mode `tq`,
-    `tk` and `tv`, and `tNAME` of each input that is learned. `need_q`, `need_kv` and `need_inputs` say which gradients
-    the call needs, all of them by default; others have no elements.
-    tiles: BLOCK_Q and BLOCK_KV; dtypes: SINGLE or DOUBLE. Raises OutsideTensor where a kernel leaves a tensor.
+    inputs: `q` [B, Hq, Nq, D_QK], `k` [B, Hkv, Nk, D_QK], `v` [B, Hkv, Nk, D_V]; with a backward, `grad_out` [B, Hq,
+    Nq, D_V] and `grad_lse` [B, Hq, Nq], or [B, Hq, 0] for none, and likewise `grad_entropy` if the module has that
+    output; `scale`; the tensors and numbers that the mask and modifiers read, by the names of the module's inputs, and
+    the tensors that Python derives from them; `block_mask` [B or 1, Hq or 1, Tq, Tk] if the module takes one; `seed`
+    and `threshold` with dropout; `splits`, of groups of heads; `fused`, 1 for the fused backward, if there is one; for
+    forward mode `tq`, `tk` and `tv`, and `tNAME` for each input that gets a gradient. `need_q`, `need_kv` and
+    `need_inputs` say which gradients the call needs, by default all; the others have no elements.
+    tiles: BLOCK_Q and BLOCK_KV.
+    dtypes: SINGLE or DOUBLE.
     """
     threshold = inputs.get("threshold", 0)
     given: Arrays = {"need_q": True, "need_kv": True, "need_inputs": True, "SEED": inputs.get("seed", 0)}
@@ -104,9 +108,10 @@ def execute_host(
 ) -> Arrays:
     """The results of one host program, by name.
 
-    given: its arguments by their names, and maybe more; tiles: BLOCK_Q and BLOCK_KV of every kernel; dtypes: SINGLE or
-    DOUBLE; chosen: numbers by name that stand for what the program computes of the number of multiprocessors, which is
-    1 here.
+    given: its arguments by name, and possibly more.
+    tiles: BLOCK_Q and BLOCK_KV of every kernel.
+    dtypes: SINGLE or DOUBLE.
+    chosen: numbers by name that replace those that the program computes from the number of SMs, which is 1 here.
     """
     values: Values = {a.name: np.asarray(given[a.name], dtypes[a.type.dtype])[()] for a in host.args}
     values |= {a.name: int(values[a.name]) for a in host.args if a.name in SIZES}
@@ -115,8 +120,8 @@ def execute_host(
 
 
 def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int]) -> dict[str, int]:
-    """Every size by name: those that dimensions of arguments name, and those that follow from others."""
-    sizes = {**module.widths, "processors": 1}
+    """Every size by name: those of the arguments' dimensions, and those that follow from them."""
+    sizes = {**module.widths, "num_sms": 1}
     sizes |= {name: x for name, x in values.items() if name in SIZES}
     for arg in host.args:
         for dim, length in zip(arg.type.dims, np.shape(values[arg.name]), strict=True):
@@ -126,11 +131,9 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
                 )
     if {"Hq", "Hkv"} <= sizes.keys():
         sizes["group"] = sizes["Hq"] // max(1, sizes["Hkv"])
-        sizes["Gq"] = sizes["group"] * sizes["Nq"]  # rows of a tile that packs the queries of a group
-        lines = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles[
-            "BLOCK_KV"
-        ] + 1  # that sums of a tile by distance take (see Store)
-        sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * lines, "Nd": sizes["Nq"] + sizes.get("Nk", 0)}
+        sizes["Gq"] = sizes["group"] * sizes["Nq"]
+        rows = (tiles["BLOCK_Q"] + tiles["BLOCK_KV"] - 2) // tiles["BLOCK_KV"] + 1  # of a tile's sums by distance
+        sizes |= {"Td": -(-sizes["Nq"] // tiles["BLOCK_Q"]) * rows, "Nd": sizes["Nq"] + sizes.get("Nk", 0)}
         if module.blocks:
             sizes |= {"Tq": -(-sizes["Nq"] // module.blocks.size), "Tk": -(-sizes["Nk"] // module.blocks.size)}
             sizes["Ts"] = sizes["Tk"] * (module.blocks.size // STRIP)
@@ -138,10 +141,9 @@ def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int])
 
 
 class _Run:
-    """The ops of one host program. The method that has the name of an op's kind gives the op's value; see ir/host.py
-    for each.
+    """Runs the ops of one host program. The method named after an op's kind returns the op's value; see ir/host.py.
 
-    `values` holds, by name, all that a place in the program knows; a branch gets a copy.
+    `values` holds everything that is known at a place in the program, by name; a branch gets a copy.
     """
 
     def __init__(
@@ -150,11 +152,11 @@ class _Run:
         self.module, self.host, self.tiles, self.dtypes, self.chosen = module, host, tiles, dtypes, chosen
 
     def block(self, name: str, values: Values) -> Arrays:
-        """Run a block's ops; what it yields."""
+        """Run a block's ops, and return what it yields."""
         for op in self.host.block(name).ops:
             match op:
                 case Arg():
-                    pass  # its value is there from the start
+                    pass  # arguments have their values from the start
                 case Yield():
                     return {field: values[ref] for field, ref in op.values}
                 case If() | CutBlocks() | ListBlocks():
@@ -176,10 +178,10 @@ class _Run:
 
     def _alloc(self, op: Alloc, values: Values) -> np.ndarray:
         if not value(op.where, values):
-            if op.otherwise:  # one split: the tensor itself is the part
+            if op.otherwise:  # one split: the tensor is its partial result
                 return np.expand_dims(values[op.otherwise], 2)
             return np.empty((0,) * len(op.type.dims), self.dtypes[op.type.dtype])
-        if "*" in op.type.dims:  # parts of a gradient, one for each element of an input
+        if "*" in op.type.dims:  # partial gradients, one for each element of an input
             source = next(x.input.upper() for x in self.module.learned if x.parts == op.name)
             shape = values[source].shape
         else:
@@ -190,7 +192,7 @@ class _Run:
         if op.like is None:
             return np.full(shape, fill, dtype)
         strides = values[op.like].strides
-        order = sorted(range(len(shape)), key=lambda d: -strides[d])  # of its dimensions in memory
+        order = sorted(range(len(shape)), key=lambda d: -strides[d])  # the dimensions from the outermost in memory
         laid_out = np.full([shape[d] for d in order], fill, dtype)
         return laid_out.transpose(np.argsort(order))
 
@@ -198,12 +200,12 @@ class _Run:
         source, shape = values[op.src], self.shape(op.type, values)
         if op.by == "expand":
             return np.broadcast_to(source, shape)
-        if op.by in COLUMNS:
+        if op.by in COLUMN_VIEWS:
             width = shape[-1]
             return source[..., :width] if op.by == "first_columns" else source[..., -width:]
         seen = source.reshape(shape)
         if op.fresh and not np.shares_memory(seen, source):
-            seen.fill(np.nan)  # it is a copy, and room for results
+            seen.fill(np.nan)  # a copy, which only gives room for results
         return seen
 
     def _copy(self, op: Copy, values: Values) -> None:
@@ -223,18 +225,18 @@ class _Run:
             if arg.name in tensors.keys() - unwanted:
                 self.must_fit(op, arg, tensors[arg.name], known)
         grid = {str(s): known[str(s)] for axis in kernel.grid for s in axis.extent.free_symbols if str(s) in known}
-        made = WarpSpecializedLaunch if kernel.backend else None
-        execute_kernel(
-            self.module, _without(kernel, unwanted), tensors, {**grid, **passed}, self.tiles, self.dtypes, made
-        )
+        launch_class = WarpSpecializedLaunch if kernel.backend else None
+        launched = _without(kernel, unwanted)
+        execute_kernel(self.module, launched, tensors, {**grid, **passed}, self.tiles, self.dtypes, launch_class)
 
     def must_fit(self, op: Launch, arg: Arg, x: np.ndarray, known: Values) -> None:
-        """Raise where a tensor has not the dimensions that the kernel declares; one of any length has what it has."""
+        """Raise if a tensor does not have the dimensions that the kernel declares; dimensions of any length fit."""
         expected = [known.get(d, int(d) if d.isdigit() else None) for d in arg.type.dims]
         if len(expected) != x.ndim or any(length not in (None, have) for length, have in zip(expected, x.shape)):
             dims = ", ".join(arg.type.dims)
             raise AttngenError(
-                f"host @{self.host.name}: @{op.kernel} is given %{arg.name} with shape {list(x.shape)}; expected [{dims}]"
+                f"host @{self.host.name}: @{op.kernel} is given %{arg.name} with shape {list(x.shape)}; "
+                f"expected [{dims}]"
             )
 
     # ------------------------------------------------------------------ arithmetic of tensors
@@ -263,9 +265,9 @@ class _Run:
         return found
 
     def _sum_distances(self, op: SumDistances, values: Values) -> np.ndarray:
-        """Each sum is added where the table was read for it: nowhere, if that is outside the table."""
+        """Add each sum to the table's element that was read for it; sums for reads outside the table are dropped."""
         found = np.zeros(values[op.like].shape, self.dtypes[op.type.dtype])
-        sums = values[op.value].sum(2)  # [B, Hq, Nd]: over the lines that tiles have stored
+        sums = values[op.value].sum(2)  # [B, Hq, Nd]: over the rows that tiles have stored
         b, h, _ = np.indices(sums.shape, sparse=True)
         places = {
             **values,
@@ -290,8 +292,8 @@ class _Run:
         return {"seen": visible > 0, "full": (visible == size**2) & inside[:, None]}
 
     def _list_blocks(self, op: ListBlocks, values: Values) -> Arrays:
-        """Of each row of blocks: the numbers of the full ones, of others that are seen, of the rest; how many come
-        before each block."""
+        """For each row of blocks: the numbers of the full blocks, then of the other visible ones, then of the rest; and
+        how many blocks come before each."""
         seen = values[op.src]
         full = values[op.full] if op.full else np.zeros_like(seen)
         if op.own == "kv":
@@ -302,13 +304,12 @@ class _Run:
 
 
 def _before(listed: np.ndarray) -> np.ndarray:
-    """How many blocks of a row are listed before each block, and before its end."""
+    """How many blocks of a row are listed before each block, and before the row's end."""
     return np.pad(listed.cumsum(3), ((0, 0), (0, 0), (0, 0), (1, 0)))
 
 
 def _without(kernel: Kernel, parts: set[str]) -> Kernel:
-    """The kernel without what it stores to some tensors, as it is compiled for calls that need no gradients of
-    inputs."""
+    """The kernel without its stores to some tensors, as it is compiled for calls that need no gradients of inputs."""
 
     def change(_: str, op: Op) -> Iterator[Op]:
         stores = isinstance(op, (Store, Scatter)) and _tensor(kernel, op.dst.tensor) in parts

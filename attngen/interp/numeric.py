@@ -1,6 +1,6 @@
 """The value of an IR expression on NumPy: numbers in, a number out; arrays in, an array out.
 
-Integers stay integers and divide downwards, as Python's do. This is the meaning that a backend's printer has to keep.
+Integers stay integers and floor-divide, as in Python. This is the meaning that a backend's printer has to keep.
 """
 
 from __future__ import annotations
@@ -34,30 +34,27 @@ from attngen.ir.expr import (
     sigmoid,
     sin,
     sqrt,
-    to_text,
 )
+from attngen.ir.expr_text import to_text
 
 Function = Callable[[Mapping[str, Any]], Any]
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    """Whole powers as products, negative ones as one over these; any other power of a positive number."""
+    """Integer powers as products, negative ones as one over these; any other power of a positive number."""
     if not isinstance(exponent, int):
         return np.power(base * 1.0, exponent)
-    return (
-        base**exponent if exponent >= 0 else np.divide(1.0, base**-exponent)
-    )  # of 0 it is an infinity, as of an array with zeros
+    return base**exponent if exponent >= 0 else np.divide(1.0, base**-exponent)  # 0 gives inf, in arrays too
 
 
 def _whole(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that makes integers of real numbers; what is beyond 2**30 counts as that, and what is no number as
-    the least."""
+    """A function that makes integers from real numbers, saturated at 2**30; NaN becomes -2**30."""
     return lambda x: rounded(
         np.clip(np.nan_to_num(np.asarray(x, np.float64), nan=-(2.0**30)), -(2.0**30), 2.0**30 - 64)
     ).astype(np.int64)
 
 
-# Functions of any number of arguments, from left to right, by what they do with two.
+# Functions of any number of arguments, which are combined from left to right by these functions of two.
 PAIRS: dict[Any, Callable[[Any, Any], Any]] = {
     sympy.Add: operator.add,
     sympy.Mul: operator.mul,
@@ -116,7 +113,7 @@ def compiled(e: Expr) -> Function:
     if e.func not in FUNCTIONS:
         raise AttngenError(f"`{to_text(e)}` has no value: `{e.func.__name__}` is no function of the IR")
     function, args = FUNCTIONS[e.func], tuple(map(compiled, e.args))
-    if len(args) == 2:  # nearly all: a call of fixed arguments takes half the time
+    if len(args) == 2:  # nearly all functions: a call with a fixed number of arguments takes half the time
         first, second = args
         pair = PAIRS.get(e.func, function)
         return lambda values: pair(first(values), second(values))

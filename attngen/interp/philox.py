@@ -1,4 +1,4 @@
-"""Which scores dropout keeps, on NumPy: what the op `keep` means."""
+"""Dropout masks on NumPy: the meaning of the op `dropout_mask`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ HALF = np.uint64(32)
 
 
 def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32 of seven rounds (Salmon et al. 2011): four random words of 32 bits from a counter of four and a key
-    of two, as uint64."""
+    """Philox4x32 with seven rounds (Salmon et al. 2011): four random 32-bit words from a counter of four words and a
+    key of two, as uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(7):
@@ -21,16 +21,17 @@ def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.nda
 
 
 def keep_scores(seed: int, b: int, h: int, q: np.ndarray, kv: np.ndarray, threshold: int) -> np.ndarray:
-    """Bool, of the shape that positions `q` and `kv` broadcast to: which scores of a sequence and a query head are
-    kept.
+    """The dropout mask of a sequence and a query head: a bool array of the shape that the positions `q` and `kv`
+    broadcast to.
 
-    16 scores, whose q and kv differ in bits 0 and 3 alone, share a call of Philox. Bit 0 of q and of kv say which word
-    a score takes: the second or first one if q is even, the fourth or third one if it is odd. Bit 3 of q and of kv say
-    by how many bytes the word is rotated to the left. Its upper half is the score's draw. The score is kept where this
-    reaches `threshold`, in 65536ths.
+    16 scores whose q and kv differ only in bits 0 and 3 share a call of Philox. Bit 0 of q and of kv select the word of
+    a
+    score: the second or first one if q is even, the fourth or third one if it is odd. Bit 3 of q and of kv say by how
+    many bytes the word is rotated to the left. Its upper half is the score's random number. The score is kept if this
+    is at least `threshold`, in 65536ths.
 
-    The four scores of a word share its four bytes: the low byte of a draw is the high byte of another. So (q, kv) and
-    (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated, by at most 1 / 256. All others are independent.
+    The four scores of a word share its four bytes: the low byte of one random number is the high byte of another. So
+    (q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated, by at most 1 / 256. All others are independent.
     """
     q, kv = np.broadcast_arrays(q, kv)
     low, high = seed % 2**32, (seed >> 32) % 2**32
@@ -38,6 +39,6 @@ def keep_scores(seed: int, b: int, h: int, q: np.ndarray, kv: np.ndarray, thresh
     c0, c1, c2, c3 = philox((np.uint64(h), shared[0], np.uint64(b), shared[1]), (low, high))
     word = np.choose(2 * (q & 1) + (kv & 1), [c1, c0, c3, c2])
     left = (24 - 16 * (q >> 3 & 1) - 8 * (kv >> 3 & 1)).astype(np.uint64)
-    drawn = (word << left | word >> (np.uint64(32) - left)) >> np.uint64(16) & np.uint64(0xFFFF)
-    kept: np.ndarray = drawn.astype(np.int64) >= threshold
+    random = (word << left | word >> (np.uint64(32) - left)) >> np.uint64(16) & np.uint64(0xFFFF)
+    kept: np.ndarray = random.astype(np.int64) >= threshold
     return kept

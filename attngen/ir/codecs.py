@@ -1,4 +1,4 @@
-"""How the fields of ops are written: a codec, which prints and parses, for each kind of value."""
+"""How the fields of ops are written as text: for each field a codec, which prints and parses its values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from attngen.errors import IRError
-from attngen.ir.expr import parse, to_text
-from attngen.ir.ops import Access, Fact, Type
+from attngen.ir.core import Access, Fact, Type
+from attngen.ir.expr_text import parse, to_text
 
 
 def print_type(t: Type) -> str:
@@ -119,7 +119,7 @@ _CODECS: dict[str, Codec] = {
     **dict.fromkeys(
         ("a", "b", "acc", "value", "s", "m", "scale", "shift", "seed", "threshold", "keep", "pages", "columns_of"), _REF
     ),
-    **dict.fromkeys(("listed", "tile_indices", "round_robin", "pipeline", "beside", "page"), _REF),
+    **dict.fromkeys(("listed", "tile_indices", "round_robin", "pipeline", "metadata_of", "page"), _REF),
     **dict.fromkeys(("staging", "base", "rows"), _REF),
     **dict.fromkeys(("uses", "values", "carry"), _USES),
     **dict.fromkeys(("expr", "where", "unswitch", "other", "head", "tile", "stages", "order", "most"), _EXPR),
@@ -146,7 +146,7 @@ _CODECS: dict[str, Codec] = {
         (
             "score",
             "recompute",
-            "draws",
+            "fetches",
             "reversed",
             "kept",
             "in_order",
@@ -184,11 +184,12 @@ _BY_KIND: dict[str, dict[str, Codec]] = {
     "work_loop": {"of": (lambda v: f"@{v}", parse_word)},
     "init": {"value": _EXPR},
     "pipelined_loop": {"partial": _RANGES, "full": _RANGES, "instance_partial": _RANGES},
-    "producer_store": {"beside": _USES},
+    "producer_store": {"metadata": _USES},
+    "read_metadata": {"tile": _REF},
     "sum": {"over": _WORDS},
     **dict.fromkeys(("seed", "list_position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
 }
-# What a mask and modifiers mean, as the header has it: word, and field of Meaning.
+# Words of the header's lines `mask` and `score` -> fields of Meaning.
 MASKS = {"where": "where", "by_key": "by_key", "known": "known"}
 SCORES = {"expr": "score", "sink": "sink"}
 MEANING: dict[str, Codec] = {
@@ -198,13 +199,13 @@ MEANING: dict[str, Codec] = {
 
 
 def codecs_of(kind: str) -> dict[str, Codec]:
-    """How the fields of an op are written: the value of an init is a number, say, and the source of a view a whole
-    value."""
+    """The codec of each field of an op, by name. Some kinds override a field's codec: the value of an init is a number,
+    for example, and the source of a view is a whole value."""
     return {**_CODECS, **_BY_KIND.get(kind, {})}
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Split at separators outside any bracket."""
+    """Split at separators outside brackets."""
     parts, depth, current = [], 0, ""
     for c in text:
         depth += (c in "([") - (c in ")]")

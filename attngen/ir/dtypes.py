@@ -1,4 +1,4 @@
-"""One table of the element types that q, k and v can have, and of those of their results."""
+"""The element types of q, k and v, and the element types of outputs and caches."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import NamedTuple
 
 
 class Element(NamedTuple):
-    """An element type. Its key in ELEMENTS is what specs call it, and signatures of kernels that Triton compiles.
+    """An element type. Its key in ELEMENTS is its name in specs and in the signatures of kernels that Triton compiles.
 
-    bytes: of one element.
+    bytes: bytes of one element.
     torch: its name in torch.
-    products: how products of it are computed. Empty where the module's precision says (`ieee` or `tf32`).
+    products: how its matrix products are computed; empty if the module's precision says (`ieee` or `tf32`).
     rate: the peak rate of such products, by its name in devices.py.
-    is_interpreted: Triton's interpreter can multiply it.
-    results: the element type of outputs, by its key, of q, k and v of this one. Empty where it is the same.
-    trains: there is a backward in it. One that has other results, or `weights`, has none.
-    weights: where it has too few numbers near zero for the softmax's weights, which are at most 1, these are multiplied
-    by 2**weights
-        before they are cast to it, and the output is divided by that again.
+    is_interpreted: whether Triton's interpreter can multiply it.
+    results: the element type of outputs, by its key; empty if it is the same.
+    trains: whether it has a backward. A type with other `results`, or with `weights`, has none.
+    weights: for a type with too little range near zero for softmax weights, which are at most 1: these are multiplied
+    by 2**weights before they are cast, and the output is divided by it.
     """
 
     bytes: int
@@ -37,50 +36,49 @@ ELEMENTS: dict[str, Element] = {
     "fp32": Element(4, "float32", "", "fp32"),
 }
 
-# What a cache can hold in place of the element type of q: 8-bit numbers (Micikevicius et al. 2022, "FP8 formats for
-# deep learning"). In kernels two of them, in columns side by side, are one value of 16 bits, which has this type in the
-# IR. Products take them as fp16.
+# 8-bit element types of caches (Micikevicius et al. 2022, "FP8 formats for deep learning") -> their type in the IR. In
+# kernels two of them, in adjacent columns, are packed in one 16-bit value. Products take them as fp16.
 QUANTISED = {"fp8_e4m3": "fp8_e4m3x2"}
-LATENT_GROUP = 128  # columns of a latent that have one factor, as in FlashMLA's cache of 8-bit latents
+LATENT_GROUP = 128  # columns of a latent that share one scale, as in FlashMLA's cache of 8-bit latents
 QUANTISED_TORCH = {"fp8_e4m3": "float8_e4m3fn"}  # their names in torch
 
-# The types of values in the IR, as generated Python names them. `T` is the element type of q, k and v, and of the
-# results unless the table names another one for these. Kernels call that by its key, and fp32 `f32`.
+# The types of values in the IR -> their names in generated Python. `T` is the element type of q, k and v, and of
+# outputs unless ELEMENTS names another one: kernels call that one by its key, and fp32 `f32`.
 TORCH = {"f32": "torch.float32", "i32": "torch.int32", "b1": "torch.bool", "T": "q.dtype"}
 TORCH |= {name: f"torch.{e.torch}" for name, e in ELEMENTS.items() if name != "fp32"}
 
 
 def latent_bytes(latent: int, rope: int) -> int:
-    """Bytes of a row of a cache of 8-bit latents: the numbers of the latent, their factors in fp32, the rotated
-    columns in 16 bits."""
+    """Bytes of a row of a cache of 8-bit latents: the latent's numbers, their fp32 scales, and the rotated columns in
+    16 bits."""
     return latent + 4 * (latent // LATENT_GROUP) + 2 * rope
 
 
 def of_size(dtypes: Iterable[str], elem_bytes: int) -> str:
-    """The first of these element types that has so many bytes."""
+    """The first of these element types with this size in bytes."""
     return next(d for d in dtypes if ELEMENTS[d].bytes == elem_bytes)
 
 
 def by_precision(dtypes: Iterable[str]) -> bool:
-    """Whether products of some of these element types are computed as the module's precision says."""
+    """Whether the module's precision says how products of some of these element types are computed."""
     return any(not ELEMENTS[d].products for d in dtypes if d in ELEMENTS)
 
 
 def result_of(dtype: str) -> str:
-    """The element type of outputs where q, k and v have this one."""
+    """The element type of outputs for q, k and v of this type."""
     return ELEMENTS[dtype].results or dtype
 
 
 def result_type(dtypes: Sequence[str]) -> str:
-    """The IR's type of the outputs of a module for these element types, which agree on it: `T`, or the one that they
-    name."""
+    """The IR's type of a module's outputs: `T`, or the one that its element types name, which is the same for all of
+    them."""
     named = ELEMENTS[dtypes[0]].results if dtypes else ""
     return {"": "T", "fp32": "f32"}.get(named, named)
 
 
 def agree(dtypes: Iterable[str]) -> bool:
     """Whether kernels and schedules are the same for all of these element types: outputs have one type in the IR,
-    weights one factor, and products of as many bytes are computed in one way."""
-    rows = [ELEMENTS[d] for d in dtypes]
-    ways = {(row.bytes, row.products) for row in rows}
-    return len({(row.results, row.weights) for row in rows}) <= 1 and len(ways) == len({size for size, _ in ways})
+    weights one factor, and products of types of the same size are computed in the same way."""
+    elements = [ELEMENTS[d] for d in dtypes]
+    products = {(e.bytes, e.products) for e in elements}
+    return len({(e.results, e.weights) for e in elements}) <= 1 and len(products) == len({size for size, _ in products})

@@ -16,12 +16,13 @@ _h, _hkv, _g, _group = map(symbol, ("h", "hkv", "g", "group"))
 class Sharing:
     """How query heads share K/V heads. K and V are indexed by head, never expanded.
 
-    about: the rule in words, and `heads`: the number of K/V heads, as signatures and docstrings write it.
+    about: the rule in words.
+    heads: the number of K/V heads, as signatures and docstrings write it.
     read: the K/V head that query head `h` reads.
-    owned: the K/V head of a program that owns keys, and `axis`: the axis of its grid that counts them; empty if there
-    is one head.
-    member: the query head that is number `g` of those which read `owned`.
-    kv_heads: (number of query heads, of those in a group) -> number of K/V heads.
+    owned: the K/V head of a program whose program axis is kv.
+    axis: the axis of such a program's grid that counts K/V heads; empty if there is one head.
+    member: the query head with number `g` among those that read `owned`.
+    kv_heads: (number of query heads, number of query heads in a group) -> number of K/V heads.
     """
 
     name: str
@@ -40,8 +41,8 @@ class Sharing:
 
     @property
     def known(self) -> dict[Expr, Expr]:
-        """The name of the K/V head, and what it is in all kernels: `h`, or 0. With several heads in a group it
-        differs between kernels."""
+        """The expression of the K/V head where it is the same in all kernels: `h`, or 0. With several heads in a group
+        it differs between kernels, and the result is empty."""
         return {} if self.counts_group else {_hkv: self.read}
 
     @property

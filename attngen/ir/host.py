@@ -1,9 +1,8 @@
-"""The ops of host programs, on one screen: what Python does at a call to allocate tensors, launch kernels and sum their
-results.
+"""The ops of host programs: what Python does at a call to allocate tensors, launch kernels and sum their results.
 
-`host @forward` gives the output and the LSE, `host @backward` the gradients. `host @count` and `host @lists` find the
-blocks of scores that count. Values have the types of kernels' arguments. A tensor may have no elements. Sizes are
-symbols, as in `Nq`.
+`host @forward` computes the output and the LSE, `host @backward` the gradients. `host @count` and `host @lists` find
+the blocks of scores to visit. Values have the types of kernel arguments; a tensor may have no elements. Sizes are
+symbols, such as `Nq`.
 """
 
 from __future__ import annotations
@@ -15,20 +14,21 @@ from functools import cached_property
 import sympy
 
 from attngen.errors import VerifyError
+from attngen.ir.core import OPERAND, Block, Op, Type, Uses
 from attngen.ir.expr import Bool, Expr
 from attngen.ir.names import DIMS
-from attngen.ir.ops import OPERAND, Arg, Block, Map, Op, Type, Uses, Yield
+from attngen.ir.ops import Arg, Map, Yield
 
 Given = tuple[tuple[str, Expr], ...]  # (size as the kernel names it, its value)
 
 
 @dataclass(frozen=True)
 class Alloc(Op):
-    """A new tensor, not initialised or filled with the number `fill`. With `like`, it is laid out in memory as that
-    tensor is.
+    """Allocate a tensor, uninitialised or filled with the number `fill`.
 
-    where: if the condition is false, nothing is allocated. The value is then a tensor without elements, or, with
-    `otherwise`, that tensor with a dimension of length 1, for parts, after that of heads.
+    like: a tensor whose memory layout the new one gets.
+    where: if the condition is false, nothing is allocated: the result has no elements, or is `otherwise`.
+    otherwise: a tensor that is then the result, with a dimension of length 1, for splits, after that of heads.
     """
 
     type: Type
@@ -40,12 +40,13 @@ class Alloc(Op):
 
 @dataclass(frozen=True)
 class View(Op):
-    """The same elements under another type.
+    """View the elements of `src` under another type. Where its memory layout does not allow a view, the result is a
+    copy.
 
-    by `expand`: dimensions of length 1 are repeated. by `heads`: the dimension Hq becomes two, [Hkv, group]. by
-    `first_columns`, `last_columns`: of the columns of a head those of the latent, D_V, or the others, D_ROPE. by
-    `group`: the queries of all heads of a group become rows of their K/V head, head after head. If the layout in memory
-    does not allow a view, it is a copy; with `fresh`, it is then a new tensor without a copy, for results.
+    by: `expand` repeats dimensions of length 1; `heads` splits the dimension Hq into [Hkv, group]; `group` makes the
+    queries of all heads of a group the rows of their K/V head, head after head; `first_columns` and `last_columns` take
+    the columns of the latent, D_V, or the rotated ones, D_ROPE.
+    fresh: where a copy would be made, the result is instead a new tensor for results, without the elements of `src`.
     """
 
     src: str = field(metadata=OPERAND)
@@ -56,8 +57,8 @@ class View(Op):
 
 @dataclass(frozen=True)
 class Copy(Op):
-    """Copy a `fresh` view's elements back to the tensor `into`, of which it is a view. If no new tensor was made, it
-    does nothing."""
+    """Copy the elements of the `fresh` view `src` back to the tensor `into` that it views. It does nothing if no new
+    tensor was made."""
 
     src: str = field(metadata=OPERAND)
     into: str = field(metadata=OPERAND)
@@ -65,8 +66,8 @@ class Copy(Op):
 
 @dataclass(frozen=True)
 class Launch(Op):
-    """Run a kernel. An argument gets the host's value of its name, unless `args` names another value or `sizes`
-    another size."""
+    """Launch a kernel. Each of its arguments gets the host value of the same name, unless `args` names another value or
+    `sizes` another size."""
 
     kernel: str
     args: Uses = field(default=(), metadata=OPERAND)
@@ -75,11 +76,8 @@ class Launch(Op):
 
 @dataclass(frozen=True)
 class If(Op):
-    """Run the block `then` if some tensor of `of` has elements and the condition holds; otherwise the block `orelse`,
-    if there is one.
-
-    Both blocks yield the same fields, which are its results.
-    """
+    """Run the block `then` if some tensor of `of` has elements and the condition `where` holds, and otherwise the block
+    `orelse`, if there is one. Both blocks yield the same fields, which are the results."""
 
     then: str
     of: tuple[str, ...] = field(default=(), metadata=OPERAND)
@@ -89,7 +87,7 @@ class If(Op):
 
 @dataclass(frozen=True)
 class Sum(Op):
-    """Sum over named dimensions. The result has its dimensions in the order of `type`."""
+    """Sum over the dimensions `over`. The result has its dimensions in the order of `type`."""
 
     value: str = field(metadata=OPERAND)
     over: tuple[str, ...]
@@ -98,8 +96,8 @@ class Sum(Op):
 
 @dataclass(frozen=True)
 class Place(Op):
-    """A tensor shaped as `like`: the value at the place `at`, where `:` means all of a dimension, and zero
-    elsewhere."""
+    """Create a tensor shaped as `like` that is zero except at the index `at`, where it has `value`; `:` in the index
+    means a whole dimension."""
 
     value: str = field(metadata=OPERAND)
     like: str = field(metadata=OPERAND)
@@ -109,9 +107,11 @@ class Place(Op):
 
 @dataclass(frozen=True)
 class SumDistances(Op):
-    """The gradient of a table that is read by distance, kv_idx - q_idx. `value` has a sum for each distance.
+    """Compute the gradient of a table that is read by distance, kv_idx - q_idx: add each sum of `value`, one per
+    distance, to the element that was read for it.
 
-    at: the place at which the table is read: `b`, `h` and one expression in `distance`.
+    like: the table.
+    at: the index at which the table is read: expressions in `b`, `h` and one in `distance`.
     """
 
     value: str = field(metadata=OPERAND)
@@ -122,8 +122,8 @@ class SumDistances(Op):
 
 @dataclass(frozen=True)
 class CutBlocks(Op):
-    """Two masks of blocks, made from the number of visible pairs in each strip of a block: `seen`, some pair is
-    visible, and `full`."""
+    """Compute two masks of blocks from the number of visible pairs in each strip of a block: `seen`, some pair is
+    visible, and `full`, all pairs are."""
 
     src: str = field(metadata=OPERAND)
     type: Type
@@ -134,16 +134,17 @@ class CutBlocks(Op):
 
 @dataclass(frozen=True)
 class ListBlocks(Op):
-    """Lists of blocks for kernels that own tiles of `own`: in each row of blocks, the numbers of those that count, and
-    `rank`s.
+    """Make block lists for kernels with the program axis `own`. For each row of blocks, `list` has the numbers of its
+    blocks, those to visit first, and `rank` the number of listed blocks before each block.
 
-    `src` is a mask of blocks. `full` is a mask of the blocks in which nothing is hidden: these then come first, with a
+    src: a mask of the blocks to visit.
+    full: a mask of the blocks in which nothing is hidden. These then come first in `list`, with ranks of their own,
     `full_rank`.
     """
 
     src: str = field(metadata=OPERAND)
     own: str
-    type: Type  # of the list
+    type: Type
     full: str | None = field(default=None, metadata=OPERAND)
 
     def results(self) -> dict[str, Type]:
@@ -152,7 +153,7 @@ class ListBlocks(Op):
         return {"full_rank": ranks, "rank": ranks, "list": self.type}
 
 
-COLUMNS = {"first_columns": "D_V", "last_columns": "D_ROPE"}  # views of some columns, and how many they have
+COLUMN_VIEWS = {"first_columns": "D_V", "last_columns": "D_ROPE"}  # `by` of a view of some columns -> their dimension
 HOST_OPS: dict[str, type[Op]] = {
     "arg": Arg,
     "alloc": Alloc,
@@ -173,8 +174,7 @@ HOST_KIND = {cls: kind for kind, cls in HOST_OPS.items()}
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """One host program. The block `entry` has its arguments and yields its results; each branch of an `if` has a
-    block of its own."""
+    """A host program. The block `entry` has its arguments and yields its results; each branch of an `if` is a block."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -187,7 +187,7 @@ class Host:
 
     @cached_property
     def by_name(self) -> dict[str, Op]:
-        """Its ops by name. Raises VerifyError if two ops have one name."""
+        """Its ops by name. Raises VerifyError if two ops have the same name."""
         found: dict[str, Op] = {}
         for op in self.ops():
             if op.name in found:
@@ -201,12 +201,12 @@ class Host:
 
     @cached_property
     def sizes(self) -> set[str]:
-        """The sizes that its arguments' dimensions name, besides widths of heads."""
+        """The sizes that are dimensions of its arguments, without head dimensions."""
         return {d for arg in self.args for d in arg.type.dims if d in DIMS}
 
     @property
     def results(self) -> dict[str, str]:
-        """Its results, by name: references to the values that @entry yields."""
+        """References to the values that @entry yields, by name."""
         last = self.block("entry").ops[-1]
         return dict(last.values) if isinstance(last, Yield) else {}
 
@@ -216,7 +216,7 @@ class Host:
         return dict(last.values) if isinstance(last, Yield) else {}
 
     def type_of(self, ref: str) -> Type:
-        """The type of a value. A field of an `if` has the type of what its first branch yields."""
+        """The type of a value. A field of an `if` has the type of the value that its first branch yields."""
         name, _, member = ref.partition(".")
         op = self.by_name[name]
         if isinstance(op, If):
@@ -224,8 +224,8 @@ class Host:
         return op.results()[member]
 
     def common_launches(self, block: str = "entry") -> list[str]:
-        """The kernels that most calls launch: those in branches for tensors with elements, not in branches for
-        special sizes."""
+        """The kernels that most calls launch: those in branches for tensors with elements, not in branches for special
+        sizes."""
         found: list[str] = []
         for op in self.block(block).ops:
             if isinstance(op, Launch):
@@ -235,7 +235,7 @@ class Host:
         return found
 
     def rewrite(self, change: Callable[[Op], Iterable[Op]]) -> Host:
-        """A host program with every op replaced by those that change(op) gives."""
+        """A host program with every op replaced by the ops that change(op) returns."""
         return replace(
             self, blocks=tuple(replace(b, ops=tuple(n for op in b.ops for n in change(op))) for b in self.blocks)
         )

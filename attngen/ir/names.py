@@ -1,31 +1,30 @@
-"""One table of the names that kernels, host programs and generated code share."""
+"""The names that kernels, host programs and generated code share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Calls keep lengths below 2**29: then a sum of a position, a length and a mask's parameter (below 2**30) has 32 bits.
+# Calls keep lengths below 2**29, so that the sum of a position, a length and a mask's parameter (below 2**30) fits in
+# 32 bits.
 _LONGEST, _MOST_HEADS, _WIDEST_TILE = 2**29 - 1, 2**15 - 1, 2**10
 
 
 class Name(NamedTuple):
-    """A whole number that kernels or host programs know by name.
+    """An integer that kernels or host programs know by name.
 
-    about: what it stands for.
-    math: how formulas write it, as (letter, index). None if they do not.
-    least: 1 if it is never 0, else 0. None if expressions take it for any real number, as they do a name that is not in
-    the table.
-    most: the largest value that it can have in a call. None if no text depends on it.
-    letter: how the stride of a dimension of that size is named, as in `stride_q_h`. Without one it is named by its
-    number.
-    source: how Python computes it from the tensors of a call and the names before it. Empty if it does not.
+    about: its meaning.
+    math: how formulas write it, as (letter, index); None if they do not.
+    least: 1 if it is never 0, else 0; None if expressions take it for any real number, as they do names outside the
+    table.
+    most: the largest value that it can have in a call; None if no text depends on it.
+    letter: the letter for strides of a dimension of that size, as in `stride_q_h`; without one they are numbered.
+    source: the Python expression that computes it from the tensors of a call and earlier names; empty if there is none.
     counts: the size, or the number, that this axis of a grid or this loop over heads counts.
-    word: what specs call it in expressions.
-    uses: `scalar`, kernels take it as an argument; `few`, a model has few values of it, and there is a compiled kernel
-    for each; `dim`,
-        tensors of kernels have a dimension of that size; `everywhere`, every kernel has it, and none takes it as an
-        argument.
+    word: its name in expressions of specs.
+    uses: `scalar`, kernels take it as an argument; `few`, a model has few values of it, and a kernel is compiled for
+    each; `dim`, tensors of kernels have a dimension of that size; `everywhere`, every kernel knows it without an
+    argument.
     """
 
     about: str
@@ -39,7 +38,6 @@ class Name(NamedTuple):
     uses: str = ""
 
     def is_(self, use: str) -> bool:
-        """Whether it has this use."""
         return use in self.uses.split()
 
 
@@ -88,10 +86,10 @@ INTEGERS = {
     "items": Name(
         "parts into which the keys of all sequences are dealt, at most", ("items", ""), 1, None, "i", uses="scalar dim"
     ),
-    "parts": Name("parts of a sequence's keys, each of one program", ("parts", ""), 1, None),
-    "part": Name("number of such a part", ("part", ""), 0, None, counts="parts"),
-    "first_item": Name("parts of the sequences before", None, 0, None),
-    "processors": Name("multiprocessors of the device", None, 1, source="runtime.processors(q.device)"),
+    "num_splits": Name("splits of a sequence's keys, one per program", ("splits", ""), 1, None),
+    "kv_split": Name("number of such a split", ("split", ""), 0, None, counts="num_splits"),
+    "first_item": Name("splits of all sequences before", None, 0, None),
+    "num_sms": Name("SMs of the device", None, 1, source="runtime.num_sms(q.device)"),
     "fused": Name(
         "1 if one kernel computes dQ, dK and dV",
         None,
@@ -106,41 +104,44 @@ INTEGERS = {
     "Ts": Name("strips of blocks along the keys", ("T", "s"), source="Tk * (BLOCK // STRIP)", uses="dim"),
     "Tq1": Name("one more than blocks along the queries", ("T", "q1"), uses="dim"),
     "Tk1": Name("one more than blocks along the keys", ("T", "k1"), uses="dim"),
-    "Td": Name("tiles of queries, each with its part of a sum over distances", uses="dim"),
+    "Td": Name("rows of partial sums by distance, of all tiles of queries", uses="dim"),
     "Nd": Name("distances of a query and a key: Nq + Nk", uses="dim"),
-    # Which program, and which head of its group it has come to.
+    # Programs, and heads that they loop over.
     "b": Name("number of a sequence", ("b", ""), 0, _MOST_HEADS, counts="B", word="b"),
     "h": Name("number of a query head", ("h", ""), 0, _MOST_HEADS, counts="Hq", word="h"),
     "hkv": Name("number of a K/V head", None, 0, _MOST_HEADS, counts="Hkv", word="hkv"),
     "g": Name("number of a query head in its group", None, 0, _MOST_HEADS, counts="group"),
-    "side": Name("where a walk over a sequence starts: 0, at the first key; 1, at the last", None, 0, 1, counts="2"),
-    "halving": Name(
-        "number of a turn of a search, which halves a step that is 2**28 at first", None, 0, 28, counts="29"
-    ),
-    "mirrored": Name("1 where the heads that are taken together go the other way round", None, 0, 1),
+    "side": Name("end of a sequence at which a search starts: 0, the first key; 1, the last", None, 0, 1, counts="2"),
+    "halving": Name("number of a step of a binary search, whose first step is 2**28", None, 0, 28, counts="29"),
+    "reversed_group": Name("1 in the group of heads that runs in reversed order, else 0", None, 0, 1),
     # Positions.
     "q_idx": Name("number of a query", ("q", ""), 0, _LONGEST, uses="everywhere", word="q_idx"),
     "kv_idx": Name("number of a key", ("k", ""), 0, _LONGEST, uses="everywhere", word="kv_idx"),
     "q_start": Name("first query of a program's tile", ("q", "0"), 0, _LONGEST, uses="everywhere"),
     "kv_start": Name("first key of a program's tile", ("k", "0"), 0, _LONGEST, uses="everywhere"),
-    "joined_idx": Name("number of a part of a sequence's keys", ("p", ""), 0, None, uses="everywhere"),
-    "joined_start": Name("first part that a turn joins", ("p", "0"), 0, None, uses="everywhere"),
+    "combined_idx": Name("number of a split of a sequence's keys", ("p", ""), 0, None, uses="everywhere"),
+    "combined_start": Name("first split of a tile that is combined", ("p", "0"), 0, None, uses="everywhere"),
     # Tiles, and what closed forms of their memory name.
     "BLOCK_Q": Name("queries of a tile", ("B", "r"), 1, _WIDEST_TILE, uses="everywhere"),
     "BLOCK_KV": Name("keys of a tile", ("B", "c"), 1, _WIDEST_TILE, uses="everywhere"),
-    "BLOCK_PARTS": Name("parts that a turn joins", ("B", "p"), 1, uses="everywhere"),
-    "OWN_QK": Name(
-        "columns of a sum over q or k that a program has; on chip, a power of two", ("o", "qk"), 1, uses="everywhere"
+    "BLOCK_SPLITS": Name("splits of a tile that is combined", ("B", "p"), 1, uses="everywhere"),
+    "SPLIT_QK": Name(
+        "columns of a program's part of a head of q and k, if programs split it; on chip, a power of two",
+        ("o", "qk"),
+        1,
+        uses="everywhere",
     ),
-    "OWN_V": Name("columns of a sum over v that a program has", ("o", "v"), 1, uses="everywhere"),
+    "SPLIT_V": Name(
+        "columns of a program's part of a head of v, if programs split it", ("o", "v"), 1, uses="everywhere"
+    ),
     "D_QK": Name("columns of a head of q and k; on chip, the next power of two", ("d", "qk"), 1, uses="everywhere"),
     "D_V": Name("columns of a head of v; on chip, the next power of two", ("d", "v"), 1, uses="everywhere"),
     "D_ROPE": Name("columns of a head of q and k that the latent lacks", ("d", "rope"), 1, uses="everywhere"),
     "PAIRS_QK": Name(
-        "pairs of columns of a head of k, of which a cache holds both in 16 bits", ("p", "qk"), 1, uses="everywhere"
+        "pairs of columns of a head of k, each packed in 16 bits of a cache", ("p", "qk"), 1, uses="everywhere"
     ),
     "PAIRS_V": Name("pairs of columns of a head of v", ("p", "v"), 1, uses="everywhere"),
-    "GROUPS_V": Name("groups of columns of a latent, each of which has one factor", ("g", "v"), 1, uses="everywhere"),
+    "GROUPS_V": Name("groups of columns of a latent, each with one scale", ("g", "v"), 1, uses="everywhere"),
     "D_QK_PAD": Name("the next power of two", None, 1),
     "D_ROPE_PAD": Name("the next power of two", None, 1),
     "D_V_PAD": Name("the next power of two", None, 1),
@@ -150,21 +151,22 @@ INTEGERS = {
     "elem": Name("bytes of an element of q, k and v", ("elem", ""), 1),
     "stages": Name("tiles in flight along a loop", ("stages", ""), 1),
 }
-AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}  # of grids, and loops over heads: what each counts
+# Axes of grids, and of loops over heads -> the size that each counts.
+AXES = {name: n.counts for name, n in INTEGERS.items() if n.counts}
 SIZES = tuple(name for name, n in INTEGERS.items() if n.is_("scalar"))  # scalars that the tensors' shapes give
-DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # of tensors, besides head dimensions
-ROWS = frozenset(name for name in DIMS if INTEGERS[name].letter == "n")  # of these, those that count queries or keys
-SHARES = {
-    axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source
-}  # of grids, see ir/split_axes.py
+DIMS = frozenset(name for name, n in INTEGERS.items() if n.is_("dim"))  # dimensions of tensors, except head dimensions
+ROWS = frozenset(name for name in DIMS if INTEGERS[name].letter == "n")  # dimensions that count queries or keys
+# Axes of grids along which programs split a loop (see ir/split_axes.py) -> their sizes.
+SHARES = {axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source}
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program
-ROW_AXES = ("q", "kv", "joined")  # letters of indices whose tiles may pass the end
-# a dimension `Nq/32` has one element for every 32 queries; the last block may be shorter
+ROW_AXES = ("q", "kv", "combined")  # index letters of axes whose last tile may extend past the end
+# A dimension `Nq/32` has one element per 32 queries; the last block may be shorter.
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"
+# Functions of expressions, defined in ir/expr.py.
 CALLED = (
     *("floordiv", "cdiv", "select", "clamp", "exp2", "log2", "exp", "log", "tanh", "sigmoid", "sqrt", "erf", "sin"),
     *("cos", "bitand", "bitor", "bitxor", "divisor", "portion", "floor", "nearest", "trunc", "abs", "min", "max"),
-)  # functions of expressions; `ir.expr` says what they are
+)
 
 SHAPES = {
     "Q": ("B", "Hq", "Nq", "D_QK"),
@@ -184,8 +186,8 @@ SHAPES = {
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
     "DQ_SEMAPHORE": ("B", "Hq", "Nq"),
     "DKDV_SEMAPHORE": ("B", "Hkv", "split_pairs", "Nk"),
-    "DK_PARTS": ("B", "Hkv", "splits", "Nk", "D_QK"),
-    "DV_PARTS": ("B", "Hkv", "splits", "Nk", "D_V"),
+    "DK_PARTIAL": ("B", "Hkv", "splits", "Nk", "D_QK"),
+    "DV_PARTIAL": ("B", "Hkv", "splits", "Nk", "D_V"),
     "CACHE_SEQLENS": ("B",),
     "PAGE_TABLE": ("B", "max_pages"),
     "K_NEW": ("B", "Hkv", "Nn", "D_QK"),
@@ -200,63 +202,55 @@ SHAPES = {
     "DENTROPY2": ("B", "Hq", "Nq"),
     "MAX_SCORE": ("B", "Hq", "Nq"),
     "KEY_MASS": ("B", "Hq", "Nk"),
-    "O_PARTS": ("Hkv", "items", "Nq", "D_V"),
-    "LSE2_PARTS": ("Hkv", "items", "Nq"),
-    "MAX_PARTS": ("Hkv", "items", "Nq"),
-    "SUM_PARTS": ("Hkv", "items", "Nq"),
+    "O_PARTIAL": ("Hkv", "items", "Nq", "D_V"),
+    "LSE2_PARTIAL": ("Hkv", "items", "Nq"),
+    "MAX_PARTIAL": ("Hkv", "items", "Nq"),
+    "SUM_PARTIAL": ("Hkv", "items", "Nq"),
 }
-CACHED = ("K", "K_ROPE", "V")  # what kernels read of a cache of keys and values
-PAIRS = "split_pairs"  # of programs that share the query heads of a group
-GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # and the tensors whose shapes they have
-TANGENTS = {f"t{x}": x for x in ("Q", "K", "V", "O", "LSE", "ENTROPY")}  # and these, of forward mode
+CACHED = ("K", "K_ROPE", "V")  # tensors that kernels read from a KV cache
+PAIRS = "split_pairs"  # number of pairs of programs that split the query heads of a group
+GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # gradient -> the tensor whose shape it has
+TANGENTS = {f"t{x}": x for x in ("Q", "K", "V", "O", "LSE", "ENTROPY")}  # tangent -> the tensor whose shape it has
 SHAPES |= {x: SHAPES[of] for x, of in (GRADIENTS | TANGENTS).items()}
-# How generated Python calls tensors that it does not name by their small letters.
+# Tensors -> their names in generated Python, where these are not the lower-case names.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse", "dENTROPY": "grad_entropy"}
 VARIABLES |= {"tO": "tangent_out", "tLSE": "tangent_lse", "tENTROPY": "tangent_entropy"}
-# What calls can give beside the output, by the names that specs know, with their tensors: numbers of each query from
-# the forward, of which FLAT ones have no gradient, and come last; and of each key, by a kernel of its own.
+# Outputs that calls can request besides `out`, by their names in specs, with their tensors. The forward computes
+# numbers per query, of which FLAT ones have no gradient and come last; a separate kernel computes numbers per key.
 OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
 FLAT, OF_KEYS = ("max_score",), ("key_mass",)
-# From what kernels recompute weights, with scores: the LSE; where one fp32 number is too coarse for it, as for fp32
-# arguments, the maximum to base 2 and one over the sum of weights at that, which are +inf and 0 for a query that sees
-# no key.
-LSE, SUMS = ("LSE",), ("M_ALL", "INV_L_ALL")
-# By what parts of a row's keys are joined: each part's LSE to base 2; or, for fp32, its maximum to base 2 and its sum
-# of weights at that.
-LSE_OF_PARTS, SUMS_OF_PARTS = ("LSE2_PARTS",), ("MAX_PARTS", "SUM_PARTS")
+# The tensors from which, with scores, kernels recompute weights: the LSE; or, where one fp32 number is too coarse for
+# it, as for fp32 arguments, the base-2 maximum and one over the sum of weights relative to it, which are +inf and 0 for
+# a query that sees no key. The rounding of the LSE is a relative error of each weight, 3e-5 for an LSE of a thousand;
+# products of 16-bit operands have larger errors.
+LSE, ROW_STATS = ("LSE",), ("M_ALL", "INV_L_ALL")
+# The tensors by which the splits of a row's keys are combined: the base-2 LSE of each split; or, for fp32, its base-2
+# maximum and its sum of weights relative to it.
+LSE_PARTIALS, SUM_PARTIALS = ("LSE2_PARTIAL",), ("MAX_PARTIAL", "SUM_PARTIAL")
 STATISTICS = (
-    *("LSE", "LSE2", *SUMS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTS", *SUMS_OF_PARTS),
+    *("LSE", "LSE2", *ROW_STATS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTIAL", *SUM_PARTIALS),
     *("ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE", "KEY_MASS"),
     *("tLSE", "tENTROPY"),
 )
-SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # of what a cache holds in 8 bits
-FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTS", *SCALES.values())
+SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # tensor of an 8-bit cache -> its scales
+FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTIAL", *SCALES.values())
 INT32 = ("DQ_SEMAPHORE", "DKDV_SEMAPHORE", "CACHE_SEQLENS", "PAGE_TABLE")
 SCALARS = {"scale": "f32", **dict.fromkeys(SIZES, "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
-INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # of inputs; `*` is any length
-SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # of what is derived, besides inputs and numbers
-LEARNED = {
-    "b",
-    "h",
-    "hkv",
-    "q",
-    "kv",
-    "entry",
-    "distance",
-    "Nq",
-    "Nk",
-}  # of the places at which a learned input is read
-# Lists of the blocks that count. Tq and Tk are numbers of blocks; ranks[t] blocks of a row come before block t, so
-# there is one rank more (Tq1, Tk1) than there are blocks. Where data says which count, those with nothing to mask come
-# first in a list, with ranks of their own; the ranks of the others count these, too.
+INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # dimensions of inputs; `*` is any length
+SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # arguments of derived tensors, besides inputs and numbers
+# Symbols in the index at which an input with a gradient is read.
+LEARNED = {"b", "h", "hkv", "q", "kv", "entry", "distance", "Nq", "Nk"}
+# Block lists. Tq and Tk are numbers of blocks; rank t is the number of listed blocks before block t, so there is one
+# rank more (Tq1, Tk1) than there are blocks. Where data decides, full blocks come first in a list, with ranks of their
+# own, and the ranks of the others count these too.
 BLOCK_LISTS = {
     "q": {"KV_RANK": ("B", "Hq", "Tq", "Tk1"), "KV_LIST": ("B", "Hq", "Tq", "Tk")},
     "kv": {"Q_RANK": ("B", "Hq", "Tk", "Tq1"), "Q_LIST": ("B", "Hq", "Tk", "Tq")},
 }
 FULL_RANKS = {"q": "KV_FULL_RANK", "kv": "Q_FULL_RANK"}
 
-# Names of the generated module's functions, which inputs may not have: arguments, what host programs make, modules.
+# Names in the generated module's functions that inputs may not have: arguments, values of host programs, modules.
 WRAPPER = {
     "q",
     "k",
@@ -298,18 +292,18 @@ WRAPPER |= {
     "shapes",
     "group",
     "splits",
-    "in_one_pass",
+    "use_fused",
     "queries",
     "device",
     "n_q",
     "n_kv",
 }
 WRAPPER |= {"m_all", "inv_l_all", "m_all_rows", "inv_l_all_rows"}
-WRAPPER |= {"q_rows", "o_rows", "lse_rows", "processors", "dk_parts", "dv_parts", "o_acc", "row_max", "row_sum"}
+WRAPPER |= {"q_rows", "o_rows", "lse_rows", "num_sms", "dk_partial", "dv_partial", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"tq", "tk", "tv", "tangent_out", "tangent_lse"}
-WRAPPER |= {"dq_acc", "dq_turns", "dkdv_turns", "split_pairs", "dk_heads", "dv_heads", "fused"}
+WRAPPER |= {"dq_acc", "dq_semaphore", "dkdv_semaphore", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
-# Names that modules with more outputs than the LSE have besides, in kernels and in functions.
+# Further names, in kernels and functions, in modules with more outputs than the LSE.
 OF_OUTPUTS = {f"{word}{name}{rows}" for name in OUTPUTS for word, rows in (("", ""), ("return_", ""), ("", "_rows"))}
 OF_OUTPUTS |= {
     "tangent_entropy",
@@ -323,7 +317,7 @@ OF_OUTPUTS |= {
 OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "pull", "terms"}
 OF_OUTPUTS |= {"mass", "mass_init", "mass_next"}
 OF_OUTPUTS |= {"e", "e_init", "e_next", "e_tile", "e_sink", "e_all", "grown", "grown_all", "log2_sink"}
-# Names that modules with a cache have besides, in kernels and in functions.
+# Further names, in kernels and functions, in modules with a cache.
 OF_CACHE = {
     "q_latent",
     "q_all_latent",
@@ -339,11 +333,15 @@ OF_CACHE = {
 }
 OF_CACHE |= {
     "splits_of",
+    "total_splits",
+    "passed_splits",
+    "lengths_layout",
+    "plus",
     "split_size",
     "page_of",
     "unit",
     "place",
-    "all_parts",
+    "all_splits",
     *(
         "at",
         "before",
@@ -358,11 +356,11 @@ OF_CACHE |= {
         "most",
         "n",
         "pages",
-        "parts",
+        "num_splits",
         "passed",
         "row",
     ),
-    *("busy", "fitting", "there", "total", "turns", "wanted", "work"),
+    *("busy", "fitting", "there", "total", "waves", "wanted", "work"),
     "page",
     "page_ahead",
     "page_of_tile",
@@ -377,10 +375,10 @@ OF_CACHE |= {
     "page_table",
     "k_new",
     "v_new",
-    "o_parts",
-    "lse2_parts",
-    "max_parts",
-    "sum_parts",
+    "o_partial",
+    "lse2_partial",
+    "max_partial",
+    "sum_partial",
     "with_kvcache",
     "of_cache",
     "k_scale",
@@ -399,17 +397,8 @@ OF_CACHE |= {
     "small",
     "number",
 }
-_HALVES = (
-    "acc",
-    "k",
-    "k_columns",
-    "part",
-    "q_columns",
-    "rescaled",
-    "s",
-    "v",
-    "v_columns",
-)  # values that have even and odd columns
+# Values with even and odd columns.
+_HALVES = ("acc", "k", "k_columns", "part", "q_columns", "rescaled", "s", "v", "v_columns")
 OF_CACHE |= {f"{name}_{half}" for name in _HALVES for half in ("even", "odd")} | {
     f"{x}_{of}" for x in "kv" for of in ("pairs", "unit", "size")
 }
@@ -427,48 +416,49 @@ OF_CACHE |= {
     "s_scale",
     "s_unit",
 }
-OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "o_part", "lse2_part", "max_part"}
-OF_CACHE |= {"greatest", "l_parts", "parts_of_keys", "weighed"}
+OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "o_split", "lse2_split", "max_split"}
+OF_CACHE |= {"greatest", "l_partial", "over_splits", "weighed"}
 OF_CACHE |= {
     f"kv_{cls}_{end}{at}"
     for cls in ("full", "partial")
     for end in ("from", "to")
     for at in ("", "_2", "_3", "_4", "_5", "_6")
 }
-# Names of the divided decoding of latents, where roles have halves of the columns, and every other tile of keys.
+# Names in the warp-specialized decode of latents, where each warp group has half of the columns and every other tile of
+# keys.
 _PIECES = ("left", "right", "rope")
 OF_CACHE |= {
-    f"k_{piece}_{turn}_{of}" for piece in _PIECES for turn in ("even", "odd") for of in ("loads", "full", "phase")
+    f"k_{piece}_{parity}_{of}" for piece in _PIECES for parity in ("even", "odd") for of in ("loads", "full", "phase")
 }
 OF_CACHE |= {f"{x}_{piece}_{of}" for x in "lq" for piece in _PIECES for of in ("empty", "phase")}
 OF_CACHE |= {
-    "acc_next_told",
-    "acc_next_told_flight",
-    "alpha_told",
-    "alpha_told_chains",
-    "alpha_told_sums",
+    "acc_next_peer",
+    "acc_next_peer_flight",
+    "alpha_peer",
+    "alpha_peer_partials",
+    "alpha_peer_acc",
     "first_work",
     "k_other",
 }
 OF_CACHE |= {
-    "l_next_told",
+    "l_next_peer",
     "l_other",
     "left_v",
-    "m_told",
-    "p_told",
+    "m_peer",
+    "p_peer",
     "page_even",
     "page_odd",
     "places",
-    "q_other_near",
-    "rescaled_told",
+    "q_other_remat",
+    "rescaled_peer",
 }
-OF_CACHE |= {"right_v", "s_own_flight", "tiles", "v_told"}
-ORDERS = ("q_outer", "kv_outer")  # of loops
+OF_CACHE |= {"right_v", "s_own_flight", "tiles", "v_peer"}
+ORDERS = ("q_outer", "kv_outer")  # of loops; `kv_outer` is that of FlashAttention-1
 DIRECTIONS = ("forward", "backward")
 
 
 def stride_names(tensor: str, dims: Sequence[str]) -> list[str]:
-    """Stride parameters of a tensor: every dimension but the last, which is contiguous."""
+    """Stride parameters of a tensor: every dimension except the last, which is contiguous."""
     letters = [INTEGERS[d].letter if d in INTEGERS else "" for d in dims[:-1]]
     if dims[:1] == ("pages",) and len(dims) == 4:
         letters[-1] = "n"  # a row of the page
@@ -476,11 +466,11 @@ def stride_names(tensor: str, dims: Sequence[str]) -> list[str]:
 
 
 def tensor_dtype(name: str) -> str:
-    """The element type of a tensor that has one in every module."""
+    """The element type of a tensor; `T` unless it is the same in every module."""
     return "f32" if name in FP32 else "i32" if name in INT32 else "T"
 
 
-def block_lists(own: str, from_data: bool) -> dict[str, tuple[str, ...]]:
-    """The tensors, with their dimensions, by which kernels that own tiles of an axis find the blocks to visit."""
-    ranks, *_ = BLOCK_LISTS[own].values()
-    return {FULL_RANKS[own]: ranks, **BLOCK_LISTS[own]} if from_data else {**BLOCK_LISTS[own]}
+def block_lists(axis: str, from_data: bool) -> dict[str, tuple[str, ...]]:
+    """The tensors of block lists, with their dimensions, for kernels with this program axis."""
+    ranks, *_ = BLOCK_LISTS[axis].values()
+    return {FULL_RANKS[axis]: ranks, **BLOCK_LISTS[axis]} if from_data else {**BLOCK_LISTS[axis]}

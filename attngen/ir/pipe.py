@@ -1,14 +1,17 @@
-"""The ops of divided kernels: roles that run beside each other, and pass tiles through rings in shared memory.
+"""The ops of warp-specialized kernels: warp groups that run concurrently and pass tiles through pipelines in shared
+memory.
 
-A divided kernel computes what the kernel of its name does, by the means of one backend. After @entry come its roles:
-the producer has the copy engine fill rings, consumers take tiles from them. Each slot of a ring has two barriers that
-no text names: `full`, which a fill completes and a take awaits, and `free`, which all takers complete when they give
-the tile back, and the next fill of the slot awaits. Slots are used in turn: the n-th fill, and the n-th take of each
-taker, is of slot n % slots.
+A warp-specialized kernel computes what the kernel that it stands in for does, for one backend. After @entry come its
+warp groups: the producer issues TMA loads into pipelines, and consumers read tiles from them. A pipeline is a circular
+buffer. Each of its stages has two barriers, which the text does not name: `full`, completed by a load and awaited by
+consumer_wait, and `empty`, completed when all consumers have released the tile and awaited before the next load into
+that stage. Stages are used in order: the n-th load, and the n-th wait of each consumer, are of stage n % stages.
 
-Products are asynchronous. `issue` starts one, whose result is @flight; `await` waits for it, and so for all that were
-issued before. Copies of a role may issue theirs in turns, so that one computes while the products of another run: see
-Turn.
+Matrix products are asynchronous. `wgmma` starts one, whose result is @flight; `wgmma_wait` waits for it, and so for all
+that were started before it. Instances of a warp group may start theirs alternately (ping-pong), so that one runs its
+softmax while the products of another run: see scheduler_barrier.
+
+Ops that order warp groups and run loops are in ir/pipe_control.py.
 """
 
 from __future__ import annotations
@@ -16,45 +19,48 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from attngen.ir.core import OPERAND, Access, Op, Type, Uses
 from attngen.ir.expr import Expr
-from attngen.ir.ops import KIND, OPERAND, OPS, Access, Loop, Op, Type, Uses
+from attngen.ir.ops import KIND, OPS
+from attngen.ir.pipe_control import (
+    PipelinedLoop,
+    ReloadTile,
+    SchedulerBarrier,
+    SemaphoreAcquire,
+    SemaphoreRelease,
+    WorkLoop,
+)
 
-Ranges = tuple[tuple[Expr, Expr], ...]
-PARTIALS = "PARTIALS"  # dimension of the sums of a row, whose number a backend chooses (see Chains)
+PARTIALS = "PARTIALS"  # dimension of the partial sums of a row, whose number a backend chooses (see partial_reduce)
 PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that say where a tile of keys is
-WHOLE = {"BLOCK_Q": "TILE_Q", "BLOCK_KV": "TILE_KV"}  # dimension of a copy's own rows -> that of those of all copies
-PARTS = {
-    "BLOCK_Q": "PART_Q",
-    "D_QK": "PART_QK",
-}  # dimension -> that of a copy's part of it, where copies divide a product
-HALVES = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see Halve)
+TILE_DIM = {"BLOCK_Q": "TILE_Q", "BLOCK_KV": "TILE_KV"}  # an instance's rows -> the rows of all instances
+# Dimension -> that of an instance's part of it, where instances split a product.
+SLICE_DIM = {"BLOCK_Q": "SLICE_Q", "D_QK": "SLICE_QK"}
+HALF_DIM = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see split_halves)
 
 
 class Types(Protocol):
-    """What knows the types of values: a kernel."""
+    """A kernel, as the source of the types of values."""
 
     def type_of(self, ref: str) -> Type: ...
 
 
 @dataclass(frozen=True)
 class Pipeline(Op):
-    """`stages` buffers of a tile in shared memory. With `each`, every copy of that role has a ring of its own, for its
-    part of the rows.
+    """Declare a pipeline: `stages` buffers of a tile in shared memory. One of `i32[]` passes tile indices (see
+    work_loop).
 
-    All these are filled together, once the slot of each is free. A ring of `i32[]` passes places of tiles (see Work).
-
-    With `columns`, a tile lies in pieces of so many columns, one after another. A product over the columns adds up
-    those of the pieces; one whose own columns they are has its columns in such pieces. Where the last piece reaches
-    beyond the tensor, it ends with zeros.
-
-    With `beside`, it has numbers of keys: as many slots as that ring, each filled, taken and given back with the slot
-    of that ring. One of `i32[]` has the number of the tile there.
-
-    With `counted`, a barrier in shared memory counts who has given a slot back. Named barriers do that for other rings:
-    they are few, and for consumers and the producer alone.
-
-    With `relay`, two roles share tiles through its one slot, and each takes what the other has shared. Nobody waits to
-    write: the program's other waits are such that every tile has been given back when the next one is written.
+    per_instance: a warp group, each instance of which has its own buffers, for its part of the rows. A load fills the
+    buffers of all instances, once the stage of each is empty.
+    columns: a tile is stored in pieces of this many columns, one after another; the last piece is padded with zeros. A
+    product over the columns sums the products of the pieces; a product whose result has these columns has them in such
+    pieces.
+    mbarrier_release: an mbarrier counts the consumers that have released a stage. Other pipelines use named barriers,
+    which are few and work only between consumers and the producer.
+    exchange: two warp groups exchange tiles through the single stage, and each reads what the other has written. No
+    write waits, because the program's other waits ensure that both have released the previous tile.
+    metadata_of: another pipeline, whose tile metadata this one holds: row vectors of the tile's keys, or its index as
+    `i32[]`. It has as many stages, each of which is filled, waited for and released with that pipeline's stage.
     """
 
     type: Type
@@ -63,18 +69,16 @@ class Pipeline(Op):
     columns: int = 0
     mbarrier_release: bool = False
     exchange: bool = False
-    beside: str | None = field(default=None, metadata=OPERAND)
+    metadata_of: str | None = field(default=None, metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class ProducerLoad(Op):
-    """Have the copy engine copy a tile to the ring's next slot, once that is free. Elements out of bounds are 0.
+    """Load a tile of `src` by TMA into the pipeline's next stage, once that is empty. Elements out of bounds are 0, but
+    rows of a cache past the end of the sequence are whatever the cache holds there. A pipeline of metadata is loaded by
+    threads, which do not wait for it; the load of the tile comes next.
 
-    A ring that lies beside another one is filled by threads, which do not wait for it. The fill of that ring's slot
-    comes next.
-
-    Of a cache, rows past the end of the sequence are what lies there. With `page`, that is the number of the page in
-    which the tile is, and the access has no index for pages.
+    page: the number of the page that has the tile. The access then has no index for pages.
     """
 
     pipeline: str = field(metadata=OPERAND)
@@ -84,15 +88,15 @@ class ProducerLoad(Op):
 
 @dataclass(frozen=True)
 class WriteTileIndex(Op):
-    """Write the number of the loop's tile to a ring that lies beside that of the tile. The fill of the tile comes
-    next."""
+    """Write the index of the loop's tile to a pipeline of metadata. The load of the tile comes next."""
 
     pipeline: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class ConsumerWait(Op):
-    """The tile in the ring's next slot, once it is full. It is the taker's until it gives it back."""
+    """Wait until the pipeline's next stage is full. The result is its tile, which the consumer may read until it
+    releases it."""
 
     pipeline: str = field(metadata=OPERAND)
     type: Type
@@ -100,18 +104,22 @@ class ConsumerWait(Op):
 
 @dataclass(frozen=True)
 class ReadMetadata(Op):
-    """The numbers in the slot of a ring that lies beside that of a tile, in registers. The tile is taken, and not
-    given back yet."""
+    """Read the metadata of a tile, a row vector or its index, into registers, after the tile's consumer_wait and before
+    its release.
+
+    pipeline: the pipeline of the metadata.
+    tile: the tile.
+    """
 
     pipeline: str = field(metadata=OPERAND)
-    beside: str = field(metadata=OPERAND)
+    tile: str = field(metadata=OPERAND)
     type: Type
 
 
 @dataclass(frozen=True)
 class LocalLoad(Op):
-    """The numbers of a taken tile, in registers. Of one for each score, in the order of the scores' dimensions,
-    which may be transposed."""
+    """Load a tile that has been waited for from shared memory to registers. A tile with one number per score may be
+    transposed to the order of the scores' dimensions."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -119,25 +127,22 @@ class LocalLoad(Op):
 
 @dataclass(frozen=True)
 class ConsumerRelease(Op):
-    """Give a taken tile back: nothing reads it any more, and its slot is free when all takers have done so."""
+    """Release a tile: this consumer reads it no more, and its stage is empty when all consumers have released it."""
 
     value: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class ZeroOutOfBounds(Op):
-    """Set rows of a taken tile of keys to 0 that are past the end of the sequence: what a cache has there may be no
-    number.
-
-    Only partial tiles have such rows. Others may take the tile after that alone.
-    """
+    """Set the rows of a tile of keys that are past the end of the sequence to 0, because a cache may hold NaN there.
+    Only partial tiles have such rows. Other consumers may read the tile only afterwards."""
 
     value: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class SliceRows(Op):
-    """The copy's own rows of a taken tile that has those of all copies."""
+    """Select the instance's own rows of a tile that has the rows of all instances."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -145,8 +150,8 @@ class SliceRows(Op):
 
 @dataclass(frozen=True)
 class Rematerialize(Op):
-    """The same tile, taken before the loop. Its address is computed in each turn, where registers are too few to
-    keep it."""
+    """A tile that was waited for before the loop, with its address recomputed in each iteration, where registers are
+    too few to keep it."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -154,34 +159,35 @@ class Rematerialize(Op):
 
 @dataclass(frozen=True)
 class ProducerStore(Op):
-    """Write the copy's own part of a tile to the ring's next slot. The slot is full when all copies have.
+    """Write the instance's part of a tile from registers to the pipeline's next stage, which is full when all instances
+    have written theirs. If another warp group consumes the tile, the write first waits until the stage is empty. If the
+    instances themselves do, or the pipeline is an exchange, it does not wait, because the previous tile has been
+    released.
 
-    If another role takes from the ring, it first waits until that has given the slot back. If the copies themselves do,
-    nobody waits: each has given back what was there before it writes. So it is with a ring in relay.
-
-    A role of one copy writes the whole tile. `beside` has rings that lie beside that one, with the rows that are
-    written there.
+    value: the instance's rows; the whole tile if the warp group has one instance.
+    metadata: pipelines of metadata of this one, each with the row vector that is written there.
     """
 
     pipeline: str = field(metadata=OPERAND)
     value: str = field(metadata=OPERAND)
-    beside: Uses = field(default=(), metadata=OPERAND)
+    metadata: Uses = field(default=(), metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class ProducerTail(Op):
-    """Wait until every slot of a ring is free: the last op of a role that fills it, so that no arrival is left
-    unawaited."""
+    """Wait until every stage of a pipeline is empty. It is the last op of the warp group that fills the pipeline, so
+    that no arrival is left without a wait."""
 
     pipeline: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class Wgmma(Op):
-    """Start a matrix product over a named dimension, accumulated in fp32; with an `acc`, added to that. Products finish
-    in this order.
+    """Start the matrix product of `a` and `b` over the dimension `over`, accumulated in fp32. Products finish in the
+    order in which they are started.
 
-    If `acc` is itself in flight, the product goes on from it: one await is for both.
+    acc: a value to which the product is added. If it is itself in flight, the product continues its accumulation, and
+    one wait is for both.
     """
 
     a: str = field(metadata=OPERAND)
@@ -193,10 +199,10 @@ class Wgmma(Op):
 
 @dataclass(frozen=True)
 class WgmmaWait(Op):
-    """The result of a product in flight, once it is there.
+    """Wait for a product in flight and return its result.
 
-    `holds` is its operand in registers, which nothing may overwrite before; of products that go on from one another,
-    that of each.
+    keep_alive: operands in registers that must not be overwritten before the wait: that of the product, and of each
+    product whose accumulation it continues.
     """
 
     value: str = field(metadata=OPERAND)
@@ -206,7 +212,7 @@ class WgmmaWait(Op):
 
 @dataclass(frozen=True)
 class Pack(Op):
-    """A value cast to the tensors' element type, two numbers to a register, in the order in which it is computed."""
+    """Cast a value to the element type of q, k and v, two numbers per register, in the order of its computation."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -214,8 +220,11 @@ class Pack(Op):
 
 @dataclass(frozen=True)
 class ConvertLayout(Op):
-    """The same value, in the registers of other threads: spread as `to`, which is `scores`, `sums`, `chains` or
-    `operand`."""
+    """Convert a value to another register layout without changing it.
+
+    to: `scores` (the accumulator of scores), `sums` (rows of the output accumulator), `chains` (partial sums of rows)
+    or `operand` (a wgmma operand in registers).
+    """
 
     value: str = field(metadata=OPERAND)
     to: str
@@ -224,8 +233,10 @@ class ConvertLayout(Op):
 
 @dataclass(frozen=True)
 class PinBeforeWait(Op):
-    """The same numbers, of rows or of a tile, none negative. What computes them comes before the next await: no
-    compiler moves it past."""
+    """Return `value` unchanged, a row vector or a tile without negative numbers, and keep its computation before the
+    next
+    wgmma_wait: the compiler moves no instruction past it.
+    """
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -233,8 +244,8 @@ class PinBeforeWait(Op):
 
 @dataclass(frozen=True)
 class PinAfterWait(Op):
-    """The same row of numbers. What is computed of it comes after the await before it: no compiler moves it up to
-    where products run."""
+    """Return the row vector `value` unchanged, and keep computations that use it after the preceding wgmma_wait: the
+    compiler does not hoist them to where products are in flight."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -242,11 +253,10 @@ class PinAfterWait(Op):
 
 @dataclass(frozen=True)
 class SoftmaxStats(Op):
-    """What one online softmax update (see SoftmaxStep) computes of rows: m', alpha, and `base`, which weights are
-    measured from.
+    """The row part of an online softmax update (see softmax_step): m', alpha, and `base`, which softmax_weights
+    subtracts. base = scale m' - shift, where m' counts as 0 if the guard holds and the row has seen no key yet.
 
-    base = scale m', or 0 where the guard holds and the row has seen no key yet; less the shift. The weights are
-    2^(scale s - base): see Weigh.
+    shift and guard: as in softmax_step.
     """
 
     s: str = field(metadata=OPERAND)
@@ -262,7 +272,7 @@ class SoftmaxStats(Op):
 
 @dataclass(frozen=True)
 class SoftmaxWeights(Op):
-    """The weights of scores: 2^(scale s - base), with one `base` for each row."""
+    """Compute the weights of scores, 2^(scale s - base), with one `base` per row."""
 
     s: str = field(metadata=OPERAND)
     base: str = field(metadata=OPERAND)
@@ -272,8 +282,7 @@ class SoftmaxWeights(Op):
 
 @dataclass(frozen=True)
 class PartialReduce(Op):
-    """Sums of each row, of which each has its share of the columns: every PARTIALS-th one. Their sum is that of the
-    row."""
+    """Sum each row into PARTIALS partial sums, each over every PARTIALS-th column. Their sum is the row's sum."""
 
     value: str = field(metadata=OPERAND)
     over: str
@@ -282,9 +291,9 @@ class PartialReduce(Op):
 
 @dataclass(frozen=True)
 class ScaledIota(Op):
-    """Numbers of a tile's keys: the number `value` times a key's place in the tile, from 0 on.
+    """Compute `value` times the position of each key in its tile, counted from 0. The result is the same in all tiles.
 
-    They are the same in all tiles. If they are `kept`, registers hold those of all keys but the last eight.
+    kept: registers hold the numbers of all keys except the last eight, which are recomputed for each tile.
     """
 
     value: str = field(metadata=OPERAND)
@@ -294,7 +303,8 @@ class ScaledIota(Op):
 
 @dataclass(frozen=True)
 class SplitHalves(Op):
-    """The two halves of a value along a dimension, the lower half of its positions first. `type` is that of each."""
+    """Split a value along the dimension `over` into `left`, the lower half of its positions, and `right`. `type` is the
+    type of each half."""
 
     value: str = field(metadata=OPERAND)
     over: str
@@ -306,7 +316,7 @@ class SplitHalves(Op):
 
 @dataclass(frozen=True)
 class ConcatHalves(Op):
-    """The value whose halves along a dimension are `a` and `b`."""
+    """Concatenate `a` and `b` along the dimension `over`."""
 
     a: str = field(metadata=OPERAND)
     b: str = field(metadata=OPERAND)
@@ -315,52 +325,14 @@ class ConcatHalves(Op):
 
 
 @dataclass(frozen=True)
-class SchedulerBarrier(Op):
-    """Take turns with the other copies of the role, by one named barrier for each copy; `do` says what:
-
-    start  the last copy passes to copy 0, whose turn comes first; other copies do nothing
-    take   wait until the copy before has passed to this one; that of copy 0 is the last copy
-    pass   hand over to the next copy, without waiting for it
-    end    copy 0 takes once more, so that no pass is left unawaited; other copies do nothing
-    """
-
-    do: str
-
-
-@dataclass(frozen=True)
-class SemaphoreAcquire(Op):
-    """Wait for the program's turn to store tiles (see Merge), or to add to one (see Add): until so many programs have
-    had theirs.
-
-    Each copy of a role with rows takes turns for its own. One whose rows all lie past the end takes none, here and in
-    Raise.
-    """
-
-    semaphore: Access = field(metadata=OPERAND)
-    order: Expr
-
-
-@dataclass(frozen=True)
-class SemaphoreRelease(Op):
-    """Say that this program has had its turn (see Add and Merge): the next one's comes. In a divided kernel no add does
-    so itself.
-
-    In a role of several copies each takes turns for its own rows (see Follow).
-    """
-
-    semaphore: Access = field(metadata=OPERAND)
-
-
-@dataclass(frozen=True)
 class TmaStore(Op):
-    """Write a tile to the calling copy's slot of a ring, from which the copy engine stores it later: `flush` waits for
-    that.
+    """Write a tile to the instance's stage of a pipeline, from which TMA stores it to `dst` later. The write first
+    waits until TMA has read what the previous tma_store wrote. Rows and columns out of bounds are not stored.
 
-    It first waits until the copy engine has read what the last put wrote. Rows and columns out of bounds are left out.
-    Through a slot of half the columns, such as `T[BLOCK_Q, 64]`, the halves go one after the other.
-
-    order: it is stored in the program's turn (see Merge). Where that is not 0, the copy engine adds it to what is
-    there. A tile of scores goes through the slot that the copy has taken last, in the order of the tensor's dimensions.
+    staging: the pipeline. With a stage of half the columns, such as `T[BLOCK_Q, 64]`, the halves go through it one
+    after the other. A tile of scores goes transposed through the stage that the instance has waited for last.
+    order: the tile is stored in the program's place in the order (see ordered_accumulate); if it is not 0, TMA adds the
+    tile to what is there.
     """
 
     dst: Access = field(metadata=OPERAND)
@@ -369,103 +341,16 @@ class TmaStore(Op):
     order: Expr | None = None
 
     def is_of_scores(self, kernel: Types) -> bool:
-        """Whether it writes numbers of scores, which lie transposed in the tensor, and so in the slot."""
+        """Whether it stores scores, which are transposed in the tensor and so in the stage."""
         return kernel.type_of(self.value).dims == kernel.type_of(self.staging).dims[::-1]
 
 
 @dataclass(frozen=True)
 class TmaStoreWait(Op):
-    """Wait until the copy engine has read all that this role's puts have written: before their slot is given back,
-    or at the role's end."""
+    """Wait until TMA has read everything that this warp group's tma_store ops have written: before the stage is
+    released, or at the end of the warp group."""
 
     staging: str = field(metadata=OPERAND)
-
-
-@dataclass(frozen=True)
-class WorkLoop(Op):
-    """Run `body` for each tile of the grid that the program gets. Before it `of` computes what all roles know of a
-    tile.
-
-    Programs stay until no tile is left. A program's number is that of its first tile. In one role `draws` is set: it
-    takes the number of each next tile from a counter that all programs share. Before it starts a tile it passes the
-    tile's place through the ring, with the integers that `of` computes; at the end it passes -1. The other roles take
-    these from there, and give the slot back after the body.
-
-    Programs that wait for others (see Add) draw their first tile, too: so tiles are started in their order, however
-    many programs there is room for.
-    """
-
-    pipeline: str = field(metadata=OPERAND)
-    of: str
-    body: str
-    draws: bool = False
-
-
-@dataclass(frozen=True)
-class ReloadTile(Op):
-    """Read the place of the tile anew, from the ring that passed it: so no registers hold it while products run."""
-
-    pipeline: str = field(metadata=OPERAND)
-
-
-@dataclass(frozen=True)
-class PipelinedLoop(Op):
-    """A loop over tiles whose turns overlap: `first` for the first tile, `step` for each later one, and at the end
-    `last`.
-
-    The tiles are those of `partial`, then those of `full`; in `step` they have these classes, `first` is of class
-    partial. If there are none, nothing runs, and the results are what `carry` names. `first` takes the carried fields
-    and may yield more, which `step` takes and yields too; `last` takes these and yields the results. Where `step` is
-    alone, all turns are its. If tiles are listed, their numbers may come with them, through the ring `places`.
-
-    With `backwards`, partial tiles come from the last to the first. `own_partial` are those that are partial for the
-    copy's own rows, whose number is BLOCK_Q here. The copy sees nothing of the tiles behind these. It comes to them
-    first: `skip` takes them and gives them back, and the other bodies have the turns after that. Tiles before its own
-    partial ones are full for the copy.
-
-    With `in_order`, tiles come by their numbers: full ones follow one another, and partial ones are before and behind
-    them. With `recompute`, values that do not change from turn to turn are computed again in each turn, as in a loop
-    (see ops.Loop). With `heads`, all these turns come once for each of these query heads, as in a loop; with `by_tile`,
-    for all of them at each tile. With `round_robin`, copies of the role share the turns: a copy has those whose tile is
-    in the slot of its own number in this ring, and passes over the others. It waits for nothing there.
-
-    With `odd`, turns are counted from 0: `step` is for the even ones, `odd` for the others. With `pair`, two tiles have
-    one turn, `pair`, whose place is that of the second one; `step` is for a last tile that has none after it.
-    """
-
-    var: str
-    partial: Ranges
-    full: Ranges
-    carry: Uses = field(metadata=OPERAND)
-    first: str = ""
-    step: str = ""
-    last: str = ""
-    listed: str | None = field(default=None, metadata=OPERAND)
-    reversed: bool = False
-    skip: str = ""
-    instance_partial: Ranges = ()
-    tile_indices: str | None = field(default=None, metadata=OPERAND)
-    in_order: bool = False
-    recompute: bool = False
-    heads: Ranges = ()
-    by_tile: bool = False
-    round_robin: str | None = field(default=None, metadata=OPERAND)
-    odd: str = ""
-    pair: str = ""
-
-    def field(self, arg: str, body: str) -> str:
-        """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and
-        `_in_last`."""
-        return arg.removesuffix(f"_in_{body}")
-
-    @property
-    def bodies(self) -> tuple[str, ...]:
-        return tuple(body for body in (self.first, self.step, self.last, self.skip, self.odd, self.pair) if body)
-
-
-def bodies_of(op: Op) -> tuple[str, ...]:
-    """The blocks that an op runs, but for what comes before each tile."""
-    return op.bodies if isinstance(op, PipelinedLoop) else (op.body,) if isinstance(op, (Loop, WorkLoop)) else ()
 
 
 PIPE_OPS: dict[str, type[Op]] = {

@@ -1,5 +1,5 @@
-"""What is proven of expressions for every value of their symbols: that one is at most another, that one condition
-follows from another."""
+"""Proofs that hold for every value of the symbols: that one expression is at most another, or that one condition
+implies another."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ import sympy
 
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, cdiv, floordiv, select
 
-MOST_STEPS = 400  # of the proof of one question; then it is not proven
+MOST_STEPS = 400  # budget of a proof
 
 LessEqual = Callable[[Expr, Expr], bool]
 
 
 def prove_le(a: Expr, b: Expr) -> bool:
-    """True only if a <= b for every value of the symbols; False means not proven.
+    """Return True only if a <= b for every value of the symbols; False means not proven.
 
-    A proof goes through the cases of a minimum, a maximum and a choice, and their number may be exponential. So a
-    question has MOST_STEPS steps. An answer depends on the question alone: one that is known from before costs the
-    steps that it took then.
+    A proof splits minima, maxima and selects into cases, which may be exponentially many, so a question has a budget of
+    MOST_STEPS steps. The answer depends only on the question: a cached answer costs the steps that it took.
     """
     return _proof(a, b)[0]
 
 
 def is_given_up(a: Expr, b: Expr) -> bool:
-    """Whether the proof of a <= b ends for want of steps."""
+    """Whether the proof of a <= b ran out of steps."""
     return _proof(a, b)[1] >= MOST_STEPS
 
 
 @cache
 def _proof(a: Expr, b: Expr) -> tuple[bool, int]:
-    """Whether a <= b is proven, and the steps that this takes, those of known answers included."""
+    """Whether a <= b is proven, and the steps that this takes, including those of cached answers."""
     steps = 1
 
     def le(x: Expr, y: Expr) -> bool:
@@ -48,7 +47,7 @@ def _proof(a: Expr, b: Expr) -> tuple[bool, int]:
 
 
 def _decide(a: Expr, b: Expr, le: LessEqual) -> bool:
-    """Whether a <= b is proven, by answers of `le` to simpler questions."""
+    """Whether a <= b is proven, given answers of `le` to simpler questions."""
     if a == b:
         return True
     if isinstance(a, sympy.Max):
@@ -77,7 +76,7 @@ def _decide(a: Expr, b: Expr, le: LessEqual) -> bool:
         return all(le(x, b) for x in a.args[1:])
     if isinstance(b, select):
         return all(le(a, x) for x in b.args[1:])
-    for term in sympy.Add.make_args(difference):  # the extremes inside a sum, one by one
+    for term in sympy.Add.make_args(difference):  # minima and maxima inside a sum, one by one
         factor, extreme = term.as_coeff_Mul()
         if isinstance(extreme, (sympy.Min, sympy.Max)) and difference != extreme:
             enough = all if isinstance(extreme, sympy.Min) == (factor > 0) else any
@@ -88,8 +87,8 @@ def _decide(a: Expr, b: Expr, le: LessEqual) -> bool:
 
 
 def _at_least(total: Expr) -> Expr:
-    """A number that a sum is not below: its positive whole numbers are 1 or more, what is not negative is 0 or more;
-    else -oo."""
+    """A lower bound of a sum: a positive integer term counts as at least 1, a non-negative term as at least 0; -oo if
+    some term has no bound."""
     least = sympy.Integer(0)
     for term in sympy.Add.make_args(total):
         factor, x = term.as_coeff_Mul()
@@ -100,13 +99,13 @@ def _at_least(total: Expr) -> Expr:
 
 
 def excess(comparison: Bool) -> Expr:
-    """What a comparison of integers, none of them (un)equality, says is at most 0."""
+    """An expression that is at most 0 exactly where a comparison of integers, not an (in)equality, holds."""
     strict = isinstance(comparison, (sympy.Lt, sympy.Gt))
     return comparison.lts - comparison.gts + (1 if strict else 0)
 
 
 def entails(first: Bool, second: Bool) -> bool:
-    """True only if the second comparison of integers holds wherever the first does."""
+    """Return True only if the second comparison of integers holds wherever the first does."""
     return _entails(first, second, prove_le)
 
 
@@ -117,7 +116,7 @@ def _entails(first: Bool, second: Bool, le: LessEqual) -> bool:
 
 
 def _chosen(e: Expr, condition: Bool, le: LessEqual) -> Expr:
-    """What a choice gives where a condition holds that implies its own; any other expression as it is."""
+    """The branch of a select that is taken where `condition` implies its own condition; other expressions unchanged."""
     while isinstance(e, select) and _entails(condition, e.args[0], le):
         e = e.args[1]
     return e

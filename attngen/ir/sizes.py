@@ -9,8 +9,6 @@ from attngen.ir.names import BLOCKS
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call."""
-
     batch: int
     q_heads: int
     kv_heads: int
@@ -18,8 +16,8 @@ class Sizes(NamedTuple):
     n_kv: int
 
     def of(self, dim: str) -> int:
-        """The length of a dimension by the IR's name, or of a number; of one that may have any, as many as there are
-        keys."""
+        """The length of a dimension by its name in the IR or as a number; a dimension of any length has as many
+        elements as there are keys."""
         names = {"B": self.batch, "Hq": self.q_heads, "Hkv": self.kv_heads, "Nq": self.n_q, "Nk": self.n_kv}
         if blocks := re.fullmatch(BLOCKS, dim):
             return -(-names[blocks[1]] // int(blocks[2]))

@@ -1,4 +1,4 @@
-"""Shares: programs along one axis of the grid that share what a loop runs over, each a part of it."""
+"""Programs along an axis of the grid that share a loop: each runs a part of its range."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Iterable
 import sympy
 
 from attngen.ir.expr import Expr, floordiv, portion, symbol
-from attngen.ir.graph import GridAxis, Kernel
+from attngen.ir.grid import GridAxis
+from attngen.ir.kernel import Kernel
 from attngen.ir.names import SHARES
 from attngen.ir.ops import Loop
 
 Range = tuple[Expr, Expr]
-ALONE: Range = (sympy.Integer(0), sympy.Integer(1))  # of heads, where a loop runs for one
+ONE_HEAD: Range = (sympy.Integer(0), sympy.Integer(1))  # the heads of a loop that runs for one head
 
 
 def sharing(grid: Iterable[GridAxis]) -> tuple[GridAxis, ...]:
-    """The axes of a grid whose programs share what a loop runs over."""
+    """The axes of a grid whose programs split the range of a loop."""
     return tuple(axis for axis in grid if axis.var in SHARES)
 
 
 def part(lo: Expr, hi: Expr, axis: GridAxis) -> Range:
-    """What one program has of the range lo .. hi, which the programs along an axis share.
+    """The part of the range lo .. hi that one program along an axis runs.
 
-    If lo <= hi, together they have each number of it once. Their parts differ in length by one at most. Of keys, of
-    which there may be too many to be multiplied by a number of parts, the first parts are the longer ones.
+    If lo <= hi, the parts of all programs cover the range, each number once, and differ in length by at most one. Along
+    the axis `kv_split` the first parts are the longer ones, because a number of keys times a number of parts may
+    overflow.
     """
-    if axis.var == "part":
+    if axis.var == "kv_split":
         return lo + portion(hi - lo, symbol(axis.var), axis.extent), lo + portion(
             hi - lo, symbol(axis.var) + 1, axis.extent
         )
@@ -35,21 +37,20 @@ def part(lo: Expr, hi: Expr, axis: GridAxis) -> Range:
 
 
 def whole(lo: Expr, hi: Expr, axis: GridAxis) -> Range | None:
-    """The range that programs along an axis share if one of them has lo .. hi; None if that is no `part`."""
+    """The range that all programs along an axis run if one of them runs lo .. hi; None if lo .. hi is not the result of
+    `part`."""
     number = symbol(axis.var)
-    start, past = (
-        lo.xreplace({number: sympy.Integer(0)}),
-        lo.xreplace({number: axis.extent}),
-    )  # where a program after the last would start
+    start = lo.xreplace({number: sympy.Integer(0)})
+    past = lo.xreplace({number: axis.extent})  # the start of a program after the last one
     end = past.replace(
         lambda e: isinstance(e, floordiv) and e.args[1] == axis.extent, lambda e: e.args[0] / axis.extent
     )
     return (start, end) if part(start, end, axis) == (lo, hi) else None
 
 
-def joined(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis | None, Range]:
-    """The axis whose programs share a range, of which lo .. hi is a part, and the range. If there is none, lo .. hi
-    itself."""
+def whole_range(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis | None, Range]:
+    """The axis whose programs split a range of which lo .. hi is one program's part, and the whole range; without such
+    an axis, None and lo .. hi."""
     for axis in sharing(grid):
         pair = whole(lo, hi, axis)
         if pair and pair != (lo, hi):
@@ -58,16 +59,15 @@ def joined(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis | Non
 
 
 def shared(kernel: Kernel, loop: Loop) -> list[tuple[GridAxis | None, Range]]:
-    """What `joined` gives for each range of a loop, with named scalars written out."""
-    return [joined(kernel.grid, kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges]
+    """The result of `whole_range` for each range of a loop, with named scalars written out."""
+    return [whole_range(kernel.grid, kernel.resolve(lo), kernel.resolve(hi)) for lo, hi in loop.ranges]
 
 
-def in_turn(kernel: Kernel, loop: Loop) -> tuple[GridAxis | None, Range]:
-    """The query heads for which a loop runs, one after another; the axis whose programs share these, if there is
-    one."""
-    return joined(kernel.grid, *map(kernel.resolve, loop.heads[0])) if loop.heads else (None, ALONE)
+def head_range(kernel: Kernel, loop: Loop) -> tuple[GridAxis | None, Range]:
+    """The range of query heads that a loop runs one after another, and the axis whose programs split it, or None."""
+    return whole_range(kernel.grid, *map(kernel.resolve, loop.heads[0])) if loop.heads else (None, ONE_HEAD)
 
 
 def ranges(kernel: Kernel, loop: Loop) -> list[Range]:
-    """The ranges of a loop with named scalars written out; of those that programs share, what these have together."""
+    """The ranges of a loop with named scalars written out; for a range that programs split, the whole range."""
     return [pair for _, pair in shared(kernel, loop)]

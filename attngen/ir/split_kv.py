@@ -1,4 +1,4 @@
-"""How the keys of all sequences in a cache are dealt among programs."""
+"""Split-KV: how the keys of all sequences in a cache are split among programs."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 
 
 def item() -> Expr:
-    """The number of a program's part of the keys, among those of all sequences."""
-    return symbol("first_item") + symbol("part")
+    """The number of a program's split among the splits of all sequences."""
+    return symbol("first_item") + symbol("kv_split")
 
 
-def joined_items() -> Expr:
-    """The numbers of some parts of a sequence that a turn joins, among those of all sequences."""
-    return symbol("first_item") + symbol("joined")
+def combined_items() -> Expr:
+    """The numbers, among the splits of all sequences, of the splits of one sequence that an iteration combines."""
+    return symbol("first_item") + symbol("combined")
 
 
 def units_of(work: Expr) -> Expr:
-    """Units of work of a sequence, of which its kernel says `work`: one at least if it has a key, and no more than
-    it has tiles."""
+    """The units of work of a sequence whose kernel counts `work`: at least one if the sequence has a key, and at most
+    the number of its tiles."""
     keys = symbol("Nk")
     return sympy.Max(sympy.Min(1, keys), sympy.Min(cdiv(keys, sympy.Integer(UNIT)), work))
 
 
 def least_items(each: int) -> Expr:
-    """Parts of all sequences together, at most: room for so many holds all of them. With parts of a fixed length, of
-    sequences that fill the cache."""
+    """The maximal number of splits of all sequences together, for which room must be allocated. With splits of a fixed
+    length, sequences fill the cache."""
     batch, rows = symbol("B"), sympy.Integer(UNIT * each)
     return batch * floordiv(symbol("Nc") + rows - 1, rows) if each else 2 * batch
 
 
-def unit_of_parts(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
-    """Units of work of a part, at most, of sequences with so many units.
+def split_size(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
+    """The maximal units of work of a split, for sequences with these units of work.
 
-    each: the number itself, where it is not 0. Otherwise there are no more than `items` parts, of which a `waves`-th
-    run at one time: a turn. There are as many turns as parts of LEAST_UNITS units would take, and a part is as short as
-    fills these. That is an estimate: a sequence has half a part more than its units make, on average.
+    each: the result, if it is not 0. Otherwise there are at most `items` splits, which run in up to `waves` waves of
+    items / waves programs. The number of waves is that of splits with LEAST_UNITS units, and a split is as short as
+    fills these waves. That is an estimate: on average a sequence has half a split more than its units fill.
     """
     total, sequences, busy = sum(work), len(work), max(1, items // waves)
-    turns = min(waves, max(1, -(-sum(-(-units // LEAST_UNITS) for units in work) // busy)))
-    balanced = max(1, -(-total // max(1, items - sequences)), -(-total // max(1, turns * busy - sequences // 2)))
+    used = min(waves, max(1, -(-sum(-(-units // LEAST_UNITS) for units in work) // busy)))  # waves
+    balanced = max(1, -(-total // max(1, items - sequences)), -(-total // max(1, used * busy - sequences // 2)))
     return each or balanced
 
 
 def kv_split(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> list[int]:
-    """How many parts each sequence has: together no more than `items`, if that is `least_items` or more."""
-    unit = unit_of_parts(work, items, each, waves)
+    """The number of splits of each sequence: together at most `items`, if that is at least `least_items`."""
+    unit = split_size(work, items, each, waves)
     return [-(-units // unit) for units in work]

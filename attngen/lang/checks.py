@@ -1,4 +1,4 @@
-"""Parts of an expression while it is built. Each has a kind, and is checked to have a value that is not too large."""
+"""Checks of the parts of an expression as they are built: each part has a kind, and a value that is not too large."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attngen.lang.params import SAID, Kind, Param
 
 @dataclass(frozen=True)
 class Part:
-    """A built part of an expression. It is `constant` if it is made only of numbers."""
+    """A built part of an expression. It is `constant` if it consists only of numbers."""
 
     kind: Kind
     expr: Any
@@ -27,46 +27,46 @@ class Part:
 
 
 class Checks:
-    """The checks of every part, with errors that name the part. A subclass gives `build`."""
+    """The checks of every part, with errors that name the part. Subclasses implement `build`."""
 
     def __init__(self, params: Mapping[str, Param], score: bool) -> None:
         self.params, self.score = params, score
-        self.text, self.lead = "", 0  # what is read, and the characters before its first part
-        self.parts: dict[str, Part] = {}  # that have names
+        self.text, self.lead = "", 0  # the text being read, and the number of characters before its first part
+        self.parts: dict[str, Part] = {}  # named parts
         self.used: set[str] = set()
 
     def read(self, text: str) -> tuple[ast.Expression, Part]:
-        """Python's tree of a text, and the part that it stands for. Raises LangError."""
+        """Python's tree of a text, and the part that it denotes. Raises LangError."""
         tree, lead = read_tree(text)
         self.text, self.lead = text, lead
         return tree, self.build(tree.body)
 
     def build(self, node: ast.expr) -> Part:
-        """The part that a node of Python's tree stands for. Raises LangError."""
+        """The part that a node of Python's tree denotes. Raises LangError."""
         raise NotImplementedError
 
     def error(self, node: ast.expr | ast.keyword, reason: str) -> LangError:
         return LangError(node.col_offset + self.lead + 1, reason)
 
     def written(self, node: ast.expr) -> str:
-        """The text of a part, in short."""
+        """The text of a part, shortened."""
         start, end = node.col_offset + self.lead, (node.end_col_offset or 0) + self.lead
         return shown(self.text[start:end])
 
-    def number(self, node: ast.expr, what: str) -> Part:
+    def number(self, node: ast.expr, user: str) -> Part:
         part = self.build(node)
         if part.kind == "bool":
             raise self.error(
-                node, f"{what} takes numbers, but `{self.written(node)}` is a condition; write where(condition, 1, 0)"
+                node, f"{user} takes numbers, but `{self.written(node)}` is a condition; write where(condition, 1, 0)"
             )
         return part
 
-    def condition(self, node: ast.expr, what: str) -> Part:
+    def condition(self, node: ast.expr, user: str) -> Part:
         part = self.build(node)
         if part.kind != "bool":
             raise self.error(
                 node,
-                f"{what} takes conditions, but `{self.written(node)}` is {SAID[part.kind]}; compare it with something",
+                f"{user} takes conditions, but `{self.written(node)}` is {SAID[part.kind]}; compare it with something",
             )
         return part
 
@@ -91,7 +91,7 @@ class Checks:
     def _no_value(self, node: ast.expr) -> LangError:
         return self.error(
             node,
-            f"`{self.written(node)}` has no real value: it divides by zero, or leaves what a function is defined for",
+            f"`{self.written(node)}` has no real value: it divides by zero, or leaves the domain of a function",
         )
 
     def _check(self, node: ast.expr, kind: Kind, expr: Any) -> None:
@@ -110,7 +110,8 @@ class Checks:
             if part.is_Float and 0 < abs(part) < LEAST_REAL:
                 raise self.error(
                     node,
-                    f"`{self.written(node)}` has a number that is too small; expected 0, or at least 1.2e-38 as fp32 has",
+                    f"`{self.written(node)}` has a number that is too small; "
+                    "expected 0, or at least 1.2e-38, as in fp32",
                 )
             if part.is_Pow and part.base != sympy.E:
                 allowed = part.exp.is_Integer and abs(part.exp) <= MAX_POWER or abs(part.exp) == sympy.Rational(1, 2)
@@ -121,5 +122,5 @@ class Checks:
                     )
 
     def large(self, node: ast.expr) -> LangError:
-        most = f"whole numbers from {-MAX_INT} to {MAX_INT}, and others that fp32 has"
+        most = f"whole numbers from {-MAX_INT} to {MAX_INT}, and others in the range of fp32"
         return self.error(node, f"`{self.written(node)}` has a number that is too large; expected {most}")

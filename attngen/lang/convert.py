@@ -1,4 +1,4 @@
-"""From Python's tree to sympy: names, numbers, operators and comparisons, from the leaves up."""
+"""Translates Python's tree to sympy: names, numbers, operators and comparisons, from the leaves up."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ MAX_SHIFT = 30
 
 
 def _shifted(sign: str, a: Expr, by: Expr) -> Expr:
-    """An integer shifted by a value of the call, as PyTorch shifts 32 bits: by less than 0 or more than 31, all bits
-    are gone.
+    """An integer shifted by a value of the call, as PyTorch shifts 32 bits: shifts by less than 0 or more than 31 lose
+    all bits.
 
-    A power of two is one in fp32, too, up to that of 30; the last bit is shifted by a step of its own.
+    Powers of two up to 2**30 are exact in fp32; the last bit is shifted in a separate step.
     """
-    few = clamp(by, sympy.Integer(0), sympy.Integer(30))
-    power, last = sympy.Max(sympy.Integer(1), nearest(exp2(few))), by > 30
+    up_to_30 = clamp(by, sympy.Integer(0), sympy.Integer(30))
+    power, last = sympy.Max(sympy.Integer(1), nearest(exp2(up_to_30))), by > 30
     if sign == "<<":
         found, gone = a * power * select(last, sympy.Integer(2), sympy.Integer(1)), sympy.Integer(0)
     else:
@@ -80,9 +80,11 @@ class Builder(Reads):
             case ast.UnaryOp():
                 return self._unary(node)
             case ast.BoolOp():
-                join, word = (sympy.And, "`and`") if isinstance(node.op, ast.And) else (sympy.Or, "`or`")
+                combine, word = (sympy.And, "`and`") if isinstance(node.op, ast.And) else (sympy.Or, "`or`")
                 parts = [self.condition(value, word) for value in node.values]
-                return self.made(node, "bool", lambda: join(*(p.expr for p in parts)), all(p.constant for p in parts))
+                return self.made(
+                    node, "bool", lambda: combine(*(p.expr for p in parts)), all(p.constant for p in parts)
+                )
             case ast.Compare():
                 return self._compare(node)
             case ast.Call():
@@ -193,12 +195,12 @@ class Builder(Reads):
         return before.endswith("(") and after.startswith(")")
 
     def _bitmask(self, node: ast.expr) -> Part | None:
-        """A number beside `&`, `|` or `^`, which may have one bit more than others."""
+        """A number next to `&`, `|` or `^`, which may have one bit more than other numbers."""
         is_one = isinstance(node, ast.Constant) and type(node.value) is int and node.value <= MAX_BITMASK
         return Part("int", sympy.Integer(node.value), True) if is_one else None  # type: ignore[attr-defined]
 
     def _floor(self, node: ast.BinOp, sign: str, a: Part, b: Part) -> Part:
-        """`//` and `%`, which round down: the divisor is a number known here, or a scalar declared to be positive."""
+        """`//` and `%`, which round down: the divisor is a constant, or a scalar declared to be positive."""
         for side, part in ((node.left, a), (node.right, b)):
             if part.kind != "int":
                 raise self.error(
@@ -213,8 +215,8 @@ class Builder(Reads):
                 if divisor and divisor.scalar
                 else "or an int scalar declared with `min: 1`"
             )
-            what = f"`{sign}` by `{self.written(node.right)}`, which may be zero or negative"
-            raise self.error(node.right, f"{what}; expected a whole constant, {hint}")
+            divisor_text = f"`{sign}` by `{self.written(node.right)}`, which may be zero or negative"
+            raise self.error(node.right, f"{divisor_text}; expected a whole constant, {hint}")
         by = floordiv if sign == "//" else mod
         if b.constant and b.expr < 0:  # a // -n is -a // n, and a % -n is -(-a % n)
             return self.made(node, "int", lambda: by(-a.expr, -b.expr) * (1 if sign == "//" else -1), a.constant)
@@ -233,7 +235,8 @@ class Builder(Reads):
             return self.made(node, "real", lambda: sympy.exp(b.expr * sympy.Float(math.log(float(a.expr)))), False)
         raise self.error(
             node.right,
-            f"`**` by `{self.written(node.right)}`; expected a whole constant from -8 to 8, 0.5, or a positive constant before it",
+            f"`**` by `{self.written(node.right)}`; expected a whole constant from -8 to 8, 0.5, "
+            "or a positive constant before it",
         )
 
     def _constant_power(self, node: ast.BinOp, a: Part, b: Part) -> Part:
@@ -255,7 +258,7 @@ class Builder(Reads):
                 and not self._bracketed(side)
             ):
                 hint = f"did you mean `{_INSTEAD[sign]}`?" if sign in _INSTEAD else "write two comparisons"
-                raise self.error(side, f"has `{sign}` between two comparisons, where it binds stronger; {hint}")
+                raise self.error(side, f"has `{sign}` between two comparisons, where it binds more tightly; {hint}")
         parts = [self.build(n) for n in nodes]
         for side, part in zip(nodes, parts):
             if part.kind == "bool":

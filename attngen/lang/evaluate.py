@@ -1,8 +1,7 @@
-"""The meaning of mask and score expressions in eager PyTorch: an oracle that walks Python's tree and knows nothing of
-sympy.
+"""Evaluates mask and score expressions in eager PyTorch: an oracle that walks Python's tree, independent of sympy.
 
-Integers are int64 and reals are `dtype`; numbers written in the expression stay Python's until they meet a tensor. A
-read takes a negative index from the end of its dimension; what is outside even so is 0 (false).
+Integers are int64 and reals are `dtype`; numbers in the expression stay Python's until they meet a tensor. In a read, a
+negative index counts from the end of its dimension; a read that is still outside gives 0 (false).
 """
 
 from __future__ import annotations
@@ -66,9 +65,11 @@ def evaluate(
 ) -> torch.Tensor:
     """The value at every (b, h, q, kv): a tensor that broadcasts to [batch, q_heads, n_q, n_kv].
 
-    A mask gives bool, a score `dtype`. s [batch, q_heads, n_q, n_kv]: what a score changes; values: the tensors and
-    scalars of the call by name. Differentiable in s and in the tensors. Raises KeyError where `values` lacks a
-    parameter.
+    A mask gives bool, a score `dtype`. The result is differentiable in s and in the tensors. Raises KeyError if
+    `values` lacks a parameter.
+
+    s: [batch, q_heads, n_q, n_kv], the scores before the modifier.
+    values: the tensors and scalars of the call by name.
     """
     axes = {"b": (batch, (-1, 1, 1, 1)), "h": (q_heads, (-1, 1, 1)), "q_idx": (n_q, (-1, 1)), "kv_idx": (n_kv, (-1,))}
     names: dict[str, Any] = {name: torch.arange(n, device=device).view(shape) for name, (n, shape) in axes.items()}
@@ -89,8 +90,7 @@ def evaluate(
 
 
 def value_of(tree: ast.expr, names: Mapping[str, torch.Tensor]) -> torch.Tensor | bool | int | float:
-    """The value of a tree over named tensors of integers, which broadcast. Raises KeyError where it has another
-    name."""
+    """The value of a tree over named integer tensors, which broadcast. Raises KeyError for any other name."""
     found: torch.Tensor | bool | int | float = _Walk(dict(names), "cpu", torch.float64).value(tree)
     return found
 
@@ -136,14 +136,14 @@ class _Walk:
                     return ~value if isinstance(value, torch.Tensor) else not value
                 return -value if isinstance(node.op, ast.USub) else value
             case ast.BoolOp():
-                join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
-                return reduce(join, (self.value(v) for v in node.values))
+                combine = operator.and_ if isinstance(node.op, ast.And) else operator.or_
+                return reduce(combine, (self.value(v) for v in node.values))
             case ast.Compare():
                 values = [self.value(v) for v in (node.left, *node.comparators)]
                 pairs = zip(node.ops, values, values[1:])
                 return reduce(operator.and_, (_COMPARISONS[type(op)](*self.alike(a, b)) for op, a, b in pairs))
-            case ast.Call(func=ast.Name(id="any" | "all" | "sum" as name), args=[ast.Name(id=turn), count, each]):
-                return self.over(name, turn, int(self.value(count)), each)
+            case ast.Call(func=ast.Name(id="any" | "all" | "sum" as name), args=[ast.Name(id=index), count, each]):
+                return self.over(name, index, int(self.value(count)), each)
             case ast.Call(func=ast.Name(id=name)):
                 return self.call(name, [self.value(a) for a in node.args])
             case ast.Subscript(value=ast.Name(id=name)):
@@ -151,14 +151,14 @@ class _Walk:
                 return self.read(self.names[name], [self.value(i) for i in indices])
         raise TypeError(f"{type(node).__name__} is not in the language")
 
-    def over(self, name: str, turn: str, count: int, each: ast.expr) -> Any:
-        """`any`, `all` or `sum` of a condition or a number, at turns 0, 1, ..."""
-        join = {"any": operator.or_, "all": operator.and_, "sum": operator.add}[name]
+    def over(self, name: str, index: str, count: int, each: ast.expr) -> Any:
+        """`any`, `all` or `sum` of a condition or a number, for index values 0, 1, ..."""
+        combine = {"any": operator.or_, "all": operator.and_, "sum": operator.add}[name]
         values = []
-        for self.names[turn] in range(count):  # read by `value`
+        for self.names[index] in range(count):  # read by `value`
             values.append(self.value(each))
-        del self.names[turn]
-        return reduce(lambda a, b: join(*self.alike(a, b)), values)
+        del self.names[index]
+        return reduce(lambda a, b: combine(*self.alike(a, b)), values)
 
     def alike(self, *values: Any) -> list[Any]:
         """The values as tensors of one type, or as they are if all are constants."""
@@ -188,7 +188,7 @@ class _Walk:
     def power(self, a: Any, b: Any) -> Any:
         if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
             return a**b
-        if isinstance(b, torch.Tensor):  # of a positive constant
+        if isinstance(b, torch.Tensor):  # the base is a positive constant
             return torch.pow(float(a), self.real(b))
         if b == 0.5:
             return torch.sqrt(self.real(a))
@@ -231,14 +231,14 @@ class _Walk:
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         if not isinstance(condition, torch.Tensor):
-            return self.joined(a, b, condition)
+            return self.select(a, b, condition)
         if not isinstance(a, torch.Tensor):
             kind = torch.bool if isinstance(a, bool) else self.dtype if _is_real(a) or _is_real(b) else torch.int64
             a, b = (_tensor(v, self.device, kind) for v in (a, b))
         return torch.where(condition, a, b)
 
-    def joined(self, a: Any, b: Any, first: bool) -> Any:
-        """One of the two, in the type that both have together."""
+    def select(self, a: Any, b: Any, first: bool) -> Any:
+        """One of the two, in their common type."""
         chosen = a if first else b
         return float(chosen) if not isinstance(chosen, torch.Tensor) and (_is_real(a) or _is_real(b)) else chosen
 

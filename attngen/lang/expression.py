@@ -1,4 +1,4 @@
-"""Masks and scores as text, read into expressions of the IR."""
+"""Parses masks and scores from text into expressions of the IR."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from attngen.errors import IRError, shown
 from attngen.ir.expr import Bool, Expr
-from attngen.ir.graph import Read
+from attngen.ir.module import Read
 from attngen.lang.convert import Builder
 from attngen.lang.grammar import LangError
 from attngen.lang.names import name_problem
@@ -20,7 +20,8 @@ class Expression:
     """A parsed mask or score: its text, its declared parameters, the sympy expression, and its reads, nested ones
     first.
 
-    tree: Python's tree of the text. let: of each named part, which is over the parts before it.
+    tree: Python's tree of the text.
+    let: the tree of each named part, which may use the parts before it.
     """
 
     text: str
@@ -32,12 +33,12 @@ class Expression:
 
 
 def parse_mask(text: str, params: Mapping[str, Param], let: Mapping[str, str] | None = None) -> Expression:
-    """A condition over positions, parameters and named parts. Raises LangError."""
+    """Parse a condition over positions, parameters and named parts. Raises LangError."""
     return _parse(text, params, let or {}, score=False)
 
 
 def parse_score(text: str, params: Mapping[str, Param], let: Mapping[str, str] | None = None) -> Expression:
-    """A number over the score `s`, positions, parameters and named parts. Raises LangError."""
+    """Parse a number over the score `s`, positions, parameters and named parts. Raises LangError."""
     return _parse(text, params, let or {}, score=True)
 
 

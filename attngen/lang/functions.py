@@ -12,7 +12,7 @@ import sympy
 from attngen.errors import shown, suggest
 from attngen.ir.expr import FUNCTIONS, Bool, Expr, clamp, erf, floor, floordiv, mod, nearest, select, trunc
 from attngen.lang.checks import Checks, Part
-from attngen.lang.limits import MAX_EXTREMES, MAX_INT, MAX_TURNS
+from attngen.lang.limits import MAX_EXTREMES, MAX_INT, MAX_UNROLLED
 from attngen.lang.names import CALLS, LANGUAGE, MEANT, name_problem
 from attngen.lang.params import Kind, Param
 
@@ -42,8 +42,8 @@ class Functions(Checks):
     def __init__(self, params: Mapping[str, Param], score: bool) -> None:
         super().__init__(params, score)
         self.extremes = 0  # arguments of min and max so far
-        self.turn: dict[str, int] = {}  # the turns that `any`, `all` and `sum` are at, by name
-        self.turns = 1  # how often what is built now is written out
+        self.indices: dict[str, int] = {}  # current values of the index names of enclosing `any`, `all` and `sum`
+        self.unrolled = 1  # number of copies that are written out of the part that is being built
 
     def _call(self, node: ast.Call) -> Part:
         if not isinstance(node.func, ast.Name):
@@ -72,36 +72,36 @@ class Functions(Checks):
         return self._where(node) if name == "where" else self._function(node, name)
 
     def _over(self, node: ast.Call, name: str) -> Part:
-        """`any`, `all` or `sum`: the last argument, once for each turn of the first, joined."""
+        """Build `any`, `all` or `sum`: the last argument, once for each value of the index, combined."""
         variable, count, each = node.args
         if not isinstance(variable, ast.Name):
             raise self.error(
                 variable,
-                f"`{name}` names its turns `{self.written(variable)}`; expected a name, as in {name}(i, 4, ...)",
+                f"`{name}` names its index `{self.written(variable)}`; expected a name, as in {name}(i, 4, ...)",
             )
-        if variable.id in {*self.params, *self.parts, *self.turn}:
+        if variable.id in {*self.params, *self.parts, *self.indices}:
             raise self.error(
-                variable, f"`{name}` names its turns `{variable.id}`, which is a name already; expected another one"
+                variable, f"`{name}` names its index `{variable.id}`, which is a name already; expected another one"
             )
         if problem := name_problem(variable.id):
-            raise self.error(variable, f"`{name}` names its turns `{variable.id}`, which {problem}")
-        turns = self.build(count)
-        if not (turns.constant and turns.kind == "int" and turns.expr >= 1):
+            raise self.error(variable, f"`{name}` names its index `{variable.id}`, which {problem}")
+        iterations = self.build(count)
+        if not (iterations.constant and iterations.kind == "int" and iterations.expr >= 1):
             raise self.error(
-                count, f"`{name}` has `{self.written(count)}` turns; expected a whole constant, 1 at least"
+                count, f"`{name}` has `{self.written(count)}` iterations; expected a whole constant, 1 at least"
             )
-        before = self.turns
-        self.turns *= int(turns.expr)
-        if self.turns > MAX_TURNS:
+        before = self.unrolled
+        self.unrolled *= int(iterations.expr)
+        if self.unrolled > MAX_UNROLLED:
             raise self.error(
-                count, f"`{name}` writes its last argument out {self.turns} times; expected {MAX_TURNS} at most"
+                count, f"`{name}` writes its last argument out {self.unrolled} times; expected {MAX_UNROLLED} at most"
             )
         parts = []
-        for turn in range(int(turns.expr)):
-            self.turn[variable.id] = turn
+        for index in range(int(iterations.expr)):
+            self.indices[variable.id] = index
             parts.append(self.number(each, f"`{name}`") if name == "sum" else self.condition(each, f"`{name}`"))
-        del self.turn[variable.id]
-        self.turns = before
+        del self.indices[variable.id]
+        self.unrolled = before
         kind: Kind = "bool" if name != "sum" else "int" if all(p.kind == "int" for p in parts) else "real"
         return self.made(node, kind, lambda: _OVER[name](*(p.expr for p in parts)), all(p.constant for p in parts))
 
@@ -141,7 +141,7 @@ class Functions(Checks):
             case "abs":
                 return self.made(node, kind, lambda: _abs(exprs[0]), constant)
             case "relu":
-                zero = sympy.Integer(0)  # of reals a choice, whose derivative at 0 is 0
+                zero = sympy.Integer(0)  # for reals a choice, whose derivative at 0 is 0
                 return self.made(
                     node,
                     kind,
@@ -158,8 +158,10 @@ class Functions(Checks):
         return self.made(node, "real", lambda: known(exprs[0]), False)
 
     def _cast(self, node: ast.Call, name: str) -> Part:
-        """`int` rounds towards zero. Of a condition, `int` and `float` are 1 or 0. A whole real stays an integer in
-        sympy."""
+        """`int` rounds towards zero. A condition becomes 1 or 0 by `int` and `float`.
+
+        By `float`, a whole real stays an integer in sympy.
+        """
         part = self.build(node.args[0])
         if part.kind == "bool":
             part = Part("int", select(part.expr, sympy.Integer(1), sympy.Integer(0)), part.constant)
@@ -168,7 +170,8 @@ class Functions(Checks):
         return self.made(node, "real", lambda: part.expr, part.constant)
 
     def _quotient(self, node: ast.expr) -> tuple[Expr, Expr] | None:
-        """(integer, positive whole constant) if the part is their quotient: integer arithmetic rounds it exactly."""
+        """(integer, positive whole constant) if the part is their quotient, because integer arithmetic rounds it
+        exactly."""
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
             return None
         over = node.right.value if isinstance(node.right, ast.Constant) else 0
@@ -186,7 +189,7 @@ class Functions(Checks):
 
 
 def _abs(x: Expr) -> Expr:
-    """The absolute value. If sympy does not know that the part is real, it is written out as a choice."""
+    """The absolute value. If sympy does not know that the argument is real, it is written as a choice."""
     value = sympy.Abs(x)
     return sympy.Max(x, -x) if value.has(sympy.conjugate, sympy.re, sympy.im, sympy.arg) else value
 
@@ -196,7 +199,7 @@ def _sigmoid(x: float) -> float:
 
 
 def _gelu(x: Expr) -> Expr:
-    """x times the probability that a normal number is below x (Gaussian Error Linear Units, Hendrycks and Gimpel
+    """x times the probability that a normal variable is below x (Gaussian Error Linear Units, Hendrycks and Gimpel
     2016, equation 1)."""
     return x / 2 * (1 + erf(x * sympy.Float(math.sqrt(0.5))))
 

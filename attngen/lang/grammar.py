@@ -1,4 +1,4 @@
-"""From text to Python's tree. Text is read with `ast` and never evaluated. An error names the likeliest cause."""
+"""Parses text into Python's tree with `ast`; text is never evaluated. An error names the likeliest cause."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from attngen.lang.limits import MAX_DEPTH, MAX_NODES, MAX_TEXT
 
 
 class LangError(ValueError):
-    """An expression that is not in the language: a sentence, the column (from 1) if there is one place, and the
-    named part around it."""
+    """An expression that is not in the language: a sentence, the column (from 1) if the error is at one place, and the
+    named part that contains it."""
 
     def __init__(self, column: int | None, reason: str, part: str = "") -> None:
         self.column, self.reason, self.part = column, reason, part
@@ -66,7 +66,7 @@ def _below(level: list[ast.expr]) -> list[ast.expr]:
 
 
 def _syntax(flat: str, lead: int, error: Exception) -> LangError:
-    """The likeliest cause why text is not Python, as a sentence."""
+    """The likeliest reason that text is not Python, as a sentence."""
     for pattern, hint in _NOT_PYTHON:
         if found := re.search(pattern, flat):
             return LangError(found.start() + 1, f"uses `{found[0]}`, which expressions do not have{hint}")

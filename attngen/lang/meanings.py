@@ -1,16 +1,17 @@
-"""What the operators and functions of the language give, for its reference."""
+"""Descriptions of the operators and functions of the language, for its reference."""
 
 from __future__ import annotations
 
 OPERATORS = {
-    "+ - *": "as in Python; of integers, an integer",
+    "+ - *": "as in Python; integers give an integer",
     "/": "a quotient, a real number",
     "// %": "quotient and remainder, rounded down as in Python",
-    "**": "a power: by a whole constant from -8 to 8, by 0.5, or of a positive constant",
+    "**": "a power with a whole constant from -8 to 8 or 0.5 as exponent, or with a positive constant as base",
     "< <= > >= == !=": "a condition; chains as in Python: `0 <= a < b`",
-    "and or not": "of conditions",
-    "& | ^": "of the bits of integers",
-    "<< >>": "shifts of 32 bits; by less than 0 or more than 31, all bits are gone: 0, or -1 of a negative number by `>>`",
+    "and or not": "combine conditions",
+    "& | ^": "operate on the bits of integers",
+    "<< >>": "shifts of 32 bits; shifts by less than 0 or more than 31 lose all bits: "
+    "0, or -1 for a negative number and `>>`",
     "t[...]": "an element of a tensor of `params`",
 }
 FUNCTIONS = {
@@ -31,9 +32,10 @@ FUNCTIONS = {
     "gelu": "x times the probability that a normal number is below x; not its approximation by tanh",
     "floor": "the integer below",
     "round": "the nearest integer; halves go to the even one",
-    "any": "whether the condition holds in one of the turns, as in `any(i, 8, chosen[b, q_idx // 64, i] == kv_idx // 64)`",
-    "all": "whether it holds in all of them",
-    "sum": "the sum over the turns",
-    "int": "the integer towards zero; of a condition 1 or 0",
-    "float": "the same number as a real; of a condition 1 or 0",
+    "any": "whether the condition holds for one value of the index, as in "
+    "`any(i, 8, chosen[b, q_idx // 64, i] == kv_idx // 64)`",
+    "all": "whether it holds for all of them",
+    "sum": "the sum over all values of the index",
+    "int": "the integer towards zero; a condition gives 1 or 0",
+    "float": "the same number as a real; a condition gives 1 or 0",
 }

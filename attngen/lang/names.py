@@ -31,9 +31,10 @@ CALLS = {
         ("1 number", 1, 1),
     ),
     **dict.fromkeys(
-        ("any", "all"), ("3 arguments: a name, how many turns, and a condition in which the name is 0, 1, ...", 3, 3)
+        ("any", "all"),
+        ("3 arguments: a name, how many iterations, and a condition in which the name is 0, 1, ...", 3, 3),
     ),
-    "sum": ("3 arguments: a name, how many turns, and a number in which the name is 0, 1, ...", 3, 3),
+    "sum": ("3 arguments: a name, how many iterations, and a number in which the name is 0, 1, ...", 3, 3),
     **dict.fromkeys(("int", "float"), ("1 number or condition", 1, 1)),
 }
 LANGUAGE = frozenset({*POSITIONS, *CONDITIONS, SCORE, *CALLS})
@@ -57,7 +58,7 @@ RESERVED: dict[str, frozenset[str]] = {
     "a function or a module that kernels use": frozenset(CALLED) | {
         *("at", "dropout_keep", "dropout_words", "dropped", "floor_div"),
         *("floor_mod", "keep_mask", "math", "mod", "philox_round"),
-        *("list_position", "running_max", "store_distances", "tile_at"),
+        *("launch_dependents", "list_position", "running_max", "store_distances", "tile_at"),
         *("to_floor", "to_int", "to_round", "tl", "torch", "triton"),
     },
     "a function or a module that kernels for Hopper use": frozenset((
@@ -70,19 +71,20 @@ RESERVED: dict[str, frozenset[str]] = {
         *("barrier_sync", "moved", "moves", "next_head", "opaque_zero"),
         *("pack", "semaphore_release", "scaled_iota", "reset", "row_max", "row_sum"),
         *("rows_of", "seen_as", "store_wait_read", "shared_layout", "groups_of_16"),
-        *("count_tiles", "store_sums", "write_index", "tma", "read_index"),
-        *("swizzled_layout", "semaphore_value", "unpack", "warpgroup_mma", "warpgroup_mma_wait"),
+        *("count_tiles", "store_acc", "write_index", "tma", "read_index"),
+        *("tma_reduce_add", "zero_out_of_bounds", "swizzled_layout", "semaphore_value"),
+        *("unpack", "warpgroup_mma", "warpgroup_mma_wait"),
     )),
     "a variable of kernels": frozenset(
-        ("own_qk", "own_qk_start", "own_v", "own_v_start")
+        ("split_qk", "split_qk_start", "split_v", "split_v_start")
     )
-    | frozenset(
-        ("abreast", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_in_group", "inf", "nan", "own_head", "pid", "turn", "order_seen")
-    )
+    | {"swizzle_heads", "d_qk", "d_rope", "d_v", "dtype", "first_head", "heads_in_group", "in_group", "inf", "nan"}
+    | {"flat_head", "order", "pid", "order_seen"}
     | {"document_q_first_count", "k_own", "q_own", "v_own", "do_own"}
-    | {"acc_part", "acc_part_flight", "keys_tlse", "keys_tlse_sums", "ts_part", "ts_part_flight"}
+    | {"acc_part", "acc_part_flight", "keys_tlse", "keys_tlse_acc", "ts_part", "ts_part_flight"}
     | {f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")}
-    | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "own_end", "own_full_end", "partial_tiles"}
+    | {"first_full", "first_tile", "full_tiles", "hidden_tiles", "masked_tiles", "partial_tiles"}
+    | {"own_end", "own_full_end"}
     | {"piece", "stage", "ticket"},
 }  # fmt: skip
 TAKEN = frozenset().union(*RESERVED.values())
@@ -91,11 +93,15 @@ _VALUES = (
     "acc alpha count d[koqpsv] delta dlse dscore g group hq inv_l k keep keys kv l "
     "lse lse2 m masked n[kq] o o_do p pieces product q qk "
 )
-_VALUES += "p_steep queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights tell flush drain fill copy put give "
+_VALUES += "p_steep queries rescaled s score shrunk sink2 soft t[0-9]+ total v visible work weights copy "
 _VALUES += "log2_sink t[koqpsv] tlse tscore"  # the last of forward mode
-_MADE = "acc all alpha at base batch cast chains column deferred divided end first flight full halves head held in init joined "
-_MADE += "k kept keys l left list m near needed new next o operand out partial place q rank right rope row rows scale scale2 "
-_MADE += "seen skip step sum sums v weights words"
+_MADE = (
+    "acc all alpha at base batch cast column concat deferred divided end first flight full halves head held in init "
+)
+_MADE += (
+    "k kept keys l left list m needed new next o operand out partial partials place q rank remat right rope row rows "
+)
+_MADE += "scale scale2 seen skip step sum sums v weights words"
 _OF_PIPELINES = "[a-z0-9_]*_smem|stride_[a-z0-9_]*|(t?[qkvo]|d[oqs]|work)_(loads|empty|full|phase|stage)"
 VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_PIPELINES})"
 
@@ -120,7 +126,10 @@ def names_schema() -> dict[str, Any]:
     words += WHOLE
     reserved = sorted({w for w in words if re.fullmatch(NAME, w)})
     return {
-        "description": "small letters, digits and _, 32 at most; words of the language, of Python and of generated code are reserved",
+        "description": (
+            "small letters, digits and _, 32 at most; words of the language, of Python and of generated code are "
+            "reserved"
+        ),
         "pattern": f"^{NAME}$",
         "not": {"anyOf": [{"enum": reserved}, {"pattern": f"^{VALUE}$"}]},
     }

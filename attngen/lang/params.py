@@ -47,27 +47,27 @@ def _value(value: Any) -> Any:
             f"is {shown(value)}; expected a whole number from {-MAX_INT} to {MAX_INT}: kernels add it in 32 bits"
         )
     if type(value) is float and not (value == 0 or LEAST_REAL <= abs(value) <= MAX_REAL):
-        raise ValueError(f"is {shown(value)}; expected a finite number that fp32 has")
+        raise ValueError(f"is {shown(value)}; expected a finite number in the range of fp32")
     if type(value) not in (bool, int, float):
         raise ValueError(f"is `{shown(value)}`; expected a number, `true` or `false`")
     return value
 
 
 class Param(BaseModel):
-    """A parameter of an expression: a tensor or a scalar of the call, or a value fixed in the spec; exactly one of
-    these."""
+    """A parameter of an expression; exactly one of: a tensor of the call, a scalar of the call, a value fixed in the
+    spec."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     tensor: Annotated[tuple[Dim | Blocks | Literal["any"] | int, ...], BeforeValidator(_dims)] | None = Field(
         default=None,
-        description="a tensor of the call: 1 to 4 dimensions out of B, H, Hkv, Nq, Nk, whole numbers, `any` length, or blocks as in Nq/32 "
-        "(rounded up)",
+        description="a tensor of the call: 1 to 4 dimensions out of B, H, Hkv, Nq, Nk, whole numbers, `any` length, "
+        "or blocks as in Nq/32 (rounded up)",
     )
     dtype: Literal["fp32", "int32", "bool"] = Field(default="fp32", description="element type of the tensor")
     grad: bool = Field(default=False, description="whether the fp32 tensor gets a gradient")
     scalar: Literal["int", "float"] | None = Field(default=None, description="a number of the call")
     min: Annotated[int, BeforeValidator(_least)] | None = Field(
-        default=None, description="the least int that calls may give"
+        default=None, description="the least int that calls may pass"
     )
     value: Annotated[bool | int | float, BeforeValidator(_value)] | None = Field(
         default=None, description="a number fixed in the spec"
@@ -91,7 +91,7 @@ class Param(BaseModel):
             raise ValueError(f"has an empty `{empty}`; expected one of {_PARAM}")
         if stray := next((key for key in keys if key != forms[0] and key not in _KEYS[forms[0]]), None):
             home = next(form for form, below in _KEYS.items() if stray in below)
-            raise ValueError(f"has `{stray}` beside `{forms[0]}`; expected it only beside `{home}`")
+            raise ValueError(f"has `{stray}` with `{forms[0]}`; expected it only with `{home}`")
         if data.get("grad") is True and data.get("dtype", "fp32") != "fp32":
             raise ValueError(
                 f"has `grad: true` and the dtype `{shown(data['dtype'])}`; only fp32 tensors get a gradient"
@@ -100,7 +100,7 @@ class Param(BaseModel):
             raise ValueError(f"has `grad: true` and a dimension of `{ANY}` length; expected a number, or a name")
         if "min" in keys and data["scalar"] != "int":
             raise ValueError(
-                f"has `min` beside the scalar `{shown(data['scalar'])}`; expected it only beside `scalar: int`"
+                f"has `min` with the scalar `{shown(data['scalar'])}`; expected it only with `scalar: int`"
             )
         return data
 
@@ -120,7 +120,7 @@ class Param(BaseModel):
 
     @property
     def kind(self) -> Kind:
-        """What its elements are in an expression."""
+        """The kind of its elements in an expression."""
         if self.value is not None:
             return "bool" if isinstance(self.value, bool) else "int" if isinstance(self.value, int) else "real"
         return _KINDS[self.scalar or self.dtype]

@@ -1,4 +1,4 @@
-"""What masks and score modifiers share: parameters, run-time inputs, and how an expression reads them."""
+"""Base of masks and score modifiers: parameters, run-time inputs, and how an expression reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Derived, Input, Read
+from attngen.ir.module import Derived, Input, Read
 from attngen.lang.expression import Expression
 from attngen.lang.names import ANY
 from attngen.lang.params import Param
@@ -22,13 +22,8 @@ if TYPE_CHECKING:
     from attngen.ir.sizes import Sizes
 
 Q, KV, NQ, NK = symbol("q_idx"), symbol("kv_idx"), symbol("Nq"), symbol("Nk")
-NATURAL = {
-    "B": symbol("b"),
-    "Hq": symbol("h"),
-    "Hkv": symbol("hkv"),
-    "Nq": Q,
-    "Nk": KV,
-}  # how a dimension is indexed if nothing else is said
+# how a dimension is indexed by default
+NATURAL = {"B": symbol("b"), "Hq": symbol("h"), "Hkv": symbol("hkv"), "Nq": Q, "Nk": KV}
 
 # The largest parameter that an expression may add to positions: kernels sum it, a position and a length in 32 bits, and
 # calls keep positions and lengths below 2**29.
@@ -36,16 +31,15 @@ MAX_OFFSET = 2**30 - 1
 
 
 class Part(BaseModel):
-    """Base of masks and modifiers. Fields of the subclass are the parameters that a spec may give."""
+    """Base of masks and modifiers. Fields of the subclass are the parameters that a spec may set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
-    functions: ClassVar[
-        tuple[Callable[..., Any], ...]
-    ] = ()  # those that `derived` names; generated modules hold their source
+    # the functions that `derived` names, whose source is copied to generated modules
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = ()
 
     def inputs(self) -> tuple[Input, ...]:
-        """Run-time inputs: tensors, and numbers (of no shape)."""
+        """Run-time inputs: tensors, and scalars (inputs without a shape)."""
         return ()
 
     def derived(self) -> tuple[Derived, ...]:
@@ -53,14 +47,13 @@ class Part(BaseModel):
         return ()
 
     def reads(self) -> tuple[Read, ...]:
-        """How the expression reads tensors: by default the name of one stands for its element at (b, h, q, kv)."""
+        """How the expression reads tensors: by default a tensor's name denotes its element at (b, h, q, kv)."""
         tensors = [(i.name, i.shape) for i in self.inputs() if i.shape and "*" not in i.shape]
         tensors += [(name, shape) for d in self.derived() for name, shape in zip(d.names, d.shapes)]
         return tuple(Read(name, name, tuple(NATURAL[d] for d in shape)) for name, shape in tensors)
 
     def sample(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
-        """Values of its inputs for a test, on the CPU: by default normal numbers, bits that are mostly true,
-        positions."""
+        """Values of the inputs for a test, on the CPU: by default normal numbers, mostly true bits, and positions."""
         import torch
 
         found: dict[str, torch.Tensor | float] = {}
@@ -80,12 +73,11 @@ class Part(BaseModel):
         return found
 
     def workload(self, sizes: Sizes, generator: torch.Generator) -> dict[str, torch.Tensor | float]:
-        """Values of its inputs for a benchmark, on the CPU, as those of a common user are: by default those of
-        `sample`."""
+        """Typical values of the inputs for a benchmark, on the CPU: by default those of `sample`."""
         return self.sample(sizes, generator)
 
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what may not be what its author means, each to follow the key's name."""
+        """Warnings about parts that the author may not have meant; each sentence follows the key's name."""
         return ()
 
     def describe(self) -> str:
@@ -94,7 +86,7 @@ class Part(BaseModel):
         return f"{self.name}({', '.join(f'{k}={v}' for k, v in given.items())})" if given else self.name
 
     def data(self) -> Any:
-        """The spec's form of it, every parameter given."""
+        """Its form in a spec, with every parameter."""
         return {self.name: self.model_dump(mode="json")}
 
 
@@ -102,7 +94,7 @@ _DTYPES = {"fp32": "f32", "int32": "i32", "bool": "b1", "int": "i32", "float": "
 
 
 class WrittenPart(Part):
-    """What a spec writes out: an expression, its named parts, and its parameters."""
+    """A part that a spec writes out: an expression, its named parts, and its parameters."""
 
     name: ClassVar[str] = "expr"
     expr: str
@@ -140,7 +132,7 @@ class WrittenPart(Part):
 
 
 def _param_inputs(params: Mapping[str, Param]) -> tuple[Input, ...]:
-    """The declared parameters of an expression that calls give."""
+    """The declared parameters of an expression that are arguments of a call."""
     found = []
     for name, param in params.items():
         if param.value is not None:
@@ -156,7 +148,7 @@ def _param_inputs(params: Mapping[str, Param]) -> tuple[Input, ...]:
 def evaluated(
     written: Expression, sizes: Sizes, device: torch.device, inputs: Mapping[str, Any], s: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The expression by the evaluator, which shares nothing with the symbolic path; in the dtype of s."""
+    """The expression computed by the evaluator, which shares nothing with the symbolic path; in the dtype of s."""
     import torch
 
     from attngen.lang.evaluate import evaluate
@@ -187,12 +179,12 @@ def discover(package: str, path: Any, base: type[SomePart]) -> dict[str, type[So
     for info in pkgutil.iter_modules(path):
         module = importlib.import_module(f"{package}.{info.name}")
         for cls in vars(module).values():
-            own = isinstance(cls, type) and cls.__module__ == module.__name__ and not cls.__name__.startswith("_")
-            if own and issubclass(cls, base):
+            declared = isinstance(cls, type) and cls.__module__ == module.__name__ and not cls.__name__.startswith("_")
+            if declared and issubclass(cls, base):
                 found[cls.name] = cls
     return dict(sorted(found.items()))
 
 
 def unique(parts: Iterator[Any]) -> tuple[Any, ...]:
-    """Each once, in order."""
+    """Each element once, in order."""
     return tuple(dict.fromkeys(parts))

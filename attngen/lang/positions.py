@@ -1,25 +1,25 @@
-"""A common mistake with positions: `q_idx` and `kv_idx` both count from 0, even if there are fewer queries than
-keys."""
+"""A note on a common mistake with positions: `q_idx` and `kv_idx` both count from 0, even if there are fewer
+queries."""
 
 from __future__ import annotations
 
 import ast
 
 NOTE = (
-    "{} `q_idx` with `kv_idx`, which both count from 0; with fewer queries than keys the last query is level with the last key at `q_pos`, "
-    "the query's position among the keys: write that, if it is meant"
+    "{} `q_idx` with `kv_idx`, which both count from 0; with fewer queries than keys, the last query is aligned "
+    "with the last key, and `q_pos` is the query's position among the keys: write `q_pos` if that is meant"
 )
 
 
 def position_note(tree: ast.Expression) -> str | None:
-    """A sentence if the expression compares or subtracts `q_idx` and `kv_idx` without naming a length there; None
+    """A sentence if the expression compares or subtracts `q_idx` and `kv_idx` without using a length there; None
     otherwise."""
-    what = _mixing(tree.body, False)
-    return NOTE.format(what) if what else None
+    verb = _mixing(tree.body, False)
+    return NOTE.format(verb) if verb else None
 
 
 def _mixing(node: ast.AST, aligned: bool) -> str | None:
-    """How a part mixes the two; `aligned`: an arithmetic expression around it has a length in it."""
+    """How a part mixes the two. `aligned`: an arithmetic expression that contains it uses a length."""
     arithmetic = isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)) and not isinstance(
         getattr(node, "op", None), ast.Not
     )
@@ -39,8 +39,8 @@ def _mixing(node: ast.AST, aligned: bool) -> str | None:
 
 
 def _names(node: ast.AST) -> set[str]:
-    """The names in a part, without those in the indices of tensors."""
+    """The names in a part, except those in the indices of tensors."""
     if isinstance(node, ast.Subscript):
         return set()
-    own = {node.id} if isinstance(node, ast.Name) else set()
-    return own.union(*(_names(child) for child in ast.iter_child_nodes(node)))
+    name = {node.id} if isinstance(node, ast.Name) else set()
+    return name.union(*(_names(child) for child in ast.iter_child_nodes(node)))

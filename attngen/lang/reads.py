@@ -9,8 +9,9 @@ from typing import Any
 import sympy
 
 from attngen.errors import shown, suggest
-from attngen.ir.expr import Expr, parse, symbol, to_text
-from attngen.ir.graph import Read
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.expr_text import parse, to_text
+from attngen.ir.module import Read
 from attngen.lang.checks import Part
 from attngen.lang.functions import Functions
 from attngen.lang.names import CALLS, CONDITIONS, LANGUAGE, MEANT, POSITIONS, SCORE, TAKEN
@@ -29,8 +30,8 @@ class Reads(Functions):
         if name in self.parts:
             self.used.add(name)
             return self.parts[name]
-        if name in self.turn:
-            return Part("int", sympy.Integer(self.turn[name]), True)
+        if name in self.indices:
+            return Part("int", sympy.Integer(self.indices[name]), True)
         if name in self.params:
             self.used.add(name)
             param = self.params[name]
@@ -62,7 +63,7 @@ class Reads(Functions):
         )
 
     def _indices(self, param: Param) -> list[str]:
-        """An index as it is likely meant, for a hint."""
+        """An index as the user likely means it, for a hint."""
         letters = {"B": "b", "Hq": "h", "Hkv": "hkv", "Nq": "q_idx", "Nk": "kv_idx"}
         parts = [d.partition("/") for d in param.dims]
         return [letters[d] + (f" // {by}" if by else "") if d in letters else "q_idx - kv_idx" for d, _, by in parts]
@@ -79,17 +80,19 @@ class Reads(Functions):
         self.used.add(tensor)
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if len(indices) != len(param.dims):
-            want = f"{tensor}[{', '.join(self._indices(param))}]"
+            example = f"{tensor}[{', '.join(self._indices(param))}]"
             raise self.error(
                 node,
-                f"indexes `{tensor}` by {len(indices)}, but it has {len(param.dims)} dimensions; expected as in {want}",
+                f"indexes `{tensor}` by {len(indices)}, but it has {len(param.dims)} dimensions; "
+                f"expected as in {example}",
             )
         parts = [self.build(n) for n in indices]
         for n, part in zip(indices, parts):
             if symbol(SCORE) in part.expr.free_symbols:
                 raise self.error(
                     n,
-                    f"the index `{self.written(n)}` of `{tensor}` depends on the score; expected positions and parameters",
+                    f"the index `{self.written(n)}` of `{tensor}` depends on the score; "
+                    "expected positions and parameters",
                 )
             if part.kind != "int":
                 raise self.error(
@@ -97,9 +100,9 @@ class Reads(Functions):
                 )
         key = tensor, tuple(p.expr for p in parts)
         if key not in self.reads:
-            ways = sum(t == tensor for t, _ in self.reads)
-            # a name with a space cannot be declared; `finish` gives the final ones
-            self.reads[key] = symbol(tensor) if not ways else symbol(f"{tensor} {ways}")
+            count = sum(t == tensor for t, _ in self.reads)
+            # a name with a space cannot be declared; `finish` replaces it by the final one
+            self.reads[key] = symbol(tensor) if not count else symbol(f"{tensor} {count}")
         return Part(param.kind, self.reads[key])
 
     def finish(self, expr: Any) -> tuple[Any, tuple[Read, ...]]:
@@ -107,11 +110,11 @@ class Reads(Functions):
         taken = {*self.params, *LANGUAGE, *TAKEN}
         names: dict[sympy.Symbol, sympy.Symbol] = {}
         for tensor in {t: None for t, _ in self.reads}:
-            ways = [(index, at) for (t, index), at in self.reads.items() if t == tensor]
-            if len(ways) == 1:
+            of_tensor = [(index, at) for (t, index), at in self.reads.items() if t == tensor]
+            if len(of_tensor) == 1:
                 continue
             number = 0
-            for index, at in ways:
+            for index, at in of_tensor:
                 name = _suffixed(tensor, index)
                 while name is None or name in taken or symbol(name).is_integer:
                     number += 1
@@ -126,8 +129,8 @@ class Reads(Functions):
 
 
 def _suffixed(tensor: str, index: tuple[Expr, ...]) -> str | None:
-    """`doc_q` for doc[b, q_idx]: by the positions that are indices as they are, if there are any and all others are
-    b, h or hkv."""
+    """A name such as `doc_q` for doc[b, q_idx], made from the positions among the indices; None if there is no position
+    or an index is not a position, b, h or hkv."""
     short = {symbol("q_idx"): "q", symbol("kv_idx"): "kv"}
     plain = {symbol(n) for n in ("b", "h", "hkv")}
     letters = [short[i] for i in index if i in short]
@@ -135,8 +138,10 @@ def _suffixed(tensor: str, index: tuple[Expr, ...]) -> str | None:
 
 
 def _settled(expr: Any) -> Any:
-    """The expression as the IR's text gives it back: sympy leaves some parts, as min(x, max(1, 2)), for a second
-    look."""
+    """The expression as it reads back from the IR's text.
+
+    Sympy simplifies some parts, such as min(x, max(1, 2)), only on a second pass.
+    """
     for _ in range(4):
         again = parse(to_text(expr))
         if again == expr:

@@ -1,1 +1,1 @@
-"""The order of all passes, from a spec to target IR; the verifier runs after each."""
+"""The pass pipeline, from a spec to target IR. The verifier runs after each pass."""

@@ -1,4 +1,4 @@
-"""The list of passes, and how they run: the verifier runs after each."""
+"""The list of passes, and their execution with the verifier after each pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from attngen.builders import build_module
 from attngen.builders.backward import unfused
 from attngen.errors import SpecError, suggest
-from attngen.ir.graph import Config, Module
+from attngen.ir.module import Config, Module
 from attngen.schedule.choice import choose
 from attngen.schedule.pipeline_loads import PipelineLoads
 from attngen.schedule.select_tiles import SelectTiles
@@ -35,16 +35,15 @@ from attngen.transforms.split_loops import SplitLoops
 from attngen.transforms.use_block_lists import UseBlockLists
 from attngen.verify import verify
 
-# The test suite sets it to False where it lowers many modules to look at something else: verification takes three quarters
-# of the time. Only the last module is verified then.
+# Tests that lower many modules for another purpose set it to False, because verification takes three quarters of the
+# time. Then only the last module is verified.
 VERIFY_EACH = True
 
 
 def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None) -> tuple[Pass, ...]:
-    """The passes for a spec's module, with the spec's schedule overrides, and those of the backend that the module
-    names.
+    """Return the passes for a spec's module, with the spec's schedule overrides and the module's backend.
 
-    `tables`: measured schedules by device class, in place of those that come with attngen.
+    tables: measured schedules by device class, instead of those that come with attngen.
     """
     s, backend = spec.schedule, backend_of(module)
     tables = committed() if tables is None else tables
@@ -78,14 +77,14 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
 
 
 def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tuple[str, Module]]:
-    """(name of the step, verified module) from the logical module, `build`, to the target one."""
+    """Yield (name of the step, verified module) from the logical module, `build`, to the target module."""
     module = verify(build_module(spec))
     yield from _run(module, passes(spec, module, tables))
 
 
 def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
-    """(name of the step, module) for the module as it is, then after each step; verified each, or the last one alone
-    where VERIFY_EACH is false."""
+    """Yield (name of the step, module) for the initial module and after each step. Each is verified, or only the last
+    one if VERIFY_EACH is false."""
     yield "build", module
     *rest, last = steps
     for step in rest:
@@ -95,26 +94,27 @@ def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
 
 
 def unspecialized(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None) -> Iterator[str]:
-    """A sentence for each kernel that a backend could divide and does not, on why; one where no kernel computes all
-    gradients in one pass.
+    """Yield one sentence per kernel that a backend could warp-specialize and does not, with the reason; also one if no
+    kernel computes all gradients (fused backward).
 
-    `module` is the spec's, as after the pass dce.
+    module: the spec's module after the pass dce.
     """
     tables = committed() if tables is None else tables
     for specializer in SPECIALIZERS.values():
         names = {kernel.name for kernel in module.kernels}
-        for specialization in (d for d in specializer.specializations if names.issuperset({d.kernel, *d.beside})):
+        for specialization in (d for d in specializer.specializations if names.issuperset({d.kernel, *d.requires})):
             if isinstance(why := choose(specializer, spec.schedule, tables, specialization, module), str):
-                yield f"On {specializer.device} the kernel @{specialization.kernel} has no row for {specializer.name}: {why}."
-    one_pass = any(kernel.adds for kernel in module.kernels)
-    if spec.trains and spec.schedule.order != "kv_outer" and not one_pass:
+                name = specialization.kernel
+                yield f"On {specializer.device} the kernel @{name} has no config for {specializer.name}: {why}."
+    is_fused = any(kernel.adds_in_order for kernel in module.kernels)
+    if spec.trains and spec.schedule.order != "kv_outer" and not is_fused:
         why = unfused(spec) or "it is not known how many tiles of keys come to each tile of queries"
         yield f"No kernel computes all gradients in one pass: {why}."
 
 
 def specialize(module: Module, kernel: str, config: Config) -> Module:
-    """The target module of one that is as after the pass dce, with one kernel divided, under a row of the row's
-    backend."""
+    """Return the target module of a module after the pass dce, with one kernel warp-specialized under a config of the
+    config's backend."""
 
     def choose_it(specialization: Specialization, _: Module) -> tuple[Config, ...] | str:
         return (config,) if specialization.kernel == kernel else "nobody asked"
@@ -130,9 +130,9 @@ def specialize(module: Module, kernel: str, config: Config) -> Module:
 
 
 def lower(spec: Spec, after: str | None = None, tables: Mapping[str, Table] | None = None) -> Module:
-    """The module after a pass, or after all of them; SpecError for a pass that does not exist.
+    """Return the module after a pass, or after all of them; SpecError for a pass that does not exist.
 
-    `tables`: measured schedules by device class, in place of those that come with attngen.
+    tables: measured schedules by device class, instead of those that come with attngen.
     """
     built = verify(build_module(spec))
     names = ["build", *(p.name for p in passes(spec, built))]

@@ -1,4 +1,4 @@
-"""Masks, one file each. A new mask is a new file here. It is found by discovery, with no other edit.
+"""Masks, one file each. A new mask is a new file here; it is found by discovery, with no other edit.
 
 A mask file holds one subclass of `Mask`: its parameters (pydantic fields), its run-time inputs, its expression over
 `q_idx`, `kv_idx`, `Nq`, `Nk`, `b`, `h` and the inputs' names, and a hand-written eager oracle for the tests.
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
+from attngen.ir.core import Fact
 from attngen.ir.expr import Bool, floordiv
-from attngen.ir.graph import Blocks, Derived, Input, Read
-from attngen.ir.ops import Fact
+from attngen.ir.module import Blocks, Derived, Input, Read
 from attngen.ir.sizes import Sizes
 from attngen.lang.expression import Expression, parse_mask
 from attngen.lang.part import KV, MAX_OFFSET, NK, NQ, Part, Q, WrittenPart, discover, evaluated, unique
@@ -26,11 +26,10 @@ __all__ = ["KV", "MAX_OFFSET", "NK", "NQ", "AllOf", "AnyOf", "Mask", "Not", "Q",
 
 
 class Mask(Part):
-    """Base of every mask. A spec may give the fields of the subclass as parameters."""
+    """Base of every mask. A spec may set the fields of the subclass as parameters."""
 
     def blocks(self) -> Blocks | None:
-        """The blocks of scores that count, if the mask names whole blocks; inside them the expression holds. Else
-        None."""
+        """The visible blocks of scores, if the mask names whole blocks, else None; inside them the expression holds."""
         return None
 
     def names_blocks(self) -> bool:
@@ -38,8 +37,10 @@ class Mask(Part):
         return False
 
     def unlisted(self) -> Mask:
-        """The same mask for use under `any_of` or `not`, where other parts may show what it hides: a condition,
-        without lists of blocks."""
+        """The same mask as a condition without block lists.
+
+        Needed under `any_of` or `not`, where other parts may show the blocks that it hides.
+        """
         return self
 
     def expression(self) -> Bool:
@@ -47,16 +48,19 @@ class Mask(Part):
         raise NotImplementedError
 
     def by_key(self) -> Bool:
-        """The same condition for kernels that own keys: in terms of tensors over keys, if the mask has such."""
+        """The same condition for kernels whose programs own keys: in terms of tensors over keys, if the mask has
+        any."""
         return self.expression()
 
     def facts(self) -> tuple[Fact, ...]:
-        """Bounds of the parts of the expression that depend on data. For a part without a fact, a kernel lists
-        blocks."""
+        """Bounds of the parts of the expression that depend on data.
+
+        For a part without a fact, a kernel lists blocks.
+        """
         return ()
 
     def reference(self, sizes: Sizes, device: torch.device, inputs: dict[str, Any]) -> torch.Tensor:
-        """The oracle, written by hand and apart from `expression`: a bool tensor that broadcasts to [B, H, n_q,
+        """The oracle, written by hand and independent of `expression`: a bool tensor that broadcasts to [B, H, n_q,
         n_kv]."""
         raise NotImplementedError
 
@@ -73,7 +77,7 @@ class Written(WrittenPart, Mask):
 
 
 class Compound(Mask):
-    """Several masks as one."""
+    """A combination of several masks."""
 
     masks: tuple[Mask, ...]
 
@@ -108,7 +112,7 @@ class Compound(Mask):
         return unique(note for m in self.masks for note in m.notes())
 
     def _wrapped(self, m: Mask) -> str:
-        """A part's text, in brackets where it is several conditions."""
+        """A part's text, in brackets if it combines several conditions."""
         several = isinstance(m, (AllOf, AnyOf)) or (
             isinstance(m, Written) and (m.let or isinstance(m.parsed.tree.body, ast.BoolOp))
         )
@@ -119,7 +123,7 @@ class Compound(Mask):
 
 
 class AllOf(Compound):
-    """Visible where every one of the masks says so."""
+    """Visible where all masks are."""
 
     name: ClassVar[str] = "all_of"
 
@@ -140,7 +144,7 @@ class AllOf(Compound):
 
 
 class AnyOf(Compound):
-    """Visible where one of the masks says so."""
+    """Visible where at least one mask is."""
 
     name: ClassVar[str] = "any_of"
 
@@ -161,7 +165,7 @@ class AnyOf(Compound):
 
 
 class Not(Compound):
-    """Visible where the mask says no."""
+    """Visible where the mask is not."""
 
     name: ClassVar[str] = "not"
 
@@ -182,10 +186,10 @@ class Not(Compound):
 
 
 def union_note(mask: Mask) -> str | None:
-    """A sentence, to follow the key's name, if a union shows keys behind the query, and some of its parts do not; None
-    otherwise.
+    """A warning, to follow the key's name, about a union that shows later keys although some of its parts are causal;
+    else None.
 
-    A mask of the library that is such a union by itself, as `prefix_lm`, is meant so.
+    A mask of the library that is such a union itself, such as `prefix_lm`, gets none.
     """
     if _is_causal(mask.expression()):
         return None
@@ -194,8 +198,8 @@ def union_note(mask: Mask) -> str | None:
         if any(causal) and not all(causal):
             parts = ", ".join(f"`{m.describe()}`" for m, hides in zip(mask.masks, causal) if not hides)
             return (
-                f"is a union in which some parts hide keys behind the query, and {parts} shows them; if that is not meant, write "
-                "{all_of: [causal, {any_of: [...]}]}"
+                f"is a union in which some parts hide keys after the query, but {parts} shows them; "
+                "if that is not meant, write {all_of: [causal, {any_of: [...]}]}"
             )
     if isinstance(mask, (AllOf, AnyOf)):
         return next((note for m in mask.masks if (note := union_note(m))), None)
@@ -210,9 +214,8 @@ def _is_causal(where: Any) -> bool:
         return all(map(_is_causal, where.args))
     if not isinstance(where, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
         return False
-    margin = sympy.expand(
-        (where.gts - where.lts).replace(floordiv, lambda x, n: x / n)
-    )  # which bounds as the quotient does
+    # a quotient bounds positions as its floor does
+    margin = sympy.expand((where.gts - where.lts).replace(floordiv, lambda x, n: x / n))
     of_query, of_key = margin.coeff(Q), margin.coeff(KV)
     return bool(of_query.is_number and of_key.is_number and of_query > 0 > of_key)
 

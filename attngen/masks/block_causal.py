@@ -1,4 +1,4 @@
-"""Block-causal: a query sees its own block of positions whole, and all blocks before it."""
+"""Block-causal: a query sees all of its own block of positions, and all blocks before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-sparse: a mask of blocks, or a pattern, says which square blocks of scores count."""
+"""Block-sparse: a block mask, or a pattern, says which square blocks of scores are visible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sympy
 from pydantic import Field, field_validator, model_validator
 
 from attngen.ir.expr import Bool, floordiv, symbol
-from attngen.ir.graph import Blocks, Derived, Input, Read
+from attngen.ir.module import Blocks, Derived, Input, Read
 from attngen.masks import KV, Mask, Q, Sizes
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def local_global(rows: int, columns: int, device: torch.device, local: int, glob
 
 
 class BlockSparse(Mask):
-    """Blocks of `block` x `block` scores that count: `block_mask=` (bool, broadcast to [B, Hq, Tq, Tk]), by default a
-    `pattern`'s.
+    """Visible blocks of `block` x `block` scores: `block_mask=` (bool, broadcast to [B, Hq, Tq, Tk]), or those of a
+    `pattern`.
 
-    Under `any_of` or `not` it hides no blocks from the others: `block_mask` has all four dimensions, the first two 1 or
-    B and Hq, and a pattern takes none.
+    Under `any_of` or `not` it becomes a condition: `block_mask` has all four dimensions, the first two 1 or B and Hq,
+    and a pattern needs no block mask.
     """
 
     name: ClassVar[str] = "block_sparse"
@@ -97,7 +97,7 @@ class BlockSparse(Mask):
 
 
 class _BlocksRead(BlockSparse):
-    """The same as a condition on data: kernels read which blocks count."""
+    """The same mask as a condition on data: kernels read which blocks are visible."""
 
     def blocks(self) -> None:  # type: ignore[override]
         return None

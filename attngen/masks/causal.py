@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 Align = Annotated[
     Literal["bottom_right", "top_left"],
-    Field(description="what is level: the last query and key, or the first"),
+    Field(description="which query and key are aligned: the last ones, or the first ones"),
 ]
 
 
 def position_offset(align: Align) -> Any:
-    """Key position of query 0: the last query meets the last key (bottom_right), or the first the first (top_left)."""
+    """Key position of query 0, if the last query meets the last key (bottom_right), or the first the first
+    (top_left)."""
     return NK - NQ if align == "bottom_right" else 0
 
 

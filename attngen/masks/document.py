@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import sympy
 from pydantic import Field, model_validator
 
+from attngen.ir.core import Fact
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.graph import Derived, Input
-from attngen.ir.ops import Fact
+from attngen.ir.module import Derived, Input
 from attngen.masks import KV, Mask, Q, Sizes
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def packed_spans(
     if cu_seqlens_q.shape != cu_seqlens_kv.shape or not cu_seqlens_q.numel():
         shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_kv.shape)}"
         raise ValueError(
-            f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents in both"
+            f"attention: cu_seqlens_q and cu_seqlens_kv have shapes {shapes}; expected one number more than documents "
+            "in both"
         )
     cu_seqlens_q, cu_seqlens_kv = (
         x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv)
@@ -54,11 +55,9 @@ def packed_spans(
     return tuple(spans)
 
 
-SPANS, SORTED_SPANS = (
-    "@documents",
-    "@sorted_documents",
-)  # documents.ir and sorted_documents.ir; over a cache those that end _in_cache.ir
-# Numbers for each query, which rise along the queries, and the same for each key in numbers of queries:
+# Host programs in documents.ir and sorted_documents.ir; with a KV cache, those in the files that end in _in_cache.ir.
+SPANS, SORTED_SPANS = "@documents", "@sorted_documents"
+# Numbers per query, which rise along the queries; and the same per key, as positions of queries:
 # 1. This query and all later ones see no key before the first number.
 # 2. This query and all earlier ones see no key from the second one on.
 # 3. and 4. Keys from the third number of query j up to the fourth of query i are in the documents of all queries from i
@@ -70,24 +69,26 @@ PACKED = ("document_first", "document_end", "document_q_first", "document_q_end"
 
 
 class Document(Mask):
-    """Queries see the keys of their own document: `document_ids` is int32 [B, Nk], in any order. Queries are the last
-    Nq positions. Ids are above -2**31; with ids of 2**30 and more, in absolute value, calls are right and may be
-    slower. With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load no ids of keys.
-    Over a cache ids are those of the keys that a sequence has; what is past its last key does not matter.
+    """Queries see the keys of their own document: `document_ids` is int32 [B, Nk], in any order.
+
+    Queries are the last Nq positions. Ids must be above -2**31; with ids of 2**30 or more, in absolute value, calls are
+    right but may be slower. With `sorted`, ids never fall along a sequence: bounds are two searches, and kernels load
+    no ids of keys. With a KV cache, ids are those of the keys that a sequence has; those past its last key do not
+    matter.
 
     With `packed`, sequences lie one after the other: `cu_seqlens_q` and `cu_seqlens_kv` (int32 [documents + 1]) say
-    where each starts, and `causal` is inside each, its last query level with its last key. Ids are made causal by
-    `all_of: [causal, document]`.
+    where each starts, and `causal` applies inside each, with its last query aligned with its last key. Make ids causal
+    with `all_of: [causal, document]`.
     """
 
     name: ClassVar[str] = "document"
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (packed_spans,)
     sorted: bool = Field(
         default=False,
-        description="of ids: they never fall along a sequence, which is faster; calls check it where ATTNGEN_CHECK=1 is set",
+        description="ids never fall along a sequence, which is faster; calls check it if ATTNGEN_CHECK=1 is set",
     )
     packed: bool = False
-    causal: bool = Field(default=False, description="of packed documents: a query sees no later key of its own")
+    causal: bool = Field(default=False, description="a query sees no later key of its own packed document")
 
     @model_validator(mode="after")
     def _causal_is_packed(self) -> Document:

@@ -1,4 +1,4 @@
-"""Key padding: each sequence of the batch has its own keys that count."""
+"""Key padding: each sequence of the batch has its own visible keys."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
+from attngen.ir.core import Fact
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.graph import Derived, Input
-from attngen.ir.ops import Fact
+from attngen.ir.module import Derived, Input
 from attngen.masks import KV, Mask, Sizes
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ SPAN = ("key_padding_first", "key_padding_run", "key_padding_end")
 
 
 class KeyPadding(Mask):
-    """Keys that count, per sequence: `key_padding` (bool [B, Nk], True = visible), or with `lengths` the first
-    kv_lengths[b]."""
+    """Visible keys per sequence: `key_padding` (bool [B, Nk], True = visible), or with `lengths` the first
+    kv_lengths[b] keys."""
 
     name: ClassVar[str] = "key_padding"
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (key_span,)

@@ -8,7 +8,7 @@ import sympy
 from pydantic import Field, model_validator
 
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.graph import Input
+from attngen.ir.module import Input
 from attngen.masks import KV, MAX_OFFSET, Mask, Q, Sizes
 from attngen.masks.causal import Align, position_offset
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class PrefixLM(Mask):
-    """The first keys are seen by all queries, the others causally (Raffel et al. 2020, section 3.2.1).
+    """All queries see the keys of the prefix, and the others causally (Raffel et al. 2020, section 3.2.1).
 
-    How many is fixed by `length`; otherwise it is an argument, `prefix_length`: an int, or with `per: batch` an int32
-    tensor [B].
+    `length` fixes the prefix length; otherwise it is an argument, `prefix_length`: an int, or with `per: batch` an
+    int32 tensor [B].
     """
 
     name: ClassVar[str] = "prefix_lm"

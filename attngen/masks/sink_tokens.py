@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SinkTokens(Mask):
-    """The first `count` keys, behind the query too. Streaming attention: {all_of: [causal, {any_of: [window,
+    """The first `count` keys, even after the query. Streaming attention: {all_of: [causal, {any_of: [window,
     sink_tokens]}]}.
 
     That is StreamingLLM (Xiao et al. 2023); without `causal`, the first queries see later keys.

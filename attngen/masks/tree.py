@@ -1,4 +1,4 @@
-"""Tree: drafted tokens, each of which sees all keys before the draft, and of the draft what a call says."""
+"""Tree: drafted tokens that see all keys before the draft, and those drafted tokens that the call selects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import sympy
 
+from attngen.ir.core import Fact
 from attngen.ir.expr import Bool, symbol
-from attngen.ir.graph import Input, Read
-from attngen.ir.ops import Fact
+from attngen.ir.module import Input, Read
 from attngen.masks import KV, NK, NQ, Mask, Q, Sizes
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Tree(Mask):
-    """The last Nq keys are a draft, those of the queries; `tree_mask` (bool [B, Nq, Nq]) has, for each query, what it
-    sees of these.
+    """The last Nq keys are a draft, aligned with the queries; `tree_mask` (bool [B, Nq, Nq]) says which of them a query
+    sees.
 
     In a tree of drafted tokens these are its ancestors and itself (speculative decoding: Miao et al. 2024, SpecInfer,
     section 4.2).

@@ -1,1 +1,1 @@
-"""What people read of a module: `attngen explain`, its HTML page, charts, timelines, theory."""
+"""Reports about a module: `attngen explain`, its HTML page, charts, timelines, theory."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 PLOT = 300  # side of a map of tiles or elements
 WIDTH, NARROW = 380, 340  # widths of other charts
 UNLISTED = "unlisted"  # the class of tiles that only the sample data hides
-LINE, HEADING = 38, 26  # height of a bar with the text above it, and of text alone
+LINE, HEADING = 38, 26  # height of a bar with the text above it, and of text only
 
 
 class Shape(NamedTuple):
@@ -19,11 +19,11 @@ class Shape(NamedTuple):
     tag: str
     attributes: dict[str, str]
     text: str = ""
-    hint: str = ""  # text shown while the pointer is over it
+    hint: str = ""  # tooltip
 
 
 class Drawing(NamedTuple):
-    """A chart, and the text `says` that describes it to readers who cannot see it."""
+    """A chart, and the text `says` that describes it for screen readers."""
 
     width: int
     height: int
@@ -41,10 +41,10 @@ def rect(x: float, y: float, width: float, height: float, cls: str, hint: str = 
     return Shape("rect", {"class": cls, **sides}, hint=hint)
 
 
-def text(x: float, y: float, words: str, cls: str = "", anchor: str = "start", turned: float = 0) -> Shape:
+def text(x: float, y: float, words: str, cls: str = "", anchor: str = "start", rotation: float = 0) -> Shape:
     attributes = {"class": cls, "x": _n(x), "y": _n(y), "text-anchor": anchor}
-    if turned:
-        attributes["transform"] = f"rotate({_n(turned)} {_n(x)} {_n(y)})"
+    if rotation:
+        attributes["transform"] = f"rotate({_n(rotation)} {_n(x)} {_n(y)})"
     return Shape("text", attributes, words)
 
 
@@ -58,14 +58,13 @@ def path(points: Iterable[tuple[float, float]], cls: str) -> Shape:
 def tile_map(name: str, cells: list[list[str]], own: str, n: int, blocks: tuple[int, int]) -> Drawing:
     """Draw the score matrix, n queries down and n keys across; cells[p][j] is the class of tile j of program p.
 
-    `own` is the axis that programs own, "q" or "kv". `blocks` are the rows of a tile along that axis, and along the
-    other.
+    `own` is the program axis, "q" or "kv". `blocks` are the rows of a tile along that axis and along the other.
     """
     left, top = 20, 20
     across, down = blocks if own == "kv" else blocks[::-1]  # keys and queries of a tile
     shapes = [
         text(left, top - 7, f"keys 0 … {n - 1} →"),
-        text(left - 13, top, f"queries 0 … {n - 1} →", turned=90),
+        text(left - 13, top, f"queries 0 … {n - 1} →", rotation=90),
         rect(left, top, PLOT, PLOT, "empty"),
     ]
 
@@ -113,7 +112,7 @@ def element_map(name: str, seen: list[list[bool]], q0: int, k0: int) -> Drawing:
 
 
 def _runs(row: list[str]) -> Iterable[tuple[str, int, int]]:
-    """Runs of equal neighbours, each as (class, index of the first, count)."""
+    """Yield runs of equal neighbours, each as (class, index of the first, count)."""
     at = 0
     for cls, group in groupby(row):
         count = len(list(group))
@@ -156,8 +155,8 @@ def bars(title: str, lines: list[Bar], whole: float, width: int = WIDTH) -> Draw
 
 
 class Point(NamedTuple):
-    """A kernel under the roof. In FLOP per byte: `cached` with the device's cache, `loaded` as if every load went to
-    memory."""
+    """A kernel in the roofline. Its intensities are in FLOP per byte: `cached` with the device's cache, `loaded` as if
+    every load went to memory."""
 
     label: str
     cached: float
@@ -194,9 +193,9 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
     corner, start = (x_of(ridge), y_of(peak)), (x_of(10.0**low), y_of(under(10.0**low)))
     shapes.append(path([start, corner, (right, corner[1])], "roof"))
     slope = math.atan2(corner[1] - start[1], corner[0] - start[0])
-    beside = ((start[0] + corner[0]) / 2 - 15 * math.sin(slope), (start[1] + corner[1]) / 2 + 15 * math.cos(slope))
+    label_at = ((start[0] + corner[0]) / 2 - 15 * math.sin(slope), (start[1] + corner[1]) / 2 + 15 * math.cos(slope))
     roofs = (f"{peak / 1e12:,.1f}".removesuffix(".0") + f" TFLOP/s {peak_name}", f"{bandwidth / 1e12:.2f} TB/s")
-    shapes.append(text(*beside, roofs[1], "faint", "middle", math.degrees(slope)))
+    shapes.append(text(*label_at, roofs[1], "faint", "middle", math.degrees(slope)))
     shapes.append(text(right, corner[1] + 18, roofs[0], "faint", "end"))
     shapes.append(text(right, bottom + 34, "FLOP / B", "faint", "end"))
     shapes.append(text(0, bottom + 34, "↑ TFLOP/s", "faint"))
@@ -209,26 +208,26 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
             hint = f"{point.label}: {intensity:,.0f} FLOP/B, at most {under(intensity) / 1e12:,.0f} TFLOP/s"
             at = {"cx": _n(x_of(intensity)), "cy": _n(y_of(under(intensity))), "r": "5"}
             shapes.append(Shape("circle", {"class": cls, **at}, hint=hint))
-    said = (f"{p.label} {p.cached:,.0f} FLOP/B, {under(p.cached) / 1e12:,.0f} TFLOP/s at most" for p in ordered)
-    says = f"Roofs: {roofs[0]} and {roofs[1]}. " + "; ".join(said)
+    labels = (f"{p.label} {p.cached:,.0f} FLOP/B, {under(p.cached) / 1e12:,.0f} TFLOP/s at most" for p in ordered)
+    says = f"Roofs: {roofs[0]} and {roofs[1]}. " + "; ".join(labels)
     return Drawing(WIDTH, bottom + 42, title, says, shapes)
 
 
 def _short(value: float) -> str:
-    """A round number in few letters: 0.5, 20, 10k."""
+    """Return a round number in few letters: 0.5, 20, 10k."""
     return next(
         (f"{value / size:g}{letter}" for size, letter in ((1e6, "M"), (1e3, "k")) if value >= size), f"{value:g}"
     )
 
 
-def _spread(wanted: list[float], apart: float, least: float, most: float) -> list[float]:
-    """Positions in rising order, near those `wanted`: at least `apart` from each other, at most `most`, at least
-    `least` if they fit."""
+def _spread(positions: list[float], gap: float, least: float, most: float) -> list[float]:
+    """Return rising positions near the given ones, at least `gap` from each other, at most `most`, and at least `least`
+    if they fit."""
     found: list[float] = []
-    for x in wanted:
-        found.append(max(x, least, found[-1] + apart if found else least))
+    for x in positions:
+        found.append(max(x, least, found[-1] + gap if found else least))
     limit = most
     for i in reversed(range(len(found))):
         found[i] = min(found[i], limit)
-        limit = found[i] - apart
+        limit = found[i] - gap
     return found

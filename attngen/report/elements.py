@@ -1,5 +1,5 @@
-"""Pictures of masks, element by element, in which a reader can check a formula; made by hand-written references on
-sample data."""
+"""Pictures of masks, element by element, computed by the masks' hand-written references on sample data, so that a
+reader can check a formula."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from attngen.ir.graph import Input
 from attngen.ir.heads import SHARINGS
+from attngen.ir.module import Input
 from attngen.ir.sizes import Sizes
 from attngen.masks import Mask, Written
 from attngen.masks.none import NoMask
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 SIDE = 24  # queries and keys of a picture
-LARGEST = 4096  # most rows of the mask from which a second picture is cut
+LARGEST = 4096  # most rows of the mask from which a second excerpt is taken
 STRIPES = {"i32": 5, "b1": 8}  # number of stripes along the rows in sample data of an expression, by element type
-SEQUENCES, HEADS = 2, 4  # of the sample
+SEQUENCES, HEADS = 2, 4  # in the sample
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An excerpt of a mask, with remarks: seen[i][j] says whether query q0 + i sees key k0 + j."""
+    """An excerpt of a mask, with remarks; seen[i][j] is whether query q0 + i sees key k0 + j."""
 
     name: str
     q0: int
@@ -43,7 +43,7 @@ class Picture:
         return element_map(self.name, self.seen, self.q0, self.k0)
 
     def rows(self) -> Iterator[list[str]]:
-        """Rows of a table: a query, and the keys that it sees."""
+        """Yield rows of a table: a query, and the keys that it sees."""
         for q, row in enumerate(self.seen, self.q0):
             spans = [
                 (key, [k for k, _ in group]) for key, group in groupby(enumerate(row, self.k0), lambda pair: pair[1])
@@ -59,11 +59,11 @@ class Sample:
     spec: Spec
 
     def inputs(self, sizes: Sizes) -> dict[str, Any]:
-        """The mask's inputs: its own samples. Tensors by position that an expression reads hold document numbers
-        (i32) or stripes (b1)."""
+        """Return sample inputs of the mask. Tensors by position that an expression reads hold document numbers (i32) or
+        stripes (b1)."""
         import torch
 
-        from attngen.conformance.harness import make_mask_inputs
+        from attngen.conformance.cases import make_mask_inputs
 
         found = make_mask_inputs(self.spec, sizes, torch.float32, "cpu", torch.Generator().manual_seed(0))
         for part in _written(self.spec.mask):
@@ -73,15 +73,15 @@ class Sample:
         return found
 
     def mask(self, sizes: Sizes, inputs: dict[str, Any] | None = None) -> torch.Tensor:
-        """The reference's mask, bool [B, Hq, Nq, Nk]."""
+        """Return the reference's mask, bool [B, Hq, Nq, Nk]."""
         import torch
 
         found = self.spec.mask.reference(sizes, torch.device("cpu"), self.inputs(sizes) if inputs is None else inputs)
         return found.expand(sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv)
 
     def blocks(self, n: int, size: int) -> list[list[int]]:
-        """The number of visible elements in each block of size x size scores, for the first head of n queries and n
-        keys."""
+        """Return the number of visible elements in each block of size x size scores, for the first head, with n queries
+        and n keys."""
         import torch
 
         mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
@@ -91,14 +91,14 @@ class Sample:
         return counts
 
     def listed(self, n: int, size: int) -> list[list[bool]]:
-        """The sample's `block_mask` for the first head of n queries and n keys."""
+        """Return the sample's `block_mask` for the first head, with n queries and n keys."""
         table = self.inputs(Sizes(1, 1, 1, n, n))["block_mask"][0, 0]
         found: list[list[bool]] = table.tolist()
         return found
 
     @cached_property
     def pictures(self) -> list[Picture]:
-        """A picture of the first elements, and one further on if the mask has an edge too far away for the first."""
+        """A picture of the first elements, and a second one if the mask has an edge outside the first."""
         if isinstance(self.spec.mask, NoMask):
             return []
         sizes = Sizes(SEQUENCES, HEADS, SHARINGS[self.spec.heads.sharing].kv_heads(HEADS, 2), SIDE, SIDE)
@@ -106,7 +106,7 @@ class Sample:
         mask = self.mask(sizes, inputs)
         remarks = [f"{SIDE} queries and {SIDE} keys; dark elements are visible."]
         differs = [
-            what for what, axis in (("sequences", 0), ("heads", 1)) if not bool((mask == mask.narrow(axis, 0, 1)).all())
+            word for word, axis in (("sequences", 0), ("heads", 1)) if not bool((mask == mask.narrow(axis, 0, 1)).all())
         ]
         remarks.append(
             f"The first head of the first sequence; other {' and '.join(differs)} differ."
@@ -123,14 +123,14 @@ class Sample:
         return [first, *(self._further(reach) if SIDE <= reach <= LARGEST - SIDE else [])]
 
     def _reach(self) -> int:
-        """The largest integer in the mask's expression; if the mask has blocks, at least the rows of 8 blocks."""
+        """Return the largest integer in the mask's expression; with blocks, at least the rows of 8 blocks."""
         blocks = self.spec.mask.blocks()
         numbers = [abs(int(i)) for i in self.spec.mask.expression().atoms(sympy.Integer)]
         return max([*numbers, 8 * blocks.size if blocks else 0])
 
     def _values(self, inputs: dict[str, Any]) -> Iterator[str]:
-        """A text for each input of the mask, for the first sequence and head: a number's or a vector's values, else
-        how they were made."""
+        """Yield a text for each input of the mask, for the first sequence and head: the values of numbers and vectors,
+        or how the values were made."""
         striped = {i.name for part in _written(self.spec.mask) for i in part.inputs() if _is_striped(i)}
         for i in (i for i in self.spec.mask.inputs() if not i.is_size):
             value, first = inputs[i.name], 0
@@ -148,8 +148,8 @@ class Sample:
                 yield f"{name} is random"
 
     def _further(self, reach: int) -> list[Picture]:
-        """A picture across the sharpest edge away from the diagonal, in a mask of more than `reach` rows; none if
-        there is no such edge."""
+        """Return a picture across the sharpest edge away from the diagonal, in a mask of more than `reach` rows; none
+        if there is no such edge."""
         n = 1 << (reach + SIDE).bit_length()
         mask = self.mask(Sizes(1, 1, 1, n, n))[0, 0]
         step = SIDE // 2
@@ -177,7 +177,7 @@ class Sample:
 
 
 def _written(mask: Mask) -> Iterator[Written]:
-    """The parts of a mask that a spec writes out as expressions."""
+    """Yield the parts of a mask that a spec writes as expressions."""
     if isinstance(mask, Written):
         yield mask
     for part in getattr(mask, "masks", ()):
@@ -185,13 +185,13 @@ def _written(mask: Mask) -> Iterator[Written]:
 
 
 def _is_striped(i: Input) -> bool:
-    """Whether an input is a tensor of integers or bits with an element for each query or key."""
+    """Whether an input is a tensor of integers or bits with one element per query or key."""
     return bool(i.shape) and i.shape[-1] in ("Nq", "Nk") and i.dtype in STRIPES
 
 
 def _striped(shape: list[int], dims: tuple[Any, ...], dtype: str) -> torch.Tensor:
-    """Sample data. Integers number five documents along the rows; bits form stripes. Over queries and keys, both
-    numbers are added."""
+    """Return sample data: integers number five documents along the rows, bits form stripes. With both a query and a key
+    dimension, the numbers of both are added."""
     import torch
 
     along = [torch.arange(n).view([-1 if i == axis else 1 for i in range(len(shape))]) for axis, n in enumerate(shape)]

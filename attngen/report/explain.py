@@ -11,16 +11,18 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from attngen.cost.columns import parts_of_columns
 from attngen.cost.flops import executed_flops, total_tiles, useful_flops
 from attngen.cost.io import dram_bytes, hbm_bytes, standard_bytes
 from attngen.cost.memory import scratch
-from attngen.cost.roofline import Problem, estimate, row_for, scheduled_rows, standard_total
-from attngen.cost.serving import call_flops, decoding, joined_bytes, read_bytes
+from attngen.cost.roofline import Problem, config_for, estimate, rows_of_call, standard_total
+from attngen.cost.serving import call_flops, decoding, partial_result_bytes, read_bytes
+from attngen.cost.split_d import split_d_costs
 from attngen.devices import DEVICES
 from attngen.heuristics import LISTED, SAMPLED_LENGTHS
-from attngen.ir.expr import Expr, to_text
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.expr import Expr
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.ops import Mask
 from attngen.targets.registry import backend_of
 from attngen.tiles.intervals import Scene
@@ -36,14 +38,40 @@ FOLDED = textwrap.TextWrapper(
 def explain(
     module: Module, problem: Problem, report: dict[str, Any], unspecialized: Iterable[str] = ()
 ) -> Iterator[RenderableType]:
-    """Everything that the analysis knows of a target module, for one problem size.
+    """Yield everything that the analysis knows about a target module, for one problem size.
 
-    report: its report.json, with compiler readings. undivided: sentences on why backends divide none of its kernels.
+    report: its report.json, with compile reports.
+    unspecialized: sentences on why kernels are not warp-specialized.
     """
     yield Text(
         f"{module.name}: {module.mask}, {module.sharing}, head dim {module.head_dim_qk}/{module.head_dim_v}",
         style="bold",
     )
+    yield from _tiles(module)
+    yield from tile_shares(module, problem)
+    yield from _formulas(module, problem)
+    size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
+    yield Text(f"\nPer device, for {size}", style="bold")
+    yield device_table(module, problem)
+    yield Text(
+        "GB load: all that programs load and store; /std: over the bytes of standard attention, which keeps the score\n"
+        "matrix in HBM; GB HBM: bytes left if the device's cache holds what the programs in flight stream; ms: time\n"
+        "at the roof that binds.",
+        style="dim",
+    )
+    yield from map(_line, split_d_costs(module, problem))
+    if module.splitting_kernel:
+        yield from decode_costs(module, problem)
+    yield Text(
+        "\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread",
+        style="bold",
+    )
+    yield from fit_table(report)
+    yield from map(_line, unspecialized)
+
+
+def _tiles(module: Module) -> Iterator[RenderableType]:
+    """Yield the ranges of each loop over tiles, in closed form, and the masks."""
     yield Text(
         "\nTiles that the mask leaves (per program, from row q_start or kv_start on; j counts tiles along the loop)",
         style="bold",
@@ -60,73 +88,58 @@ def explain(
         listed = module.blocks is not None and module.blocks.data and bool(kernel.dots)
         for body in dict.fromkeys(loop.body for loop in tile_loops(kernel)):
             yield from (_line(f"@{kernel.name} not exact: {sentence}") for sentence in inexact(kernel, body, listed))
-    yield from tile_shares(module, problem)
+
+
+def _formulas(module: Module, problem: Problem) -> Iterator[RenderableType]:
+    """Yield closed forms of FLOPs, bytes, shared memory and scratch memory."""
     yield Text("\nFormulas", style="bold")
     for direction in module.directions:
         yield _line(f"{direction} FLOPs = {to_text(useful_flops(module, direction))}")
         yield _line(f"{direction} bytes of standard attention = {to_text(standard_bytes(direction))}")
     for kernel in module.kernels:
-        row = row_for(module, kernel, DEVICES["H100"], scheduled_rows(kernel, problem))
+        config = config_for(module, kernel, DEVICES["H100"], rows_of_call(kernel, problem))
         if tile_loops(kernel):
             yield _line(f"@{kernel.name} tiles = {total_tiles(kernel)}")
             yield _line(f"@{kernel.name} FLOPs = {to_text(executed_flops(kernel))}")
         yield _line(f"@{kernel.name} bytes loaded and stored = {to_text(hbm_bytes(kernel))}")
         moved = dram_bytes(kernel)
         yield _line(f"@{kernel.name} HBM bytes = {to_text(moved.read)} read, {to_text(moved.written)} written")
-        if row:
-            yield _line(
-                f"@{kernel.name} SRAM bytes (H100) = {to_text(backend_of(row).resources.formula(module, kernel, row))}"
-            )
+        if config:
+            formula = backend_of(config).resources.formula(module, kernel, config)
+            yield _line(f"@{kernel.name} SRAM bytes (H100) = {to_text(formula)}")
     for part in scratch(module):
         condition = "" if part.where == sympy.true else f", where {to_text(part.where)}"
         yield _line(
-            f"@{part.host} in @{part.block}: bytes beside results = {to_text(part.bytes)}, of {', '.join(part.tensors)}{condition}"
+            f"@{part.host} in @{part.block}: scratch bytes = {to_text(part.bytes)}, of "
+            f"{', '.join(part.tensors)}{condition}"
         )
-    size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads} Nq={problem.n_q} Nk={problem.n_kv}"
-    yield Text(f"\nPer device, for {size}", style="bold")
-    yield device_table(module, problem)
-    yield Text(
-        "GB load: all that programs load and store; /std: over the bytes of standard attention, which keeps the score matrix\n"
-        "in HBM; GB HBM: what is left where the device's cache holds what the programs in flight stream; ms: the roof that binds.",
-        style="dim",
-    )
-    yield from map(_line, parts_of_columns(module, problem))
-    if module.dealing:
-        yield from over_cache(module, problem)
-    yield Text(
-        "\nFit: shared memory as predicted and as the compiler reports it; registers and spilled bytes of a thread",
-        style="bold",
-    )
-    yield from fit_table(report)
-    yield from map(_line, unspecialized)
 
 
 def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
-    """Which share of the tiles bounds leave, and which lists of blocks would, where the mask is a formula of
-    positions and lengths."""
+    """Yield the shares of tiles inside the bounds and in block lists, if the mask is a formula of positions and
+    lengths."""
     where = module.meaning.where
     if not samples(where):
         return
     n = min(-(-problem.n_kv // LISTED) * LISTED, SAMPLED_LENGTHS[-1])
-    yield Text(
-        f"\nTiles visited of {n} x {n}, in {LISTED} x {LISTED}, counted in a sample of rows (those that are masked)",
-        style="bold",
-    )
+    tiles = f"{n} x {n}, in {LISTED} x {LISTED}"
+    yield Text(f"\nTiles visited of {tiles}, counted in a sample of rows (partial tiles in brackets)", style="bold")
     visits = "lists" if module.blocks is not None and module.blocks.data else "bounds"
-    for scene, own in ((Scene("q", "kv"), "queries"), (Scene("kv", "q"), "keys")):
+    for scene, rows in ((Scene("q", "kv"), "queries"), (Scene("kv", "q"), "keys")):
         found = counted(where, scene, n)
-        bounded, cut, listed, listed_cut = (f"{x / found.all:.1%}" for x in found[1:])
+        bounded, bounded_partial, listed, listed_partial = (f"{x / found.all:.1%}" for x in found[1:])
         yield _line(
-            f"programs that own {own}: bounds leave {bounded} ({cut}), lists {listed} ({listed_cut}); kernels visit what {visits} leave"
+            f"program tiles of {rows}: bounds leave {bounded} ({bounded_partial}), lists {listed} ({listed_partial}); "
+            f"kernels visit what {visits} leave"
         )
 
 
-def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
-    """What one query of each head costs over a cache: closed forms, and a line per device."""
+def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
+    """Yield the costs of one query per head with a KV cache: closed forms, and one line per device."""
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads}, {problem.n_kv} keys"
-    yield Text(f"\nA token of each sequence over the cache, for {size}", style="bold")
+    yield Text(f"\nDecoding one token of each sequence, for {size}", style="bold")
     yield _line(f"@decode bytes of K and V, a sequence = {to_text(read_bytes(module))}")
-    yield _line(f"@decode, @combine bytes of parts, a sequence = {to_text(joined_bytes())}")
+    yield _line(f"@decode, @combine bytes of parts, a sequence = {to_text(partial_result_bytes())}")
     yield _line(f"@decode FLOPs, a sequence = {to_text(call_flops(module))}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     headings = (
@@ -149,15 +162,15 @@ def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
         if found is None:
             table.add_row(device.name, "none")
             continue
-        row = found.config
+        config = found.config
         table.add_row(
             device.name,
-            f"{row.block_q}x{row.block_kv}x{row.num_warps}x{row.num_stages}",
+            f"{config.block_q}x{config.block_kv}x{config.num_warps}x{config.num_stages}",
             f"{found.programs}",
-            f"{found.filling}",
-            f"{found.parts}",
+            f"{found.splits_to_fill}",
+            f"{found.splits}",
             f"{found.read / 1e6:.1f}",
-            f"{found.joined / 1e6:.2f}",
+            f"{found.partials / 1e6:.2f}",
             f"{found.flops / found.moved:.1f}",
             found.binds,
             f"{found.seconds * 1e6:.1f}",
@@ -165,14 +178,15 @@ def over_cache(module: Module, problem: Problem) -> Iterator[RenderableType]:
         )
     yield table
     yield Text(
-        "programs: those that the device holds at once; filling: parts of a sequence's keys with which they are all busy, and more only\n"
-        "add bytes of parts; parts: those that a call has: of one length, and longer sequences have more; us: at the roof that binds.",
+        "programs: number that the device holds at once; filling: splits of a sequence's keys with which they are all\n"
+        "busy (more only add bytes); parts: splits that a call has, all of one length, so that longer sequences have\n"
+        "more; us: the time at the roof that binds.",
         style="dim",
     )
 
 
 def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
-    """Predictions for each kernel on each target, beside what the compiler reported; sentences below say why no tile
+    """Yield predictions for each kernel on each target, next to the compiler's numbers, and sentences on why no tile
     fits."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in (
@@ -199,16 +213,16 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
             tile = f"{row['block_q']}x{row['block_kv']}{columns}x{row['num_warps']}x{row['num_stages']}"
             tile += " measured" * row.get("measured", False) + f" {row.get('backend', '')}".rstrip()
             limits = ((">", row.get("min_rows")), ("<=", row["max_rows"]))
-            rows, reading = " ".join(f"{sign}{limit}" for sign, limit in limits if limit), row["reading"] or {}
-            read = (reading.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
-            verified |= bool(reading)
-            cells = ("" if n is None else f"{n:,}" for n in read)
+            rows, reported = " ".join(f"{sign}{limit}" for sign, limit in limits if limit), row["reading"] or {}
+            numbers = (reported.get(key) for key in ("shared_bytes", "registers", "spilled_bytes", "code_bytes"))
+            verified |= bool(reported)
+            cells = ("" if n is None else f"{n:,}" for n in numbers)
             table.add_row(
                 name, row["device"], f"{row['elem_bytes']}", rows or "any", tile, f"{row['sram_bytes']:,}", *cells
             )
-            if row.get("backend") and reading.get("states"):
+            if row.get("backend") and reported.get("states"):
                 none.append(
-                    f"On {row['device']} the kernel @{name} with {tile} gets no certificate: it {reading['states']}."
+                    f"On {row['device']} the kernel @{name} with {tile} gets no certificate: it {reported['states']}."
                 )
     yield table
     yield from (_line(reason) for reason in none)
@@ -217,7 +231,7 @@ def fit_table(report: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
-    """The named scalars that bound the loops over tiles, as (name, closed form); each may use those before it."""
+    """Return the named scalars that bound the loops over tiles, as (name, closed form); each may use earlier ones."""
     used = {s for loop in tile_loops(kernel) for pair in loop.ranges for bound in pair for s in bound.free_symbols}
     for name, value in reversed(kernel.named):
         if name in used:
@@ -226,12 +240,12 @@ def bounds(kernel: Kernel) -> list[tuple[Expr, Expr]]:
 
 
 def _line(text: str) -> Text:
-    """A line, indented, and folded at spaces if it has more than 120 characters."""
+    """Return an indented line, folded at spaces if it has more than 120 characters."""
     return Text(FOLDED.fill(text))
 
 
 def device_table(module: Module, problem: Problem) -> Table:
-    """One line per device and kernel."""
+    """Return a table with one line per device and kernel."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     headings = (
         "device",

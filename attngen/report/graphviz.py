@@ -1,4 +1,4 @@
-"""Kernels as pictures: DOT text, and SVG through Graphviz's `dot` where it is installed."""
+"""Kernels as graphs: DOT text, and SVG by Graphviz's `dot` if it is installed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import subprocess
 from pathlib import Path
 
 from attngen.errors import AttngenError
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.pipe import ALL_KINDS, bodies_of
-from attngen.ir.text import print_op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.pipe import ALL_KINDS
+from attngen.ir.pipe_control import bodies_of
+from attngen.ir.printer import print_op
 
 COLOURS = {"hbm": "#d9d9d9", "sram": "#b3d9ff", "reg": "#ffffff", "flight": "#ffe0b3", "?": "#ffffff"}
 
 
 def to_dot(module: Module) -> str:
-    """One cluster per kernel and block; boxes are ops, coloured by memory space; dashed edges enter loop bodies."""
+    """Return DOT text with one cluster per kernel and block. Boxes are ops, coloured by memory space; dashed edges
+    enter loop bodies."""
     lines = [
         f'digraph "{module.name}" {{',
         "  rankdir=TB; node [shape=box, style=filled, fontname=monospace, fontsize=9];",
@@ -37,9 +40,8 @@ def _kernel(kernel: Kernel) -> list[str]:
         for op in block.ops:
             space = next((t.space for t in op.results().values()), "reg")
             label = print_op(op).split(" : ")[0].replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(
-                f'      {node(op.name)} [label="{label}", fillcolor="{COLOURS[space]}", tooltip="{ALL_KINDS[type(op)]}"];'
-            )
+            style = f'fillcolor="{COLOURS[space]}", tooltip="{ALL_KINDS[type(op)]}"'
+            lines.append(f'      {node(op.name)} [label="{label}", {style}];')
         lines.append("    }")
     lines.append("  }")
     lines += [f"  {node(a)} -> {node(b)};" for a, b in kernel.graph.edges]

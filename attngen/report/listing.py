@@ -1,4 +1,4 @@
-"""Listings of the page: what each pass changed in the IR, and IR and Python with syntax highlighting."""
+"""Listings of the page: the changes of each pass in the IR, and IR and Python with syntax highlighting."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-from attngen.ir.graph import Module
+from attngen.ir.module import Module
 from attngen.ir.ops import OPS
-from attngen.ir.text import print_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import passes
 from attngen.spec import Spec
 
 
 class Line(NamedTuple):
-    """A line of a diff: `added`, `removed` or `same`; or a heading, `where`, that says where the lines below it
-    stand."""
+    """A line of a diff (`added`, `removed` or `same`), or a heading, `where`, with the place of the lines below it."""
 
     cls: str
     text: str
 
 
 class Step(NamedTuple):
-    """What a pass did."""
+    """The changes of a pass."""
 
     name: str
     says: str
@@ -34,11 +33,12 @@ class Step(NamedTuple):
     added: int
     removed: int
     diff: list[Line]
-    ir: Markup  # empty where the pass changed nothing
+    ir: Markup  # empty if the pass changed nothing
 
 
 def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
-    """What each pass did. `steps` has the name of each pass and the verified module after it; the first is `build`."""
+    """Yield the changes of each pass. `steps` has the name of each pass and the module after it; the first is
+    `build`."""
     says = {p.name: _says(sys.modules[type(p).__module__].__doc__) for p in passes(spec, steps[0][1])}
     before: list[str] = []
     for i, (name, module) in enumerate(steps):
@@ -59,12 +59,12 @@ def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
 
 
 def _says(doc: str | None) -> str:
-    """The first paragraph of a pass's module docstring, without the pass's name."""
+    """Return the first paragraph of a pass's module docstring, without the pass's name."""
     return (doc or "").partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
 
 
 def _diff(before: list[str], after: list[str]) -> Iterator[Line]:
-    """The changed lines, each group with a line of context on both sides, under a heading that names its kernel,
+    """Yield the changed lines, each group with a line of context on both sides, under a heading that names its kernel,
     schedule or module."""
     for group in difflib.SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(1):
         above = after[: group[0][3] + 1]
@@ -80,7 +80,8 @@ def _diff(before: list[str], after: list[str]) -> Iterator[Line]:
 
 _PYTHON = re.compile(
     r"""(?P<comment>\#[^\n]*)|(?P<string>[rf]?(?:\"\"\"[\s\S]*?\"\"\"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'))"""
-    r"|(?P<name>@[\w.]+)|\b(?P<word>and|as|assert|class|def|elif|else|for|from|if|import|in|is|lambda|not|or|raise|return|while|with)\b"
+    r"|(?P<name>@[\w.]+)|\b(?P<word>and|as|assert|class|def|elif|else|for|from|if|import|in|is|lambda|not|or|raise"
+    r"|return|while|with)\b"
 )
 _IR = re.compile(
     r"(?P<comment>^//[^\n]*)|(?P<name>@(?!hbm|sram|reg)\w+)|(?P<string>%[\w.]+)|"
@@ -90,7 +91,7 @@ _IR = re.compile(
 
 
 def highlight(text: str, language: str) -> Markup:
-    """Python or IR as HTML that marks comments, strings (in IR: values), names and keywords."""
+    """Return Python or IR as HTML that marks comments, strings (in IR: values), names and keywords."""
     parts, at = [], 0
     for match in (_IR if language == "ir" else _PYTHON).finditer(text):
         parts += [escape(text[at : match.start()]), f'<span class="{match.lastgroup}">{escape(match[0])}</span>']

@@ -10,24 +10,25 @@ from markupsafe import Markup
 from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.printer import Printer
 
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Bool, Expr, cdiv, floordiv
 from attngen.ir.names import INTEGERS
-from attngen.ir.ops import AXIS_DIM
 
 # Symbols that every kernel has: (letter, index, meaning).
 SYMBOLS: dict[str, tuple[str, str, str]] = {
     **{name: (*n.math, n.about) for name, n in INTEGERS.items() if n.math},
     "s": ("s", "", "product of a query and a key"),
-    "scale": ("scale", "", "what the call scales scores by"),
+    "scale": ("scale", "", "the scale of scores that the call gives"),
     "tiles": ("tiles", "", "tiles visited, of all heads and sequences"),
 }
 _CONSTANTS = {"LOG2E": ("log", "2", "e"), "LN2": ("ln", "", "2")}  # function, index, argument
 _RELATIONS = {"<": "<", "<=": "≤", ">": ">", ">=": "≥", "==": "=", "!=": "≠"}
-_SPACE, _GAP = (Markup('<mspace width="{}em"/>').format(width) for width in (0.17, 0.5))  # between factors, after words
+# Spaces between factors and after words.
+_SPACE, _GAP = (Markup('<mspace width="{}em"/>').format(width) for width in (0.17, 0.5))
 
 
 def element(tag: str, *children: str, **attributes: str) -> Markup:
-    """An element of MathML; text among its children is escaped, Markup is not."""
+    """Return an element of MathML. Text among its children is escaped, Markup is not."""
     given = Markup("").join(Markup(' {}="{}"').format(name, value) for name, value in attributes.items())
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(tag), given, Markup("").join(children))
 
@@ -41,7 +42,7 @@ def _operator(text: str) -> Markup:
 
 
 def _infix(text: str) -> Markup:
-    """A binary operator, which has space around it even if it starts a line."""
+    """Return a binary operator, which has space around it even if it starts a line."""
     return element("mo", text, form="infix")
 
 
@@ -50,7 +51,7 @@ def _fenced(*children: str, left: str = "(", right: str = ")") -> Markup:
 
 
 def _around(left: Markup, parts: list[Markup], right: Markup) -> list[Markup]:
-    """Parts in brackets; no line breaks between a bracket and the part beside it."""
+    """Return the parts in brackets, without line breaks between a bracket and the part next to it."""
     first, *rest = [*parts[:-1], _row(parts[-1], right)]
     return [_row(left, first), *rest]
 
@@ -61,24 +62,24 @@ def _indexed(letter: str, index: str) -> Markup:
 
 
 class MathML(Printer):
-    """Prints expressions, and remembers in `met` which symbols it met. Unknown functions become name(arguments); all
-    else unknown, text."""
+    """A printer of expressions that collects their symbols in `met`. Unknown functions become name(arguments); other
+    unknown expressions become text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.met: set[str] = set()
 
     def math(self, e: Any) -> Markup:
-        """The expression as <math> elements, between which lines may break: before the terms of sums and conditions,
-        after commas."""
+        """Return the expression as <math> elements, between which lines may break: before the terms of sums and
+        conditions, after commas."""
         return Markup(" ").join(element("math", part, displaystyle="true") for part in self._pieces(e))
 
     def _pieces(self, e: Any) -> list[Markup]:
-        """The expression in parts; a line may break between them."""
+        """Return the expression in parts, between which lines may break."""
         if isinstance(e, sympy.Add):
             return [part for i, t in enumerate(_terms(e)) for part in self._term_pieces(t, i > 0)]
         if isinstance(e, (sympy.And, sympy.Or)):
-            return [self._joined(c, e, i > 0) for i, c in enumerate(_sorted(e))]
+            return [self._operand(c, e, i > 0) for i, c in enumerate(_sorted(e))]
         if isinstance(e, (sympy.Min, sympy.Max)):
             *most, last = (self._pieces(a) for a in _sorted(e))
             parts = [part for pieces in most for part in (*pieces[:-1], _row(pieces[-1], _operator(",")))]
@@ -95,7 +96,7 @@ class MathML(Printer):
         return [self._print(e)]
 
     def _term_pieces(self, term: Expr, follows: bool) -> list[Markup]:
-        """The parts of a term of a sum, the first with its sign. Only minima, maxima and rounded quotients have
+        """Return the parts of a term of a sum, the first with its sign. Only minima, maxima and rounded quotients have
         several parts."""
         minus = term.could_extract_minus_sign()
         positive = -term if minus else term
@@ -106,16 +107,16 @@ class MathML(Printer):
         return [_row(sign, first), *rest]
 
     def between(self, lo: Expr, name: str, hi: Expr) -> Markup:
-        """lo ≤ name < hi."""
+        """Return lo ≤ name < hi."""
         least, most = self._print(lo), self._print(hi)
         return element(
             "math", _row(least, _operator("≤"), element("mi", name), _operator("<"), most), displaystyle="true"
         )
 
-    def sum_over_programs(self, factors: Iterable[Expr], turns: Expr, own: str, rows: Expr) -> Markup:
-        """`factors` times the sum of `turns` over the programs of a head; its index is the first row of a program's
-        tile, below `rows`."""
-        first, step = (self._print(sympy.Symbol(name)) for name in (f"{own}_start", AXIS_DIM[own]))
+    def sum_over_programs(self, factors: Iterable[Expr], iterations: Expr, axis: str, rows: Expr) -> Markup:
+        """Return `factors` times the sum of `iterations` over the programs of a head. Its index is the first row of the
+        program tile, below `rows`."""
+        first, step = (self._print(sympy.Symbol(name)) for name in (f"{axis}_start", AXIS_DIM[axis]))
         end = self._print(rows)
         comma = _operator(",")
         under = _row(
@@ -130,10 +131,11 @@ class MathML(Printer):
             comma,
             _operator("…"),
         )
-        sign = element("munderover", element("mo", "∑", **{"class": "large"}), under, _row(first, _operator("<"), end))
+        over = _row(first, _operator("<"), end)
+        sign = element("munderover", element("mo", "∑", **{"class": "large"}), under, over)
         head = [part for f in factors for part in (self._print(f), _SPACE)]
-        pieces = self._pieces(turns)
-        if precedence(turns) < PRECEDENCE["Mul"]:
+        pieces = self._pieces(iterations)
+        if precedence(iterations) < PRECEDENCE["Mul"]:
             pieces = _around(_operator("("), pieces, _operator(")"))
         return Markup(" ").join(element("math", part, displaystyle="true") for part in (_row(*head, sign), *pieces))
 
@@ -178,7 +180,7 @@ class MathML(Printer):
         return _row(*(self._term(t, i > 0) for i, t in enumerate(_terms(e))))
 
     def _term(self, term: Expr, follows: bool) -> Markup:
-        """A term of a sum, with its sign; the first has none if it is positive."""
+        """Return a term of a sum with its sign; a positive first term has none."""
         if term.could_extract_minus_sign():
             return _row(_infix("−") if follows else _operator("−"), self._wrapped(-term, PRECEDENCE["Mul"]))
         text = self._wrapped(term, PRECEDENCE["Add"])
@@ -234,7 +236,7 @@ class MathML(Printer):
         return _fenced(self._ratio(e), left="⌈", right="⌉")
 
     def _ratio(self, e: Any) -> Markup:
-        """A quotient on one line, because few fonts have brackets that grow with a fraction."""
+        """Return a quotient on one line, because few fonts have brackets that grow with a fraction."""
         a, b = e.args
         return _row(self._wrapped(a, PRECEDENCE["Mul"]), _infix("/"), self._wrapped(b, PRECEDENCE["Atom"]))
 
@@ -249,7 +251,7 @@ class MathML(Printer):
             element("mtr", *(element("mtd", cell) for cell in row))
             for row in (*rows, (self._print(rest), element("mtext", "else")))
         ]
-        return element("mtable", *table, **{"class": "cases"})  # the style sheet draws the brace, whatever the font
+        return element("mtable", *table, **{"class": "cases"})  # the style sheet has the brace
 
     def _print_exp2(self, e: Any) -> Markup:
         return element("msup", element("mn", "2"), self._print(e.args[0]))
@@ -275,14 +277,14 @@ class MathML(Printer):
         e = e.reversed if e.rhs.is_Symbol and not e.lhs.is_Symbol else e
         return _row(self._print(e.lhs), _operator(_RELATIONS[e.rel_op]), self._print(e.rhs))
 
-    def _joined(self, part: Bool, whole: Bool, follows: bool) -> Markup:
-        """A part of a conjunction or disjunction, with the operator that joins it to the part before."""
+    def _operand(self, part: Bool, whole: Bool, follows: bool) -> Markup:
+        """Return an operand of a conjunction or disjunction, with the operator before it if it `follows` another."""
         text = self._print(part)
         text = _fenced(text) if isinstance(part, (sympy.And, sympy.Or)) else text
         return _row(_infix("∧" if isinstance(whole, sympy.And) else "∨"), text) if follows else text
 
     def _print_And(self, e: Any) -> Markup:
-        return _row(*(self._joined(part, e, i > 0) for i, part in enumerate(_sorted(e))))
+        return _row(*(self._operand(part, e, i > 0) for i, part in enumerate(_sorted(e))))
 
     _print_Or = _print_And
 
@@ -303,12 +305,12 @@ def _sorted(e: Any) -> list[Any]:
 
 
 def _terms(e: Expr) -> list[Expr]:
-    """The terms of a sum, negative ones last."""
+    """Return the terms of a sum, negative ones last."""
     return sorted(e.as_ordered_terms(), key=lambda t: bool(t.could_extract_minus_sign()))
 
 
 def _cases(e: Any) -> tuple[list[tuple[Bool, Expr]], Expr]:
-    """Nested `select`s as one list of (condition, value), and the value where no condition holds."""
+    """Return nested `select`s as one list of (condition, value), and the value if no condition holds."""
     where, value, rest = e.args
     if type(rest) is type(e):
         cases, last = _cases(rest)

@@ -1,4 +1,4 @@
-"""`attngen explain --html`: everything that the compiler knows of a spec, as one HTML page that loads no other
+"""`attngen explain --html`: everything that the compiler knows about a spec, as one HTML page that loads no other
 files."""
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from markupsafe import Markup, escape
 
 from attngen.codegen.signature import signatures
 from attngen.codegen.templates import templates_dir
-from attngen.cost.columns import parts_of_columns
 from attngen.cost.flops import executed_flops, useful_flops
 from attngen.cost.io import compulsory_bytes, hbm_bytes, standard_bytes
 from attngen.cost.report import schedule
 from attngen.cost.roofline import Estimate, Problem, estimate, standard_total
+from attngen.cost.split_d import split_d_costs
 from attngen.devices import CLASSES, DEVICES, Device
 from attngen.errors import AttngenError
-from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol, to_text
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.expr import INEQUALITIES, Bool, Expr, symbol
+from attngen.ir.expr_text import to_text
 from attngen.ir.host import If, Launch
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.ops import ListPosition, Map, Mask
-from attngen.ir.split_axes import joined
+from attngen.ir.split_axes import whole_range
 from attngen.lowering.pipeline import unspecialized
 from attngen.report.charts import NARROW, UNLISTED, Bar, Drawing, Point, bars, roofline
 from attngen.report.elements import Sample
 from attngen.report.explain import bounds
 from attngen.report.listing import changes, highlight
 from attngen.report.mathml import SYMBOLS, MathML
-from attngen.report.tilemap import TileMap, chosen, rows_on, tile_maps
+from attngen.report.tilemap import TileMap, chosen, configs_on, tile_maps
 from attngen.report.timeline import lanes
 from attngen.spec import Spec
 from attngen.targets.registry import SPECIALIZERS, backend_of
@@ -43,7 +45,7 @@ from attngen.tiles.tiles import extent, heads, tile_loops
 
 KV = symbol("kv_idx")
 SEES = "query q sees key k"  # the label of a mask's formula
-TIGHT = 0.9  # from this share of a device's shared memory on, bars have another colour
+TIGHT = 0.9  # share of a device's shared memory from which on bars have another colour
 
 
 def check_path(path: Path) -> None:
@@ -57,8 +59,7 @@ def check_path(path: Path) -> None:
 
 
 def environment(*folders: Path) -> jinja2.Environment:
-    """The templates of pages, and those of other folders. What is put into HTML is escaped; into other text, it is
-    not."""
+    """Return the templates of pages and those of other folders. Values are escaped in HTML, not in other text."""
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, templates_dir() / "html"]),
         undefined=jinja2.StrictUndefined,
@@ -72,19 +73,20 @@ def environment(*folders: Path) -> jinja2.Environment:
 
 
 def marked(text: str) -> Markup:
-    """A sentence of a docstring as HTML: what stands in backticks is code."""
+    """Return a sentence of a docstring as HTML, with code for text in backticks."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str, str], problem: Problem) -> str:
-    """The page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a
+    """Return the page of a spec, from its file's text, the module after each pass (`steps`), the generated files, and a
     problem size."""
     module = steps[-1][1]
     typeset = MathML()
     report, sample = json.loads(files["report.json"]), Sample(spec)
+    heads = f"Hq = {problem.q_heads}, Hkv = {problem.kv_heads}"
     context = {
         "module": module,
-        "size": f"B = {problem.batch}, Hq = {problem.q_heads}, Hkv = {problem.kv_heads}, Nq = {problem.n_q}, Nk = {problem.n_kv}",
+        "size": f"B = {problem.batch}, {heads}, Nq = {problem.n_q}, Nk = {problem.n_kv}",
         "spec_text": text,
         "canonical": yaml.safe_dump(spec.canonical(), sort_keys=False, allow_unicode=True),
         "general": meaning(steps[0][1], module, typeset),
@@ -94,9 +96,9 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
         "maps": (maps := tile_maps(sample, module, problem)),
         "unlisted": any(isinstance(m, TileMap) and m.count(UNLISTED) for _, m in maps),
         "lanes": [(kernel.name, lanes(module, kernel)) for kernel in module.warp_specialized],
-        "apart": [sentence for kernel in module.kernels if (sentence := _apart(module, kernel))],
+        "other_kernels": [sentence for kernel in module.kernels if (sentence := _other_kernel(module, kernel))],
         "tight": f"{TIGHT:.0%}",
-        "undivided": list(unspecialized(spec, dict(steps)["dce"])),
+        "unspecialized": list(unspecialized(spec, dict(steps)["dce"])),
         "fits": [_fit(module, cls, problem, report) for cls in CLASSES],
         "devices": [_device(module, device, problem) for device in DEVICES.values()],
         "passes": list(changes(spec, steps)),
@@ -107,7 +109,7 @@ def page(spec: Spec, text: str, steps: list[tuple[str, Module]], files: dict[str
 
 
 def _code(module: Module) -> list[str]:
-    """The generated files that are shown."""
+    """Return the names of the generated files that the page shows."""
     return [
         "__init__.py",
         "kernels.py",
@@ -120,7 +122,7 @@ def _code(module: Module) -> list[str]:
 
 
 class Formula(NamedTuple):
-    """A label and the formula that it is equal to, or to which it has another relation."""
+    """A label, a formula, and the relation between them."""
 
     label: str
     math: str  # MathML as Markup, or words
@@ -135,25 +137,25 @@ class Group(NamedTuple):
 
 
 def meaning(logical: Module, module: Module, typeset: MathML) -> list[Group]:
-    """Formulas for what is computed, before anything is decided about tiles, and for its FLOPs and bytes."""
+    """Return the formulas of the mask and scores, before any choice of tiles, and of their FLOPs and bytes."""
     kernel = logical.kernels[0]
     masks = [op.where for op in kernel.ops() if isinstance(op, Mask)]
-    what = [Formula(SEES, typeset.math(where.replace(_is_inequality, _solved)), "where") for where in masks]
+    visible = [Formula(SEES, typeset.math(where.replace(_is_inequality, _solved)), "where") for where in masks]
     if not masks:
-        what = [Formula(SEES, "always", "")]
+        visible = [Formula(SEES, "always", "")]
     if module.blocks and not module.blocks.data:
         given = f"`{module.blocks.pattern}` makes" if module.blocks.pattern else "`block_mask=` of a call gives"
-        what.append(
+        visible.append(
             Formula(
                 "",
                 f"and where their block of {module.blocks.size} × {module.blocks.size} scores counts, as {given} them",
                 "",
             )
         )
-    what += [Formula(name, typeset.math(expr)) for name, expr in _scores(kernel).items()]
+    visible += [Formula(name, typeset.math(expr)) for name, expr in _scores(kernel).items()]
     if module.dropout:
-        what.append(
-            Formula("dropout", "of probabilities, by random numbers of (seed, sequence, head, query, key) alone", "")
+        visible.append(
+            Formula("dropout", "of probabilities, by random numbers that depend only on (seed, b, h, q, kv)", "")
         )
     work = []
     for direction in module.directions:
@@ -161,7 +163,7 @@ def meaning(logical: Module, module: Module, typeset: MathML) -> list[Group]:
         work.append(
             Formula(f"{direction}, bytes of standard attention, a head", typeset.math(standard_bytes(direction)))
         )
-    return [Group("What a query sees", what), Group("Work", work)]
+    return [Group("What a query sees", visible), Group("Work", work)]
 
 
 def _is_inequality(e: Any) -> bool:
@@ -169,7 +171,7 @@ def _is_inequality(e: Any) -> bool:
 
 
 def _solved(inequality: Bool) -> Bool:
-    """An inequality solved for the key's index; unchanged if it cannot be."""
+    """Return an inequality solved for the key's index; unchanged if it cannot be solved."""
     excess = sympy.expand(inequality.lts - inequality.gts)  # at most 0
     slope = excess.coeff(KV)
     if slope not in (1, -1) or KV in (excess - slope * KV).free_symbols:
@@ -180,7 +182,8 @@ def _solved(inequality: Bool) -> Bool:
 
 
 def _scores(kernel: Kernel) -> dict[str, Expr]:
-    """The steps from a product of a query and a key to its score, by name, with the kernel's scalars written out."""
+    """Return the steps from a product of a query and a key to its score, by name, with the kernel's scalars
+    inlined."""
     maps = {op.name: op for op in kernel.ops() if isinstance(op, Map)}
     scalars = {symbol(name): op.expr for name, op in maps.items() if not op.type.dims}
     found: dict[str, Expr] = {}
@@ -201,12 +204,12 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
     found = [
         Formula("mask, where tiles need one", typeset.math(op.where), "") for op in kernel.ops() if isinstance(op, Mask)
     ]
-    turns: Expr = sympy.Integer(0)
+    iterations: Expr = sympy.Integer(0)
     for loop in tile_loops(kernel):
         parts = []
         for lo, hi in loop.ranges:
-            _, (first, end) = joined(kernel.grid, lo, hi)
-            turns += end - first
+            _, (first, end) = whole_range(kernel.grid, lo, hi)
+            iterations += end - first
             parts.append(typeset.between(lo, "j", hi))
         found.append(Formula(f"{loop.cls} tiles", Markup(" and ").join(parts), ""))
     positions = {op.name for op in kernel.ops() if isinstance(op, ListPosition)}
@@ -224,7 +227,9 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
         found.append(
             Formula(
                 "tiles",
-                typeset.sum_over_programs(factors, turns, kernel.program_axis, extent(kernel, kernel.program_axis)),
+                typeset.sum_over_programs(
+                    factors, iterations, kernel.program_axis, extent(kernel, kernel.program_axis)
+                ),
             )
         )
         found.append(Formula("FLOPs", typeset.math(executed_flops(kernel))))
@@ -232,14 +237,14 @@ def _kernel(module: Module, kernel: Kernel, problem: Problem, typeset: MathML) -
     found.append(Formula("bytes, each tensor once", typeset.math(compulsory_bytes(kernel))))
     fits: dict[Expr, list[str]] = {}
     for cls in CLASSES:
-        if row := chosen(module, kernel, cls, problem):
-            fits.setdefault(backend_of(row).resources.formula(module, kernel, row), []).append(cls)
+        if config := chosen(module, kernel, cls, problem):
+            fits.setdefault(backend_of(config).resources.formula(module, kernel, config), []).append(cls)
     found += [Formula(f"SRAM bytes, {', '.join(names)}", typeset.math(formula)) for formula, names in fits.items()]
     return Group(f"@{kernel.name}", found)
 
 
 def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Markup, str, str]]:
-    """The symbols that the formulas use: how they are written, their names in the IR, and what they stand for."""
+    """Return the symbols that the formulas use: their notation, their names in the IR, and their meaning."""
     meanings = {name: meaning for name, (_, _, meaning) in SYMBOLS.items()}
     meanings |= {i.name: i.help for i in module.inputs}
     meanings |= {name: f"computed by {d.function} before the kernels run" for d in module.derived for name in d.names}
@@ -257,7 +262,7 @@ def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Mark
 
 
 class Table(NamedTuple):
-    """Headings, and rows of text; columns of numbers are aligned to the right."""
+    """Headings and rows of text; columns of numbers are aligned to the right."""
 
     caption: str
     headings: list[str]
@@ -266,7 +271,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """A device, or a class of devices: its charts, the table beside them, and remarks on what these leave out."""
+    """A device or a class of devices: its charts, a table, and remarks on what these leave out."""
 
     title: str
     charts: list[Drawing]
@@ -275,35 +280,34 @@ class Panel:
 
 
 def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> Panel:
-    """Shared memory of the tiles chosen for a device class, beside the shared memory that it has."""
+    """Return the shared memory of the tiles chosen for a device class, compared with its limit."""
     limit = CLASSES[cls].smem_per_block
     lines, rows = [], []
     for kernel in module.kernels:
-        taken = rows_on(module, kernel, cls, problem)
-        if not taken:
-            elsewhere = " and ".join(dict.fromkeys(row.device for _, row in module.stand_ins(kernel.name)))
+        launched = configs_on(module, kernel, cls, problem)
+        if not launched:
+            elsewhere = " and ".join(dict.fromkeys(config.device for _, config in module.stand_ins(kernel.name)))
             says = (
-                f"runs on {elsewhere} alone"
+                f"runs only on {elsewhere}"
                 if elsewhere and not any(u.device == cls for u in module.not_fitting(kernel.name))
                 else "no tile fits"
             )
             lines.append(Bar(f"@{kernel.name}: {says}"))
             rows.append([f"@{kernel.name}", "none", "", "", "", ""])
-        for one, row in taken:
-            name = f"@{kernel.name}" + (f", {row.backend}" if row.backend != module.backend else "")
+        for one, config in launched:
+            name = f"@{kernel.name}" + (f", {config.backend}" if config.backend != module.backend else "")
             of_report = report["kernels"].get(one.name, report["kernels"][kernel.name])["schedules"]
             known = next(
                 r
                 for r in of_report
-                if schedule(row).items() <= r.items() and r.get("backend", module.backend) == row.backend
+                if schedule(config).items() <= r.items() and r.get("backend", module.backend) == config.backend
             )
             need = known["sram_bytes"]
             colour = "bar tight" if need >= TIGHT * limit else "bar"
             lines.append(Bar(name, f"{need / 1024:.1f} KiB, {need / limit:.0%}", need, colour))
-            read = f"{known['reading']['shared_bytes']:,}" if known["reading"] else "not read"
-            rows.append(
-                [name, row.tile.replace("x", " × "), str(row.num_warps), str(row.num_stages), f"{need:,}", read]
-            )
+            reported = f"{known['reading']['shared_bytes']:,}" if known["reading"] else "not read"
+            tile = config.tile.replace("x", " × ")
+            rows.append([name, tile, str(config.num_warps), str(config.num_stages), f"{need:,}", reported])
     headings = ["kernel", "tile", "warps", "stages", "predicted", "compiler"]
     title = f"{cls}: {limit // 1024} KiB"
     reasons = [u.reason for kernel in module.kernels for u in module.not_fitting(kernel.name) if u.device == cls]
@@ -317,7 +321,7 @@ def _fit(module: Module, cls: str, problem: Problem, report: dict[str, Any]) -> 
 
 
 def _device(module: Module, device: Device, problem: Problem) -> Panel:
-    """Bytes moved on a device, and its roofline."""
+    """Return the bytes moved on a device, and its roofline."""
     rows, remarks, points, moved = [], [], [], []
     found: list[Estimate] = []
     for direction in module.directions:
@@ -325,7 +329,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
         for kernel in module.kernels_of(direction):
             try:
                 e = estimate(module, kernel, device, problem)
-            except KeyError as error:  # a symbol of a formula
+            except KeyError as error:  # a symbol without a value
                 remarks.append(f"What @{kernel.name} moves depends on {error.args[0]}, which is not known here.")
                 continue
             if e is None:
@@ -349,20 +353,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
                 )
         found += mine
         if len(mine) == len(module.kernels_of(direction)):
-            standard = standard_total(module, direction, mine[0].config, problem)
-            moved += [
-                Bar(direction),
-                Bar("standard attention", _si(standard, "B"), standard, "bar other"),
-                Bar(
-                    "loaded and stored by programs", _si(sum(e.loaded for e in mine), "B"), sum(e.loaded for e in mine)
-                ),
-                Bar(
-                    "of that, from and to HBM",
-                    _si(sum(e.bytes for e in mine), "B"),
-                    sum(e.bytes for e in mine),
-                    "bar deep",
-                ),
-            ]
+            moved += _bytes_moved(direction, standard_total(module, direction, mine[0].config, problem), mine)
     charts = []
     if points:
         first = next(e for e in found if e.flops)
@@ -372,7 +363,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
     if moved:
         charts.append(bars(f"Bytes moved on {device.name}", moved, max(bar.value or 0.0 for bar in moved)))
     headings = ["kernel", "tile", "work", "loaded", "/ standard", "HBM", "FLOP / B", "roof", "time at the roof"]
-    remarks += parts_of_columns(module, problem, [device])
+    remarks += split_d_costs(module, problem, [device])
     return Panel(
         f"{device.name} ({device.cls})",
         charts,
@@ -381,9 +372,20 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
     )
 
 
-def _apart(module: Module, kernel: Kernel) -> str:
-    """What a kernel does for which the page shows no bytes and time: most calls of a direction do not launch it.
-    Empty if they do."""
+def _bytes_moved(direction: str, standard: float, estimates: list[Estimate]) -> list[Bar]:
+    """Return the bars of one direction: bytes of standard attention, of loads and stores, and of HBM."""
+    loaded, from_hbm = sum(e.loaded for e in estimates), sum(e.bytes for e in estimates)
+    return [
+        Bar(direction),
+        Bar("standard attention", _si(standard, "B"), standard, "bar other"),
+        Bar("loaded and stored by programs", _si(loaded, "B"), loaded),
+        Bar("of that, from and to HBM", _si(from_hbm, "B"), from_hbm, "bar deep"),
+    ]
+
+
+def _other_kernel(module: Module, kernel: Kernel) -> str:
+    """Return a description of a kernel that most calls of a direction do not launch, so that the page shows no bytes
+    and time for it; empty for other kernels."""
     if any(kernel in module.kernels_of(direction) for direction in module.directions):
         return ""
     forward = module.host("forward")
@@ -397,7 +399,7 @@ def _apart(module: Module, kernel: Kernel) -> str:
 
 
 def _si(value: float, unit: str) -> str:
-    """A quantity to three digits, with an SI prefix."""
+    """Return a quantity to three digits, with an SI prefix."""
     for factor, prefix in (
         (1e15, "P"),
         (1e12, "T"),

@@ -14,25 +14,26 @@ from attngen.cost.numbers import SPARSE, done, moved
 from attngen.cost.roofline import Problem
 from attngen.cost.theory import EXACT, Theorem, theorems
 from attngen.devices import CLASSES
-from attngen.ir.expr import to_text
-from attngen.ir.graph import Module
+from attngen.ir.expr_text import to_text
+from attngen.ir.module import Module
 from attngen.report.explain import FOLDED
 from attngen.tiles.sizes import elem_sizes
 
-INTRO = """Counts are of elements moved, from the loops, loads and stores of the IR, ceilings relaxed to divisions. Limits are of
-count / order as N, then d, grows; beta is any constant. Tiles are B_r queries by B_c keys; in limits, a program's rows
-by those of one turn of its loop. Emitted tiles are taken to fill SRAM here; the tables have those that were chosen.
-Sources: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023)."""
-MOVED = f"""All that is loaded and stored, caches not counted. Standard attention: each of its operations moves its operands and its
-result once. It and FlashAttention-1 visit all tiles; ours those that the mask leaves, and 1 in {SPARSE} of these for s = 1/{SPARSE}.
-Tiles: queries x keys; ours forward, dQ, dK/dV, their head dims padded to powers of two. GB: of one layer.
+INTRO = """Counts are of elements moved, from the loops, loads and stores of the IR, ceilings relaxed to divisions.
+Limits are of count / order as N, then d, grows; beta is any constant. Tiles are B_r queries by B_c keys; in limits, a
+program's rows by those of one iteration of its loop. Emitted tiles are assumed to fill SRAM here; the tables have those
+that were chosen. Sources: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023)."""
+MOVED = f"""All loads and stores, without caches. Standard attention: each of its operations moves its operands and its
+result once. It and FlashAttention-1 visit all tiles; ours those that the mask leaves, and 1 in {SPARSE} of these for
+s = 1/{SPARSE}. Tiles: queries x keys; ours forward, dQ, dK/dV, their head dims padded to powers of two. GB: of one
+layer.
 """
-DONE = """TFLOP and GB: of one layer. Ours: of the tiles visited on sm90; as run, products that two kernels compute count twice.
-Saved: what the backward reads that the forward wrote, besides o."""
+DONE = """TFLOP and GB: of one layer. Ours: of the tiles visited on sm90; as run, products that two kernels compute
+count twice. Saved: what the forward writes for the backward, in addition to o."""
 
 
 def explain_theory(module: Module, problem: Problem, model: Model | None) -> Iterator[RenderableType]:
-    """Every theorem, and its numbers for a problem size. If there is a model, the size is that of one of its layers."""
+    """Yield every theorem, and its numbers for a problem size. With a model, the size is that of one of its layers."""
     yield Text(
         f"{module.name}: theorems, for one head with N queries and N keys of width d, and M elements on chip",
         style="bold",
@@ -69,10 +70,10 @@ def _size(module: Module, problem: Problem, model: Model | None) -> str:
     )
     heads = f"{problem.q_heads} heads, {problem.kv_heads} K/V heads, head dim {dim}"
     if model is None:
-        what = f"One layer: {heads}"
+        title = f"One layer: {heads}"
     else:
-        what = f"{model.name}: {model.layers} layers, {heads}, hidden {model.hidden}\n[{model.source}]"
-    return f"{what}\nbatch {problem.batch}, {problem.n_q} tokens, {elem_sizes(module)[0]} bytes an element"
+        title = f"{model.name}: {model.layers} layers, {heads}, hidden {model.hidden}\n[{model.source}]"
+    return f"{title}\nbatch {problem.batch}, {problem.n_q} tokens, {elem_sizes(module)[0]} bytes an element"
 
 
 def _moved(module: Module, problem: Problem, layers: int) -> Table:

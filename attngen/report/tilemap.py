@@ -1,4 +1,4 @@
-"""Which tiles of a small score matrix each program of a kernel visits, for the page's maps."""
+"""Maps of the tiles of a small score matrix that each program of a kernel visits, for the page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from types import FunctionType
 
 import sympy
 
-from attngen.cost.roofline import Problem, row_of
+from attngen.cost.roofline import Problem, config_of
 from attngen.devices import CLASSES
 from attngen.ir.expr import Expr
-from attngen.ir.graph import Blocks, Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Blocks, Config, Module
 from attngen.ir.ops import Loop
 from attngen.ir.split_axes import ranges as shared_ranges
 from attngen.masks import registry
@@ -21,16 +22,16 @@ from attngen.tiles.tiles import evaluate, tile_loops, unbounded
 
 DRAWN_ON = "sm90"  # the device class whose tiles are drawn, if one fits there
 LEAST, MOST = 1024, 64  # fewest rows of a map; most tiles along its side
-FIRST = {"b": 0, "h": 0, "hkv": 0}  # the sequence and the head that are drawn, if the mask depends on them
+FIRST = {"b": 0, "h": 0, "hkv": 0}  # the sequence and the head to draw, if the mask depends on them
 
 
 class Unknown(Exception):
-    """Raised for tiles that cannot be drawn, with a sentence that says why."""
+    """Raised for tiles that cannot be drawn, with the reason as a sentence."""
 
 
 @dataclass(frozen=True)
 class TileMap:
-    """The tiles that each program of a kernel visits, of n queries and n keys."""
+    """The tiles that each program of a kernel visits, for n queries and n keys."""
 
     kernel: str
     own: str
@@ -44,7 +45,7 @@ class TileMap:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Rows of a tile on the programs' own axis, and on the other."""
+        """Rows of a tile on the program axis and on the other axis."""
         return (self.block_q, self.block_kv) if self.own == "q" else (self.block_kv, self.block_q)
 
     @property
@@ -52,12 +53,12 @@ class TileMap:
         return tile_map(f"@{self.kernel}", self.cells, self.own, self.n, self.blocks)
 
     def count(self, cls: str) -> int:
-        """The number of tiles of a class, for one head."""
+        """Return the number of tiles of a class, for one head."""
         return sum(row.count(cls) for row in self.cells)
 
     @property
     def counts(self) -> str:
-        """How many tiles there are of each class, in words."""
+        """Numbers of tiles of each class, as text."""
         return ", ".join(
             f"{self.count(cls)} {cls}"
             for cls in ("full", "partial", UNLISTED, "empty")
@@ -65,7 +66,8 @@ class TileMap:
         )
 
     def programs(self) -> Iterator[list[str]]:
-        """Rows of a table: the program, the rows it owns, the ranges of its loops, how many tiles it visits."""
+        """Yield rows of a table: the program, the rows of its tile, the ranges of its loops, the number of tiles that
+        it visits."""
         block = self.blocks[0]
         for p, (row, ranges) in enumerate(zip(self.cells, self.ranges)):
             rows = f"{p * block} .. {min(self.n, (p + 1) * block)}"
@@ -73,15 +75,15 @@ class TileMap:
 
 
 def chosen(module: Module, kernel: Kernel, cls: str, problem: Problem) -> Config | None:
-    """The schedule row that a kernel takes on a device class for a problem size; None if no tile fits."""
-    return row_of(module, kernel, cls, problem.n_q if kernel.program_axis == "q" else problem.n_kv)
+    """Return the config of a kernel on a device class for a problem size; None if no tile fits."""
+    return config_of(module, kernel, cls, problem.n_q if kernel.program_axis == "q" else problem.n_kv)
 
 
-def rows_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> list[tuple[Kernel, Config]]:
-    """The portable kernel and the one of another backend that calls of a size run on a device class, each with its
-    schedule row.
+def configs_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> list[tuple[Kernel, Config]]:
+    """Return the portable kernel and its warp-specialized variant that calls of a size run on a device class, each with
+    its config.
 
-    A call with few rows takes the first one, where both exist.
+    If both exist, calls with few rows run the first one.
     """
     portable = chosen(module, kernel, cls, problem)
     rows = problem.n_q if kernel.program_axis == "q" else problem.n_kv
@@ -92,13 +94,13 @@ def rows_on(module: Module, kernel: Kernel, cls: str, problem: Problem) -> list[
 
 
 def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[str, TileMap | str]]:
-    """Each kernel that loops over tiles, with its map or the reason why it has none.
+    """Return each kernel that loops over tiles, with its map or the reason why it has none.
 
-    Left out are the kernel `packed`, which owns few queries of many heads, and `bwd`, whose tiles are those of `dkdv`.
-    `sample` says which blocks count if a call's data decides.
+    The kernel `packed`, whose tile has few queries of many heads, and `bwd`, whose tiles are those of `dkdv`, are left
+    out. `sample` decides which blocks are visible if a call's data does.
     """
     found: list[tuple[str, TileMap | str]] = []
-    for kernel in (k for k in module.kernels if tile_loops(k) and not (k.pack_gqa or k.adds)):
+    for kernel in (k for k in module.kernels if tile_loops(k) and not (k.pack_gqa or k.adds_in_order)):
         try:
             found.append((kernel.name, draw_tiles(sample, module, kernel, problem)))
         except Unknown as reason:
@@ -107,7 +109,7 @@ def tile_maps(sample: Sample, module: Module, problem: Problem) -> list[tuple[st
 
 
 def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem) -> TileMap:
-    """The tile map of a kernel; raises Unknown if no tile fits, or if its tiles depend on what only a call knows."""
+    """Return the tile map of a kernel; raise Unknown if no tile fits, or if its tiles depend on a call's arguments."""
     config = next((r for cls in (DRAWN_ON, *CLASSES) if (r := chosen(module, kernel, cls, problem))), None)
     if config is None:
         raise Unknown("No tile fits any device.")
@@ -141,26 +143,27 @@ def draw_tiles(sample: Sample, module: Module, kernel: Kernel, problem: Problem)
         remarks.append(_on_lists(module.blocks))
     elif module.blocks:
         remarks.append(
-            "It finds out which blocks of scores count, before the other kernels run: it visits all that the mask's bounds leave."
+            "It finds the visible blocks of scores, before the other kernels run: it visits all that the mask's bounds "
+            "leave."
         )
     headings = [loop.cls for loop in tile_loops(kernel)]
     return TileMap(kernel.name, kernel.program_axis, n, block_q, block_kv, remarks, headings, cells, ranges)
 
 
 def _bounds(kernel: Kernel) -> list[Expr]:
-    """The bounds of the loops over tiles, with named scalars written out; of loops that programs share, those of all
-    together."""
+    """Return the bounds of the loops over tiles, with named scalars inlined; for loops that programs split, the bounds
+    of the whole loop."""
     return [e for loop in tile_loops(kernel) for pair in shared_ranges(kernel, loop) for e in pair]
 
 
 def _small(module: Module, kernel: Kernel, config: Config, most: int) -> tuple[int, int, int]:
-    """(rows, BLOCK_Q, BLOCK_KV) of a map: rows enough to show what the mask does, at most `most`; tiles of `config`,
-    doubled if too many."""
+    """Return (rows, BLOCK_Q, BLOCK_KV) of a map: enough rows to show the mask, at most `most`; tiles of `config`,
+    doubled if there are too many."""
     block = module.blocks.size if module.blocks else None
     reach = max((2 * abs(int(i)) for e in _bounds(kernel) for i in e.atoms(sympy.Integer)), default=0)
-    wanted = min(MOST * block, max(16 * block, reach)) if block else reach
+    enough = min(MOST * block, max(16 * block, reach)) if block else reach
     n = LEAST
-    while n < wanted:
+    while n < enough:
         n *= 2
     n = min(n, most)
     block_q, block_kv = config.block_q, config.block_kv
@@ -170,8 +173,8 @@ def _small(module: Module, kernel: Kernel, config: Config, most: int) -> tuple[i
 
 
 def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> list[tuple[int, int]]:
-    """The ranges of a loop for one program, within `tiles` tiles; raises Unknown, with the reason, if they cannot be
-    told."""
+    """Return the ranges of a loop for one program, within `tiles` tiles; raise Unknown, with the reason, if they are
+    unknown."""
     found = []
     for bounds in shared_ranges(kernel, loop):
         if missing := sorted({str(s) for e in bounds for s in e.free_symbols} - set(values)):
@@ -184,25 +187,25 @@ def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> li
 
 
 def _on_lists(blocks: Blocks) -> str:
-    """A sentence on what decides which tiles of the ranges are visited."""
+    """Return a sentence on what decides which tiles of the ranges are visited."""
     if blocks.pattern:
         return f"Of these ranges, programs visit the tiles of blocks that {blocks.pattern} lists."
+    size = f"{blocks.size} by {blocks.size}"
     if blocks.data:
-        what = (
-            f"the sample data, whose blocks of {blocks.size} by {blocks.size} scores hold something visible or do not"
-        )
+        source = f"the sample data, whose blocks of {size} scores hold something visible or do not"
     else:
-        what = (
-            f"a sample of `block_mask=`, which keeps about 60% of the blocks of {blocks.size} by {blocks.size} scores"
-        )
-    return f"The ranges are static: all tiles but empty ones are in them. Which of them are visited follows {what}; pale ones are not."
+        source = f"a sample of `block_mask=`, which keeps about 60% of the blocks of {size} scores"
+    return (
+        f"The ranges are static: all tiles except empty ones are in them. Which of them are visited follows {source}; "
+        "pale ones are not."
+    )
 
 
 def _keep_listed(
     blocks: Blocks, sample: Sample, n: int, kernel: Kernel, cells: list[list[str]], rows: tuple[int, int]
 ) -> None:
-    """Mark the tiles of blocks that are not listed. If data lists blocks, tiles are full in blocks that are all
-    visible, else partial."""
+    """Mark the tiles of blocks that are not listed. If blocks are listed from data, tiles are full in blocks without
+    hidden elements, else partial."""
     counts = _pattern(blocks, -(-n // blocks.size)) if blocks.pattern else None
     if counts is None:
         counts = (
@@ -221,10 +224,10 @@ def _keep_listed(
 
 
 def _pattern(blocks: Blocks, side: int) -> list[list[int]]:
-    """Which blocks a pattern lists, computed by the function that a generated module has."""
+    """Return which blocks a pattern lists, computed by the function that a generated module has."""
     import torch
 
     declared = next(f for mask in registry().values() for f in mask.functions if f.__name__ == blocks.pattern)
-    pattern = FunctionType(declared.__code__, {"torch": torch})  # in a generated module, it has nothing but torch
+    pattern = FunctionType(declared.__code__, {"torch": torch})  # as in a generated module, its only global is torch
     found: list[list[int]] = pattern(side, side, torch.device("cpu"), **dict(blocks.params)).tolist()
     return found

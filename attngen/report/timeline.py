@@ -1,10 +1,10 @@
-"""A divided kernel over time: lanes for its roles, for the slots of its rings, and for products in flight; drawn from
-the IR.
+"""Timeline of a warp-specialized kernel, drawn from the IR: lanes for its warp groups, for the stages of its pipelines,
+and for wgmmas in flight.
 
-The roles run op by op, as written, with durations that are fixed here and measured nowhere. A product takes PRODUCT
-steps, and the tensor cores do one at a time, in the order of issue. A copy takes COPY steps, and a softmax SOFTMAX. Any
-other arithmetic on a tile takes one step, and so does starting a copy; all else takes none. So the picture shows one of
-the orders that the protocol allows. It changes with the ops, their order, and the slots of rings.
+The warp groups run op by op, in program order, with durations that are fixed here, not measured. A wgmma takes PRODUCT
+steps, and the tensor cores run one at a time, in the order of issue. A TMA copy takes COPY steps, and a softmax
+SOFTMAX. Any other arithmetic on a tile takes one step, and so does issuing a copy; other ops take none. So the picture
+shows one of the orders that the protocol allows. It changes with the ops, their order, and the stages of pipelines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 
 from attngen.errors import AttngenError
 from attngen.interp.numeric import compiled
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import SIDES, Arg, Block, Dot, Init, Load, Loop, Mask, Op, SoftmaxStep, Yield
+from attngen.ir.core import Block, Op
+from attngen.ir.dims import SIDES
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Dot, Init, Load, Loop, Mask, SoftmaxStep, Yield
 from attngen.ir.pipe import (
     ConcatHalves,
     ConsumerRelease,
@@ -28,7 +31,6 @@ from attngen.ir.pipe import (
     ConvertLayout,
     PinBeforeWait,
     Pipeline,
-    PipelinedLoop,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
@@ -38,26 +40,22 @@ from attngen.ir.pipe import (
     TmaStoreWait,
     Wgmma,
     WgmmaWait,
-    WorkLoop,
-    bodies_of,
 )
+from attngen.ir.pipe_control import PipelinedLoop, WorkLoop, bodies_of
 from attngen.report.charts import Drawing, Shape, path, rect, text
 
 PRODUCT, COPY, SOFTMAX = 4, 6, 6  # steps
-TURNS, PARTIAL, TILES = (
-    3,
-    1,
-    2,
-)  # of a loop over tiles of keys; of these, partial ones, if there are full ones; tiles of a program that stays
+ITERATIONS, PARTIAL = 3, 1  # iterations of a loop over tiles of keys, and the partial ones if there are full ones
+TILES = 2  # program tiles of a persistent program
 LEFT, STEP, LANE, BAR, TOP = 160, 8, 20, 14, 26  # sizes of the drawing
 STARTED, STORED = "bar tight", "bar other"
-# Classes of the page's style sheet, and what they stand for.
+# Classes of the page's style sheet, and their meaning.
 MEANING = {
-    STARTED: "starts a copy",
-    "track": "slot: a copy to it is in flight",
-    "unlisted": "slot: full",
-    "full": "slot: taken",
-    STORED: "slot: stored from",
+    STARTED: "issues a load",
+    "track": "stage: load in flight",
+    "unlisted": "stage: full",
+    "full": "stage: in use",
+    STORED: "stage: store in flight",
     "partial": "softmax",
     "hollow": "other arithmetic",
     "bar deep": "product of scores",
@@ -75,8 +73,8 @@ STYLE = """
 
 
 class Span(NamedTuple):
-    """A bar of a lane, from a step to a step. The class `leader` is a thin line: a role that waits, or a product in
-    flight."""
+    """A bar in a lane, from step `start` to step `end`. The class `leader` is a thin line for a warp group that waits
+    or a wgmma in flight."""
 
     lane: str
     start: int
@@ -87,7 +85,7 @@ class Span(NamedTuple):
 
 
 class _Ask(NamedTuple):
-    """What a role does next: it goes on at the step that `when` gives, or waits while that is None."""
+    """The next wait of a warp group: it continues at the step that `when` returns, or waits while that is None."""
 
     when: Callable[[], int | None]
     cls: str = "leader"
@@ -95,64 +93,68 @@ class _Ask(NamedTuple):
     hint: str = "waits"
 
 
-Steps = Generator[_Ask, int, Any]  # what a role does: it is sent the step at which it goes on
+Steps = Generator[_Ask, int, Any]  # a warp group's run, which is sent the steps at which it continues
 
 
 @dataclass
 class _Use:
-    """A fill of a ring's slot: when it starts, when the tile is there, when it is taken and given back."""
+    """One use of a pipeline stage: the steps at which the load starts, the tile is full, and consumers wait for and
+    release it."""
 
     label: str
     start: int
-    there: int
-    by: str = ""  # who shared it, where a role has
-    takes: list[int] = field(default_factory=list)
-    gives: list[int] = field(default_factory=list)
+    full: int
+    by: str = ""  # the consumer that stored it, if a consumer did
+    waits: list[int] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
 
 
 @dataclass
 class _Agent:
-    """A copy of a role, and what it has taken, issued and put."""
+    """An instance of a warp group, and its consumed stages, issued wgmmas and TMA stores."""
 
     name: str
     now: int = 0
-    taken: dict[str, int] = field(default_factory=dict)  # ring -> uses of it that were taken
-    held: dict[str, tuple[str, int]] = field(default_factory=dict)  # value -> its ring and use
-    flights: dict[str, tuple[int, str]] = field(
-        default_factory=dict
-    )  # product -> the step at which it ends, its tile of keys
-    stored: dict[str, int] = field(
-        default_factory=dict
-    )  # ring -> the step at which the copy engine has read what was put
-    number: str = ""  # of the tile of keys whose product was awaited last
+    consumed: dict[str, int] = field(default_factory=dict)  # pipeline -> number of its uses that were consumed
+    held: dict[str, tuple[str, int]] = field(default_factory=dict)  # value -> its pipeline and use
+    flights: dict[str, tuple[int, str]] = field(default_factory=dict)  # wgmma -> the step of its end, its tile of keys
+    stored: dict[str, int] = field(default_factory=dict)  # staging -> the step at which the TMA store has read it
+    number: str = ""  # index of the tile of keys whose wgmma was awaited last
 
 
 class Timeline:
-    """All roles of a divided kernel, run at one number of slots: `spans`, and the roles that are `stuck` at the end."""
+    """A run of all warp groups of a kernel at one number of stages: its `spans`, and the instances that are `stuck` at
+    the end."""
 
     def __init__(self, kernel: Kernel, num_stages: int) -> None:
         self.kernel = kernel
         self.spans: list[Span] = []
-        pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.beside]
+        pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.metadata_of]
         self.stages = {
             pipeline.name: int(compiled(pipeline.stages)({"num_stages": num_stages})) for pipeline in pipelines
         }
         self.uses: dict[str, list[_Use]] = {pipeline.name: [] for pipeline in pipelines}
-        self.takers = {
+        self.consumers = {
             pipeline.name: sum(
-                b.warp_group.instances for b in kernel.warp_groups if b.warp_group and _takes(kernel, b, pipeline.name)
+                b.warp_group.instances
+                for b in kernel.warp_groups
+                if b.warp_group and _consumes(kernel, b, pipeline.name)
             )
             for pipeline in pipelines
         }
-        self.takers |= {pipeline.name: 1 for pipeline in pipelines if pipeline.exchange}
-        alone = [b.name for b in kernel.warp_groups if b.warp_group and b.warp_group.instances == 1]
-        self.told = {
-            op.pipeline for name in alone for op in kernel.within(name) if isinstance(op, ProducerStore)
-        }  # from one role to another
-        self.free = 0  # when the tensor cores have done what was issued
+        self.consumers |= {pipeline.name: 1 for pipeline in pipelines if pipeline.exchange}
+        single = [b.name for b in kernel.warp_groups if b.warp_group and b.warp_group.instances == 1]
+        # Pipelines from one warp group to another.
+        self.stored_by_consumers = {
+            op.pipeline for name in single for op in kernel.within(name) if isinstance(op, ProducerStore)
+        }
+        self.free = 0  # the step at which the tensor cores have finished the issued wgmmas
         classes = {cls for op in kernel.ops() for cls in _classes(op)}
-        partial = PARTIAL if "full" in classes else TURNS
-        self.semaphore = {"partial": partial, "full": TURNS - partial if "partial" in classes else TURNS}
+        partial = PARTIAL if "full" in classes else ITERATIONS
+        self.iterations = {
+            "partial": partial,
+            "full": ITERATIONS - partial if "partial" in classes else ITERATIONS,
+        }
         self.agents = [
             _Agent(f"{b.name} {n}" if b.warp_group.instances > 1 else b.name)
             for b in kernel.warp_groups
@@ -166,7 +168,7 @@ class Timeline:
             self._show(pipeline)
 
     def _run(self, warp_groups: list[Steps]) -> list[str]:
-        """Let the role go on that can do so first; the names of those that wait for ever."""
+        """Repeatedly run the warp group that can continue first; return the names of those that wait for ever."""
         asks = {i: ask for i, warp_group in enumerate(warp_groups) if (ask := next(warp_group, None))}
         while asks:
             ready = [(max(self.agents[i].now, step), i) for i, ask in asks.items() if (step := ask.when()) is not None]
@@ -181,14 +183,14 @@ class Timeline:
         return []
 
     def _show(self, pipeline: str) -> None:
-        """The spans of a ring's slots."""
+        """Add the spans of a pipeline's stages."""
         for n, use in enumerate(self.uses[pipeline]):
             lane, tile = f"{pipeline} {n % self.stages[pipeline]}", f"tile {use.label}"
-            end = max(use.gives) if len(use.gives) == self.takers[pipeline] else self.end
-            taken = min([*use.takes, end])
-            self.spans.append(Span(lane, use.start, use.there, "track", "", f"{tile} is copied"))
-            self.spans.append(Span(lane, use.there, taken, "unlisted", "", f"{tile} is there"))
-            self.spans.append(Span(lane, taken, end, "full", use.label, f"{tile} is taken"))
+            end = max(use.releases) if len(use.releases) == self.consumers[pipeline] else self.end
+            consumed = min([*use.waits, end])
+            self.spans.append(Span(lane, use.start, use.full, "track", "", f"{tile} is in flight"))
+            self.spans.append(Span(lane, use.full, consumed, "unlisted", "", f"{tile} is full"))
+            self.spans.append(Span(lane, consumed, end, "full", use.label, f"{tile} is in use"))
 
     # ------------------------------------------------------------------ ops
 
@@ -201,12 +203,11 @@ class Timeline:
             case WorkLoop():
                 yield from self.work(agent, op)
             case PipelinedLoop():
-                classes = ["partial"] * (self.semaphore["partial"] * bool(op.partial)) + ["full"] * (
-                    self.semaphore["full"] * bool(op.full)
-                )
+                classes = ["partial"] * (self.iterations["partial"] * bool(op.partial))
+                classes += ["full"] * (self.iterations["full"] * bool(op.full))
                 by_twos = dict.fromkeys(range(1, len(classes), 2), op.odd or op.pair) if op.odd or op.pair else {}
-                alone = [at for at in range(len(classes)) if not (op.pair and at + 1 in by_twos)]
-                for at, each in ((at, classes[at]) for at in alone):
+                bodies = [at for at in range(len(classes)) if not (op.pair and at + 1 in by_twos)]
+                for at, each in ((at, classes[at]) for at in bodies):
                     if at in by_twos:
                         yield from self.block(agent, by_twos[at], each)
                         continue
@@ -214,19 +215,19 @@ class Timeline:
                 if op.last:
                     yield from self.block(agent, op.last, "full")
             case Loop():
-                for _ in range(self.semaphore.get(op.cls, TURNS)):
+                for _ in range(self.iterations.get(op.cls, ITERATIONS)):
                     yield from self.block(agent, op.body, op.cls)
             case ProducerLoad() if op.pipeline in self.uses:
-                yield from self.fill(agent, op.pipeline, str(len(self.uses[op.pipeline])), COPY)
-            case ProducerStore() if op.pipeline in self.told:
+                yield from self.produce(agent, op.pipeline, str(len(self.uses[op.pipeline])), COPY)
+            case ProducerStore() if op.pipeline in self.stored_by_consumers:
                 self.uses[op.pipeline].append(_Use(str(len(self.uses[op.pipeline])), agent.now, agent.now, agent.name))
             case ConsumerWait():
-                agent.held[op.name] = op.pipeline, (yield from self.take(agent, op.pipeline))
+                agent.held[op.name] = op.pipeline, (yield from self.consume(agent, op.pipeline))
             case ConsumerRelease():
                 pipeline, use = agent.held[op.value]
-                self.uses[pipeline][use].gives.append(agent.now)
+                self.uses[pipeline][use].releases.append(agent.now)
             case ProducerTail():
-                yield _Ask(lambda: self.given(op.pipeline, len(self.uses[op.pipeline])))
+                yield _Ask(lambda: self.released(op.pipeline, len(self.uses[op.pipeline])))
             case Wgmma():
                 self.issue(agent, op)
             case WgmmaWait():
@@ -253,7 +254,7 @@ class Timeline:
                 yield from self.compute(agent, op, cls)
 
     def compute(self, agent: _Agent, op: Op, cls: str) -> Steps:
-        """Arithmetic, and loads that no producer does."""
+        """Run arithmetic, and loads outside of producers."""
         steps, label, shown = 1, "", "hollow"
         if isinstance(op, (SoftmaxStep, SoftmaxWeights)):
             halved = isinstance(op, SoftmaxWeights)
@@ -264,13 +265,13 @@ class Timeline:
             )
         elif isinstance(op, Load) and op.type.space == "sram":
             steps, shown = COPY, "track"
-        elif not self.counts(op, cls):
+        elif not self.is_arithmetic(op, cls):
             return
         end = agent.now + steps
         yield _Ask(lambda: end, shown, label, f"%{op.name}")
 
-    def counts(self, op: Op, cls: str) -> bool:
-        """Whether an op is arithmetic on a tile, in a turn of this class."""
+    def is_arithmetic(self, op: Op, cls: str) -> bool:
+        """Whether an op is arithmetic on a tile, in an iteration of this class."""
         if isinstance(op, (Arg, Init, Yield, ConvertLayout, SplitHalves, PinBeforeWait, ConcatHalves)) or (
             isinstance(op, Mask) and cls == "full" and op.when == "partial"
         ):
@@ -279,61 +280,62 @@ class Timeline:
         return any(len(t.dims) == 2 and t.space == "reg" for t in types)
 
     def work(self, agent: _Agent, op: WorkLoop) -> Steps:
-        """The tiles of a program that stays, and the sign that there are no more."""
+        """Run the work loop of a persistent program, up to the end-of-work signal."""
         for n in range(TILES + 1):
             use = -1
-            if op.draws:
-                yield from self.fill(agent, op.pipeline, str(n) if n < TILES else "end", 0)
+            if op.fetches:
+                yield from self.produce(agent, op.pipeline, str(n) if n < TILES else "end", 0)
             else:
-                use = yield from self.take(agent, op.pipeline)
+                use = yield from self.consume(agent, op.pipeline)
             if n < TILES:
                 yield from self.block(agent, op.body, "full")
-            if not op.draws:
-                self.uses[op.pipeline][use].gives.append(agent.now)
+            if not op.fetches:
+                self.uses[op.pipeline][use].releases.append(agent.now)
 
-    # ------------------------------------------------------------------ rings and products
+    # ------------------------------------------------------------------ pipelines and wgmmas
 
-    def given(self, pipeline: str, count: int) -> int | None:
-        """When the first uses of a ring, so many, have been given back by all takers; None while they have not."""
+    def released(self, pipeline: str, count: int) -> int | None:
+        """Return the step at which all consumers have released the first `count` uses of a pipeline; None if they have
+        not."""
         uses = self.uses[pipeline][:count]
-        if any(len(use.gives) < self.takers[pipeline] for use in uses):
+        if any(len(use.releases) < self.consumers[pipeline] for use in uses):
             return None
-        return max([0, *(step for use in uses for step in use.gives)])
+        return max([0, *(step for use in uses for step in use.releases)])
 
-    def fill(self, agent: _Agent, pipeline: str, label: str, steps: int) -> Steps:
-        """The ring's next slot, once its last tile has been given back. The copy engine fills it while the role goes
-        on."""
+    def produce(self, agent: _Agent, pipeline: str, label: str, steps: int) -> Steps:
+        """Acquire the pipeline's next stage and issue a load into it, which runs while the warp group continues."""
         yield _Ask(
             lambda: (
-                self.given(pipeline, len(self.uses[pipeline]) - self.stages[pipeline] + 1)
+                self.released(pipeline, len(self.uses[pipeline]) - self.stages[pipeline] + 1)
                 if len(self.uses[pipeline]) >= self.stages[pipeline]
                 else 0
             )
         )
         self.uses[pipeline].append(_Use(label, agent.now, agent.now + steps))
         end = agent.now + bool(steps)
-        yield _Ask(lambda: end, STARTED, "", f"fills %{pipeline}")
+        yield _Ask(lambda: end, STARTED, "", f"loads into %{pipeline}")
 
-    def take(self, agent: _Agent, pipeline: str) -> Generator[_Ask, int, int]:
-        count = agent.taken.get(pipeline, 0)
-        agent.taken[pipeline] = count + 1
+    def consume(self, agent: _Agent, pipeline: str) -> Generator[_Ask, int, int]:
+        """Wait for the next stage that another warp group has filled; return the index of its use."""
+        count = agent.consumed.get(pipeline, 0)
+        agent.consumed[pipeline] = count + 1
 
         def others() -> list[int]:
             return [at for at, use in enumerate(self.uses[pipeline]) if use.by != agent.name]
 
-        yield _Ask(lambda: self.uses[pipeline][others()[count]].there if count < len(others()) else None)
+        yield _Ask(lambda: self.uses[pipeline][others()[count]].full if count < len(others()) else None)
         use = others()[count]
-        self.uses[pipeline][use].takes.append(agent.now)
+        self.uses[pipeline][use].waits.append(agent.now)
         return use
 
     def issue(self, agent: _Agent, op: Wgmma | Dot) -> None:
-        """A product starts once the tensor cores have done what was issued before. It is numbered as its right
-        operand is."""
+        """Issue a wgmma, which starts when the tensor cores have finished the earlier ones. It has the number of its
+        right operand's use."""
         start = max(agent.now, self.free)
         self.free = start + PRODUCT
         number = str(agent.held[op.b][1]) if op.b in agent.held else ""
         agent.flights[op.name] = self.free, number
-        label = re.sub(r"(_flight|_next|_told|_in_\w+?)+$", "", op.name)
+        label = re.sub(r"(_flight|_next|_peer|_in_\w+?)+$", "", op.name)
         lane, hint = f"products of {agent.name}", f"%{op.name}"
         self.spans.append(Span(lane, agent.now, start, "leader", "", f"{hint} waits for the tensor cores"))
         self.spans.append(
@@ -349,23 +351,23 @@ class Timeline:
 
     @staticmethod
     def landed(agent: _Agent, product: str) -> Steps:
-        """Wait for a product."""
+        """Wait for a wgmma."""
         end, agent.number = agent.flights[product]
         yield _Ask(lambda: end)
 
 
-def _takes(kernel: Kernel, block: Block, pipeline: str) -> bool:
-    """Whether a block takes tiles, or places of tiles, from a ring."""
+def _consumes(kernel: Kernel, block: Block, pipeline: str) -> bool:
+    """Whether a block consumes tiles, or tile indices, from a pipeline."""
     for op in block.ops:
-        if isinstance(op, (ConsumerWait, WorkLoop)) and op.pipeline == pipeline and not getattr(op, "draws", False):
+        if isinstance(op, (ConsumerWait, WorkLoop)) and op.pipeline == pipeline and not getattr(op, "fetches", False):
             return True
-        if any(_takes(kernel, kernel.block(body), pipeline) for body in bodies_of(op)):
+        if any(_consumes(kernel, kernel.block(body), pipeline) for body in bodies_of(op)):
             return True
     return False
 
 
 def _classes(op: Op) -> set[str]:
-    """The classes of tiles that an op runs over."""
+    """Return the classes of tiles that a loop visits."""
     if isinstance(op, PipelinedLoop):
         return {cls for cls, ranges in (("partial", op.partial), ("full", op.full)) if ranges}
     return {op.cls} if isinstance(op, Loop) else set()
@@ -375,9 +377,9 @@ def _classes(op: Op) -> set[str]:
 
 
 def lanes(module: Module, kernel: Kernel) -> Drawing:
-    """Draw a divided kernel over time, at the number of slots of the first row of its schedule."""
-    row = module.configs(kernel.name, kernel.backend)[0]
-    line = Timeline(kernel, row.num_stages)
+    """Draw the timeline of a warp-specialized kernel, at the number of stages of its first config."""
+    config = module.configs(kernel.name, kernel.backend)[0]
+    line = Timeline(kernel, config.num_stages)
     names = _order(kernel, line)
     width, bottom = LEFT + STEP * line.end + 12, TOP + LANE * len(names)
     shapes = [text(0, 12, f"@{kernel.name}, in steps", "strong")]
@@ -395,13 +397,16 @@ def lanes(module: Module, kernel: Kernel) -> Drawing:
     legend, bottom = _legend([cls for cls in MEANING if cls in seen], bottom + 12, width)
     says = f"{', '.join(map(_called, names))}, over {line.end} steps"
     says += f"; {' and '.join(line.stuck)} wait for ever" if line.stuck else ""
-    return Drawing(width, bottom, f"Roles of @{kernel.name} over time", says, shapes + legend)
+    return Drawing(width, bottom, f"Warp groups of @{kernel.name} over time", says, shapes + legend)
 
 
 def _order(kernel: Kernel, line: Timeline) -> list[str]:
-    """The names of lanes from the top: roles that fill rings, rings, and the other roles, each with its products."""
-    filling = {b.name for b in kernel.warp_groups if any(isinstance(op, ProducerLoad) for op in kernel.within(b.name))}
-    found = [agent.name for agent in line.agents if agent.name.split()[0] in filling]
+    """Return the names of lanes from the top: producers, pipelines, and the other warp groups, each with its
+    wgmmas."""
+    producers = {
+        b.name for b in kernel.warp_groups if any(isinstance(op, ProducerLoad) for op in kernel.within(b.name))
+    }
+    found = [agent.name for agent in line.agents if agent.name.split()[0] in producers]
     found += [f"{pipeline} {stage}" for pipeline, stages in line.stages.items() for stage in range(stages)]
     for agent in line.agents:
         found += [] if agent.name in found else [agent.name, f"products of {agent.name}"]
@@ -410,9 +415,9 @@ def _order(kernel: Kernel, line: Timeline) -> list[str]:
 
 
 def _called(lane: str) -> str:
-    """A lane's name for readers: `K_ring 0` is slot 0 of K."""
+    """Return a lane's name for readers: `K_pipeline 0` is stage 0 of K."""
     pipeline, is_stage, stage = lane.partition("_pipeline ")
-    return f"{pipeline}, slot {stage}" if is_stage else lane
+    return f"{pipeline}, stage {stage}" if is_stage else lane
 
 
 def _bar(span: Span, y: float) -> list[Shape]:
@@ -425,7 +430,7 @@ def _bar(span: Span, y: float) -> list[Shape]:
 
 
 def _legend(classes: list[str], y: float, width: float) -> tuple[list[Shape], int]:
-    """What colours mean, in as many lines as it takes, and where they end."""
+    """Return the legend of the colours, wrapped into lines, and the y at which it ends."""
     shapes: list[Shape] = []
     x = 0.0
     for cls, words in [*((cls, MEANING[cls]) for cls in classes), ("leader", "waits, or is in flight")]:
@@ -438,7 +443,7 @@ def _legend(classes: list[str], y: float, width: float) -> tuple[list[Shape], in
 
 
 def svg(drawing: Drawing) -> str:
-    """A drawing as an SVG file."""
+    """Return a drawing as the text of an SVG file."""
     size = f'viewBox="0 0 {drawing.width} {drawing.height}" width="{drawing.width}" height="{drawing.height}"'
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
     lines += [
@@ -454,12 +459,12 @@ def svg(drawing: Drawing) -> str:
 
 
 def write_lanes(module: Module, file: Path) -> None:
-    """Write the picture of a module's divided kernel; AttngenError for another suffix, or where no kernel is
-    divided."""
+    """Write the timeline of a module's warp-specialized kernel; AttngenError for another suffix, or without such a
+    kernel."""
     if file.suffix != ".svg":
         raise AttngenError(f"--lanes {file}: expected a name that ends in .svg")
     if not module.warp_specialized:
         raise AttngenError(
-            f"--lanes {file}: no kernel of {module.name} is divided into roles here; `attngen dump` shows its kernels"
+            f"--lanes {file}: no kernel of {module.name} is warp-specialized here; `attngen dump` shows its kernels"
         )
     file.write_text(svg(lanes(module, module.warp_specialized[0])), encoding="utf-8")

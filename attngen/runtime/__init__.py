@@ -1,15 +1,17 @@
 """The part of a call that is the same in every generated module, as plain Python.
 
-`bundle` joins the files of this folder into one. Each generated folder has it as runtime.py, so that it needs only
-torch and triton.
+`bundle` concatenates the files of this folder. Each generated folder contains the result as runtime.py, so that it
+needs only torch and triton.
 """
 
 from __future__ import annotations
 
 import ast
+import textwrap
 from functools import cache
 from pathlib import Path
 
+# The files of the bundle in order: each imports only earlier ones.
 FILES = (
     "private",
     "shards",
@@ -25,17 +27,19 @@ FILES = (
     "dropout",
     "gradients",
     "outputs",
+    "refusals",
+    "signature",
     "operators",
     "serving",
     "unknown",
     "complete",
     "module",
-)  # each imports earlier ones
+)
 
 
 @cache
 def bundle() -> str:
-    """The source files joined into one: all imports once, at the top, then the rest of each file, word for word."""
+    """Concatenate the source files: all imports once, at the top, then the rest of each file unchanged."""
     plain: set[str] = set()
     names: dict[str, set[str]] = {}
     bodies = []
@@ -53,11 +57,14 @@ def bundle() -> str:
             else:
                 break
             end = node.end_lineno or 0
-        bodies.append(f"# {'-' * 20} {title}\n\n{''.join(source.splitlines(keepends=True)[end:]).strip()}\n")
+        heading = textwrap.fill(f"# {'-' * 20} {title}", 120, subsequent_indent="# ")
+        bodies.append(f"{heading}\n\n{''.join(source.splitlines(keepends=True)[end:]).strip()}\n")
     first = "from __future__ import annotations"
     names.pop("__future__")
     found = [f"from {module} import {', '.join(sorted(names[module], key=str.lower))}" for module in names]
     third = {"import torch", "import triton"}
     standard = [*sorted(plain - third), *sorted(found)]
-    head = '"""The runtime: checks, allocation, launches and autograd. It is the same file in every module that attngen generates."""'
+    head = (
+        '"""The runtime: checks, allocation, launches and autograd, the same in every module that attngen generates."""'
+    )
     return "\n\n".join([head, first, "\n".join(standard), "\n".join(sorted(third))]) + "\n\n" + "\n\n".join(bodies)

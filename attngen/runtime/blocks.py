@@ -1,4 +1,4 @@
-"""Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other."""
+"""Lists of visible blocks of scores. Kernels visit the blocks of a list one after the other."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import torch
 
 from attngen.runtime.checks import check_input, kind
 
-_MOST = 64  # plans that are kept; with one more all are forgotten
+_MOST = 64  # number of sizes whose plans are kept; one more clears them
 _KEPT: dict[Any, dict[int, Any]] = {}
 
 
 def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, ...]) -> Any:
-    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream
-    that comes first.
+    """Return the plan of a mask that reads no data and depends only on `sizes`: made once for each device and stream.
 
-    A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph, and is not kept.
+    A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph and is not kept.
     """
     if type(q) is not torch.Tensor and type(q) is not torch.nn.Parameter or torch.compiler.is_compiling():
         return make(q, k)
     plans = _KEPT.get((make, q.device, sizes), {})
-    if (
-        q.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):  # what was made before is complete: a capture starts with a wait for the device
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Existing plans are complete, because a capture starts with a wait for the device.
         return next(iter(plans.values()), None) or make(q, k)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     if stream not in plans:
@@ -35,12 +33,11 @@ def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes:
 
 
 class BlockPlan(NamedTuple):
-    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are
-    int32.
+    """The visible blocks per row and per column of the block mask [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
 
-    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count,
-    in rising order, then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come
-    before it in its row. `q_list` and `q_rank` are the same for the transposed mask.
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the indices of visible blocks, in
+    rising order, then the others. `kv_rank` [..., Tq, Tk + 1] has for each block the number of visible blocks before it
+    in its row. `q_list` and `q_rank` are the same for the transposed mask.
     """
 
     kv_rank: torch.Tensor
@@ -49,21 +46,21 @@ class BlockPlan(NamedTuple):
     q_list: torch.Tensor
 
 
-def turned(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of blocks [B, H, Tq, Tk] as [B, H, Tk, Tq]."""
+def transposed(mask: torch.Tensor) -> torch.Tensor:
+    """Return a block mask [B, H, Tq, Tk] as [B, H, Tk, Tq]."""
     return mask.transpose(2, 3).contiguous()
 
 
 def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ranks, lists) of every row of a mask of blocks [B, H, Tq, Tk], as in BlockPlan."""
+    """Return (ranks, lists) of every row of a block mask [B, H, Tq, Tk], as in BlockPlan."""
     rank = torch.nn.functional.pad(mask.cumsum(3, dtype=torch.int32), (1, 0))
     listed = torch.sort(mask, dim=3, descending=True, stable=True).indices.to(torch.int32)
     return rank.contiguous(), listed.contiguous()
 
 
-def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is
-    a position in it."""
+def list_partial_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (full ranks, ranks, lists) of every row. A list has first the full blocks, then the partial ones; a rank
+    is a position in it."""
     full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
     rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
     listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
@@ -71,7 +68,8 @@ def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tenso
 
 
 def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two masks [B, H, Tq, Tk]: blocks with a visible pair, and full blocks: all pairs are visible and exist.
+    """Return two masks [B, H, Tq, Tk]: blocks with a visible pair, and full blocks, in which all pairs are visible and
+    in bounds.
 
     `count` [B, H, Tq, strips] has the number of visible pairs in each strip of a block.
     """
@@ -82,7 +80,7 @@ def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple
 
 
 def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
-    """A mask of blocks as [B or 1, Hq or 1, Tq, Tk].
+    """Return a block mask as [B or 1, Hq or 1, Tq, Tk].
 
     Raises:
         ValueError or TypeError: one sentence that says what the mask is and what was expected.
@@ -90,23 +88,25 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
     if not isinstance(block_mask, torch.Tensor) or block_mask.layout != torch.strided or block_mask.dtype != torch.bool:
         given = block_mask.dtype if isinstance(block_mask, torch.Tensor) else kind(block_mask)
         raise TypeError(
-            f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
+            f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan "
+            "made of one"
         )
     if not 2 <= block_mask.dim() <= 4:
         raise ValueError(
-            f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it"
+            f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts "
+            "to it"
         )
     return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
 
 
 def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
-    """Raise ValueError, in one sentence, if lists of blocks do not have the shapes that this call needs."""
+    """Raise ValueError, in one sentence, if lists of blocks do not have the shapes for this call."""
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
     shape = list(blocks.kv_list.shape)
     if shape[2:] != [rows, columns] or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
         raise ValueError(
-            f"attention: block_mask has shape {shape}; expected {[q.shape[0], q.shape[1], rows, columns]}, or what broadcasts to it: "
-            f"one element for each {block} x {block} scores"
+            f"attention: block_mask has shape {shape}; expected {[q.shape[0], q.shape[1], rows, columns]}, or what "
+            f"broadcasts to it: one element for each {block} x {block} scores"
         )
     shapes = ([rows, columns + 1], [rows, columns], [columns, rows + 1], [columns, rows])
     for name, x, last in zip(blocks._fields, blocks, shapes):
@@ -121,14 +121,13 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
 def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any], block: int, heads: list[int]) -> None:
     """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call.
 
-    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of
-    each.
-    heads: the lists' lengths along B and H.
+    lists: (name, names of its last two dimensions) of each list: numbers of blocks of queries (Tq) or of keys (Tk), or
+    one more (Tq1, Tk1). heads: the lists' lengths along B and H.
     """
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
         raise ValueError(
-            f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
-            "expected what attention.plan makes of these q and k"
+            f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and "
+            f"{k.shape[2]}; expected what attention.plan makes of these q and k"
         )
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
     lengths = {"Tq": rows, "Tq1": rows + 1, "Tk": columns, "Tk1": columns + 1}

@@ -1,4 +1,4 @@
-"""Calls over a cache of keys and values: their checks, and what they run."""
+"""Calls with a KV cache: their checks, and how they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attngen.runtime.memory import MAX_ROW_STRIDE, Layout, on_its_device
 from attngen.runtime.private import guard_of, has_tangents, in_forward_ad
 from attngen.runtime.shards import is_dtensor
 
-OF_NUMPY = (torch.float16, torch.float32)  # which Triton's interpreter can multiply
+OF_NUMPY = (torch.float16, torch.float32)  # dtypes that Triton's interpreter can multiply
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -20,12 +20,12 @@ def _error(error: type[Exception], name: str, given: str, expected: str) -> Exce
     return error(f"attention.with_kvcache: {name} {given}; expected {expected}")
 
 
-GROUP = 128  # columns of a latent that have one factor
+GROUP = 128  # number of columns of a latent that share a factor
 _NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
 
 
 def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """All that is checked of a tensor of factors."""
+    """Return everything about a tensor of factors that is checked."""
     return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg()
 
 
@@ -34,13 +34,13 @@ def _is_dense(x: object) -> bool:
 
 
 def _is_near(x: torch.Tensor, rows: int) -> bool:
-    """Whether kernels can read the rows of a tensor, which its dimension `rows` counts."""
+    """Whether kernels can read the rows of a tensor, which lie along its dimension `rows`."""
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
 
 
 def _repeats_elements(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie
-    inside one another."""
+    """Whether elements of a tensor share memory, such as those of an expanded one; or its dimensions are not nested in
+    memory."""
     end = 0
     for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
         if step <= end:
@@ -50,11 +50,11 @@ def _repeats_elements(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides,
-    whether the first is.
+    """Whether two tensors, neither of which repeats elements, share an element. For tensors with different strides,
+    whether their first elements are the same.
 
-    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie
-    inside one another, the difference in the widest is one of two, and so on.
+    Elements i of x and j of y are the same if the sum of (i - j) * strides is the distance of y from x. Because
+    dimensions are nested in memory, the difference along the widest dimension has two possible values, and so on.
     """
     dims = [(a, b, n, m) for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1]
     distance = y.data_ptr() - x.data_ptr()
@@ -67,15 +67,15 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _distance(caches: Tensors) -> tuple[int, int]:
-    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share
-    none."""
+    """Return by how many bytes the last cache starts after the first, and how many bytes suffice so that two caches of
+    their sizes do not overlap."""
     ends = (sum(step * (n - 1) for n, step in zip(x.shape, x.stride())) + 1 for x in caches)
     return caches[-1].data_ptr() - caches[0].data_ptr(), max(ends) * caches[0].element_size() if len(caches) > 1 else 0
 
 
 def without_backward(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call
-    over a cache."""
+    """Raise NotImplementedError, in one sentence, if a call with a KV cache needs gradients or tangents of some of
+    these."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
     if in_forward_ad(*tensors) and has_tangents(*tensors):
@@ -83,14 +83,13 @@ def without_backward(*tensors: Any) -> None:
 
 
 class CacheRules:
-    """What a module accepts as a cache, and as new keys and values.
+    """Checks of caches, and of new keys and values.
 
-    page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
+    page: keys of a page; 0 if a call's tensors decide it, and None if a cache has no pages.
     latent: values are columns of the keys, so that there is one cache for both.
-    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head",
-    or a "page" and head;
-        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and
-        rotated columns.
+    dtype: dtype of the caches, if it is not that of q. These have factors then, as `scale` says: one for each "head",
+    or for each "page" and head. For latents it is "columns": one for GROUP columns of a key, stored in the cache, whose
+    rows of bytes have numbers, factors and rotated columns.
     """
 
     def __init__(
@@ -98,26 +97,19 @@ class CacheRules:
     ) -> None:
         self.rules, self.page, self.dtype, self.scale = rules, page, dtype, scale
         self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
-        self.new = dict(self.widths)  # columns of new keys and values
-        self.whole = 2 if dtype else 1  # bytes by which rows must lie apart, as kernels read them
+        self.new = dict(self.widths)  # head dimensions of new keys and values
+        self.whole = 2 if dtype else 1  # row strides must be multiples of this, because kernels read as many as one
         if scale == "columns":
-            self.ends = (
-                rules.width_v,
-                rules.width_v + 4 * (rules.width_v // GROUP),
-            )  # of numbers and of factors, in bytes
+            # The ends of numbers and of factors in a row, in bytes.
+            self.ends = (rules.width_v, rules.width_v + 4 * (rules.width_v // GROUP))
             self.widths, self.whole = {"k": self.ends[1] + 2 * (rules.width_qk - rules.width_v)}, 4
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
-        self.last: tuple[Callable[..., bool], list[Layout]] = (
-            (lambda *tensors: False),
-            [],
-        )  # of the last call that was valid
-        self.last_scales: list[Any] = []  # of the same
-        self.distance = (
-            0,
-            0,
-            # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
-        )
+        # The last valid call: a guard and the layouts of its tensors; its factors; and, if it stored keys, the bytes
+        # between its caches and how many bytes suffice so that they do not overlap.
+        self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []
+        self.last_scales: list[Any] = []
+        self.distance = (0, 0)
 
     def admit(
         self,
@@ -129,11 +121,12 @@ class CacheRules:
         scales: Tensors = (),
         inputs: tuple[Any, ...] = (),
     ) -> tuple[torch.Tensor, Tensors, Tensors]:
-        """q as kernels read it, the caches with heads before rows; and new keys and values, nothing if there are none.
+        """Return q as kernels read it; the caches with heads before rows; and new keys and values, () if there are
+        none.
 
         caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same
-        order; scales: the factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be
-        wanted. Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
+        order; scales: the factors of 8-bit caches; inputs: tensors that mask and scores read, which may require a
+        gradient. Kernels read two numbers of an 8-bit cache as one of 16 bits.
 
         Raises:
             ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was
@@ -160,7 +153,7 @@ class CacheRules:
         return q, tuple(cache.transpose(1, 2) for cache in caches), given_new
 
     def _parts_of_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> Tensors:
-        """Pairs of numbers as integers of 16 bits, the rotated columns, and the factors, of rows of bytes."""
+        """Split rows of bytes into pairs of numbers as 16-bit integers, the rotated columns, and the factors."""
         numbers, factors = self.ends
         return (
             rows[..., :numbers].view(torch.int16),
@@ -169,13 +162,12 @@ class CacheRules:
         )
 
     def _knows(self, *tensors: Any) -> bool:
-        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with
-        caches at multiples of 16 bytes, which share no memory if they are stored in. It is the fast way to what
-        `_check` says in sentences."""
+        """Whether the tensors of a call are like those of the last valid call: in kind, sizes and strides, and with
+        caches at multiples of 16 bytes that do not overlap if keys are stored. This is the fast form of `_check`."""
         like, layouts = self.last
         try:
             alike = [(x.shape, x.stride()) for x in tensors] == layouts
-        except (AttributeError, TypeError, RuntimeError):  # no tensors, sparse, nested
+        except (AttributeError, TypeError, RuntimeError):  # not tensors, or sparse or nested ones
             return False
         caches = tensors[1 : 1 + len(self.widths)]
         odd = any(x.storage_offset() % self.whole for x in caches)
@@ -186,14 +178,14 @@ class CacheRules:
         return not any(start % 16 for start in starts) and (between == known or abs(between) >= enough)
 
     def _knows_scales(self, scales: Tensors) -> bool:
-        """Whether factors are as those of the last valid call; one tensor may be both."""
+        """Whether factors are like those of the last valid call. One tensor may be passed for both."""
         try:
             return [_kind_of(x) for x in scales] == self.last_scales
         except (AttributeError, TypeError, RuntimeError):
             return False
 
     def _remember(self, *tensors: torch.Tensor) -> None:
-        """Know such tensors from now on. No guard knows one tensor twice."""
+        """Store a guard of the tensors of a valid call. Guards do not support a tensor that is passed twice."""
         if guard_of is not None and len(set(map(id, tensors))) == len(tensors) and not is_watched():
             self.last = guard_of(*tensors), [(x.shape, x.stride()) for x in tensors]
 
@@ -205,7 +197,7 @@ class CacheRules:
         page_table: torch.Tensor | None,
         new: tuple[torch.Tensor | None, ...],
     ) -> None:
-        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong."""
+        """Raise ValueError or TypeError, in one sentence, for the first invalid argument."""
         self._check_queries(q)
         self._check_cache(q, caches)
         self._check_numbers("cache_seqlens", cache_seqlens, q, [q.shape[0]], "[B]")
@@ -292,7 +284,7 @@ class CacheRules:
             raise _error(
                 ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()"
             )
-        unit = 16 // x.element_size()  # by which a copy engine reads rows
+        unit = 16 // x.element_size()  # TMA needs rows at multiples of 16 bytes
         if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
             raise _error(
                 ValueError,
@@ -309,7 +301,7 @@ class CacheRules:
             )
 
     def _check_stored(self, caches: Tensors, page_table: torch.Tensor | None) -> None:
-        """Raise ValueError, in one sentence, if keys that are stored would overwrite others."""
+        """Raise ValueError, in one sentence, if stored keys would overwrite others."""
         for name, x in zip(self.shapes, caches):
             if x.numel() and _repeats_elements(x):
                 given = f"has strides {list(x.stride())}, by which elements share memory"
@@ -368,11 +360,11 @@ def over_cache(
     decode: Any,
     interpreted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
+    """Run a call with a KV cache, and return (out, lse): the host program `append`, if there are new keys, and then
+    `decode`.
 
-    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where
-    there are any.
-    operands: the other arguments of `decode`.
+    caches: of keys, and of values; new: new keys and values. of_cache: the lengths, and the page table and the factors
+    if there are any. operands: the other arguments of `decode`.
     """
     appended, dtype = 0, q.dtype
     if new:

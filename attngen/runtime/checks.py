@@ -1,4 +1,4 @@
-"""Checks of a call's arguments. The first wrong one raises an error of one sentence."""
+"""Checks of a call's arguments. The first invalid one raises an error of one sentence."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from attngen.runtime.private import (
 )
 from attngen.runtime.shards import is_dtensor
 
-MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
+MAX_ROWS = 2**29 - 1  # so that a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _HEADS = {"mha": "as many", "mqa": "one K/V head", "gqa": "a multiple of the K/V heads"}
 _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 
 def kind(x: object) -> str:
-    """What an argument is, in the words of an error."""
+    """Return the kind of an argument, for error texts."""
     if is_dtensor(x):
         return "DTensor"
     if isinstance(x, torch.Tensor):
@@ -35,18 +35,18 @@ def kind(x: object) -> str:
 
 
 def is_watched() -> bool:
-    """Whether something besides autograd sees calls: a compiler, a tracer, a transform or a mode."""
+    """Whether a compiler, a tracer, a transform or a dispatch mode sees calls."""
     return torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or bool(dispatch_modes())
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the three are no subclasses of tensors, and seen by autograd at most."""
+    """Whether none of the three is of a tensor subclass, and only autograd may see the call."""
     return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
 
 
 def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they
-    are no such three."""
+    """Return the number of the device of three dense tensors of one dtype, -1 if the device has no number; None if they
+    differ in kind or device, are of a tensor subclass, or are negated views."""
     if not (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
@@ -59,19 +59,19 @@ def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
     return number if q.device == k.device == v.device else None
 
 
-# The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, of k and of v, each without the last dimension.
+# The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, k and v, each without the last dimension.
 Shapes = tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
-    """The sizes and strides of q, k and v."""
+    """Return the sizes and strides of q, k and v."""
     (b, hq, nq, _), (_, hk, nk, _) = q.shape, k.shape
     return b, hq, hk, nq, nk, q.stride()[:3], k.stride()[:3], v.stride()[:3]
 
 
 class Rules:
-    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules
-    accept CPU tensors too."""
+    """Checks of q, k and v: sharing of heads, head dimensions, element types. Interpreted modules accept CPU tensors
+    too."""
 
     def __init__(
         self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool
@@ -79,16 +79,15 @@ class Rules:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
-        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken
-        # up last.
+        # Guards of valid tensors, each with the number of their device; and the guard that was made or used last.
         self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
         self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
     def admit(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
-        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them
-        in place, else None.
+        """Return q, k and v, cast to the dtype of torch.autocast if that is on; and their shapes if kernels can read
+        them in place, else None.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -103,17 +102,12 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else
-        None: the fast way to what `check` says in sentences."""
+        """Return the shapes of plain tensors that are valid, readable in place and on the current device, else None.
+        This is the fast form of `check`."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk), of_v = q.shape, k.shape, v.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # no tensors, not of four dimensions, sparse, nested
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # not tensors, not 4D, or sparse or nested ones
             return None
         knows, device = self.last
         if not knows(q, k, v):
@@ -139,14 +133,15 @@ class Rules:
         return None
 
     def _device_of_unknown(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their
-        dtype or device.
+        """Return `_device_of` tensors that do not pass the last guard; None also if the module is not for their dtype
+        or device.
 
-        It makes a guard for the next such tensors, or takes up the one that was made."""
+        This makes a guard for such tensors, or selects the existing one.
+        """
         device = _device_of(q, k, v)
         if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
             return None
-        if guard_of is not None and not (q is k or q is v or k is v):  # no guard knows one tensor twice
+        if guard_of is not None and not (q is k or q is v or k is v):  # guards do not support a tensor passed twice
             about = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad
             guard = self.guards.get(about)
             if guard is None or not guard[0](q, k, v):  # it may have been made of a Parameter, or in inference mode
@@ -155,8 +150,8 @@ class Rules:
         return device
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
-        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the
-        same."""
+        """Return x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does
+        the same."""
         if (
             isinstance(x, torch.Tensor)
             and x.device.type in ("cuda", "cpu")
@@ -168,7 +163,7 @@ class Rules:
         return x
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong with q, k and v."""
+        """Raise ValueError or TypeError, in one sentence, for the first problem of q, k and v."""
         self.check_queries_and_keys(q, k)
         self._check_rows(q, "v", v, self.width_v, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_v}]")
         if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
@@ -183,15 +178,15 @@ class Rules:
         self.check_device("q", q)
 
     def check_device(self, name: str, x: torch.Tensor) -> None:
-        """Raise ValueError, in one sentence, if kernels cannot run where a tensor is."""
+        """Raise ValueError, in one sentence, if kernels cannot run on a tensor's device."""
         if x.device.type not in self.devices:
             raise ValueError(
-                f"attention: {name} is on {x.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
-                "Triton is imported, to run on the CPU in Triton's interpreter"
+                f"attention: {name} is on {x.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment "
+                "before Triton is imported, to run on the CPU in Triton's interpreter"
             )
 
     def check_queries_and_keys(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Check q and k, each by itself, as `check` does."""
+        """Check q and k separately, as `check` does."""
         self._check_rows(q, "q", q, self.width_qk, f"[B, Hq, Nq, {self.width_qk}]")
         self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
 
@@ -215,7 +210,7 @@ class Rules:
             )
 
     def check_scale(self, scale: float) -> float:
-        """The factor on the scores, as a float. (For an int, Triton would compile another kernel.)"""
+        """Return the factor on the scores as a float. (For an int, Triton would compile another kernel.)"""
         none = f"or None for 1/sqrt({self.width_qk})"
         if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
             raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, {none}")
@@ -225,7 +220,7 @@ class Rules:
 
 
 def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is wrong."""
+    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is invalid."""
     if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
         raise TypeError(
             f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}"
@@ -247,7 +242,7 @@ def check_input(
     meaning: str,
     more: tuple[torch.dtype, ...] = (),
 ) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other
+    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is invalid. `more`: other
     allowed dtypes."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
         raise TypeError(
@@ -280,15 +275,15 @@ _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 def take_input(
     q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str
 ) -> torch.Tensor:
-    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the
-    call's.
+    """Check an input, and return it as kernels read it: of `dtype`, contiguous, and with dimensions of length 1
+    expanded to the call's.
 
-    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
-    An int64 beyond the numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to
-    wait for the device.
+    A convertible dtype is converted by an operation that autograd records, so the gradient has the given dtype. Numbers
+    beyond int32 are clamped to the largest or least int32: to refuse them, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
-    if is_dtensor(x) and not x.is_floating_point():  # what the mask reads is small, and functions derive from all of it
+    # An integer input of the mask is small, and functions derive tensors from all of it.
+    if is_dtensor(x) and not x.is_floating_point():
         x = x.full_tensor()  # type: ignore[attr-defined]
     if x.dtype == torch.int64 and dtype == torch.int32:
         x = x.clamp(-_LARGEST, _LARGEST)

@@ -1,4 +1,4 @@
-"""Descriptors, by which a copy engine reads and writes tiles of tensors."""
+"""Tensor descriptors, with which TMA reads and writes tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def laid_out(descriptor: Any) -> Any:
-    """A descriptor of Triton's as one of Gluon's, which says how a tile lies in shared memory."""
+    """Return a Triton descriptor as a Gluon descriptor, which also has the tile's layout in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     x, block = descriptor.base, descriptor.block_shape
@@ -26,15 +26,14 @@ def laid_out(descriptor: Any) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
-    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or
-    of Gluon's.
+    """Return a descriptor for TMA of tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
 
-    In x [B, H, S, N, D], of S parts of each head, every part counts as a head. A tile has `columns` columns; without
-    them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at multiples of 16
-    bytes. A tensor whose rows do not is copied.
+    In x [B, H, S, N, D], with S splits per head, each split counts as a head. A tile has `columns` columns; by default
+    the next power of two from D on. Columns beyond D read as zeros. Rows have to start at multiples of 16 bytes; a
+    tensor whose rows do not is copied.
     """
     if not x.numel():
-        x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # no tile of it is read
+        x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # a placeholder, of which no tile is read
     form = None if x.data_ptr() % 16 else _form(gluon, rows, columns, x.dtype, *_of_heads(x))
     if form is None:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -46,7 +45,7 @@ def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False
 
 
 def _of_heads(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of x [B, H, N, D], or [B, H, S, N, D] as [B, H * S, N, D]."""
+    """Return the shape and strides of x [B, H, N, D], or of x [B, H, S, N, D] as [B, H * S, N, D]."""
     if x.dim() == 4:
         return x.shape, x.stride()
     (b, h, parts, n, d), (of_b, of_h, of_part, *rest) = x.shape, x.stride()
@@ -57,9 +56,10 @@ def _of_heads(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _form(
     gluon: bool, rows: int, columns: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[type, dict[str, Any]] | None:
-    """The class of a descriptor and its fields, but for the tensor; None if rows do not start at multiples of 16 bytes.
+    """Return the class of a descriptor and its fields except the tensor; None if rows do not start at multiples of 16
+    bytes.
 
-    To make one anew, with all that its class checks, takes ten times as long as to fill it in.
+    Constructing a descriptor, with its class's checks, takes ten times as long as filling in these fields.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -74,13 +74,13 @@ def _form(
 
 
 class Described:
-    """The arguments of a kernel that are given by descriptor, and how these are encoded for the driver.
+    """The arguments of a kernel that are passed by descriptor, and the cache of their encodings for the driver.
 
-    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such
-    a tensor there.
+    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it can be reused by each later call
+    with such a tensor at that address.
     """
 
-    MOST = 1024  # calls that are remembered; with one more all are forgotten
+    MOST = 1024  # number of cached calls; one more clears the cache
 
     def __init__(self, places: Sequence[tuple[int, int, int]], gluon: bool = False) -> None:
         self.places = sorted(places)  # (position, rows and columns of a tile), as `descriptor` takes them
@@ -88,7 +88,7 @@ class Described:
         self.known: dict[tuple[Any, ...], list[tuple[int, list[Any]]]] = {}
 
     def put(self, args: list[Any], tensors: Sequence[Any]) -> None:
-        """Put descriptors of tensors where they are among the arguments."""
+        """Replace the described arguments by descriptors of their tensors."""
         for at, rows, columns in self.places:
             args[at] = descriptor(tensors[at], rows, columns, self.gluon)
 
@@ -99,9 +99,9 @@ class Described:
         strides: tuple[int, ...],
         encode: Callable[[list[Any]], list[Any]],
     ) -> list[Any]:
-        """The arguments as `encode` makes them with descriptors in place; remembered by addresses, sizes and strides.
+        """Return the arguments with descriptors as `encode` encodes them; cached by addresses, sizes and strides.
 
-        The list that is given has to stay alive until the launch: a descriptor in it may be of a copy.
+        The list `args` has to stay alive until the launch: it may hold a descriptor of a copy.
         """
         key = strides, *[(args[at], tensors[at].shape) for at, _, _ in self.places]
         known = self.known.get(key)
@@ -112,7 +112,7 @@ class Described:
         self.put(args, tensors)
         found = encode(args)
         more = (len(found) - len(args)) // len(self.places)  # arguments of an encoded descriptor after the first
-        starts = [at + turn * more for turn, (at, _, _) in enumerate(self.places)]
+        starts = [at + i * more for i, (at, _, _) in enumerate(self.places)]
         if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(
             isinstance(x, torch.Tensor) for x in found
         ):

@@ -1,4 +1,4 @@
-"""Dropout at a call: checks of its arguments, and the mask that a seed gives."""
+"""Dropout of a call: checks of its arguments, and the dropout mask of a seed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from attngen.runtime.memory import on_its_device
 def check_dropout(
     q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None
 ) -> tuple[torch.Tensor | None, int, float]:
-    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is
-    kept).
+    """Return (seed on q's device, or None if nothing is dropped; the dropped share in 65536ths; 1 / the kept share).
 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    if isinstance(dropout_p, bool) or not isinstance(
-        dropout_p, (float, numbers.Real)
-    ):  # an abstract class is slow to ask
+    # `float` comes first because isinstance with an abstract class is slow.
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, numbers.Real)):
         raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
@@ -33,7 +31,8 @@ def check_dropout(
     if isinstance(seed, torch.Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
             raise ValueError(
-                f"attention: seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected torch.int64, one element, on {q.device}"
+                f"attention: seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected torch.int64, "
+                f"one element, on {q.device}"
             )
     elif seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -52,7 +51,7 @@ def check_dropout(
 
 
 def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
-    """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
+    """Make `attention.dropout_mask` from the module's kernel that generates the dropout mask."""
 
     def dropout_mask(
         shape: tuple[int, int, int, int],
@@ -60,11 +59,11 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
         seed: int | torch.Tensor,
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests
-        and debugging.
+        """Return which weights a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For
+        tests and debugging.
 
-        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU
-        where Triton's interpreter runs kernels.
+        The default device is that of the seed if it is a tensor, otherwise the current CUDA device, or the CPU if
+        Triton's interpreter runs kernels.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -78,17 +77,17 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
             else interpreted and kind_ == "cpu"
         ):
             raise ValueError(
-                f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or TRITON_INTERPRET=1 in the "
-                "environment before Triton is imported, to run on the CPU"
+                f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or "
+                "TRITON_INTERPRET=1 in the environment before Triton is imported, to run on the CPU"
             )
         keep = torch.ones(shape, dtype=torch.bool, device=device)
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():
             batch, heads, n_q, n_kv = shape
             tiles = triton.cdiv(n_q, 32) * triton.cdiv(n_kv, 32)
-            draw = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
+            launch = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
             with interpreting(keep_mask):
-                on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
+                on_its_device(launch)(key, keep, threshold, heads, n_q, n_kv)
         return keep
 
     return dropout_mask

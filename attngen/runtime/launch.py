@@ -21,42 +21,44 @@ import triton
 from attngen.runtime.descriptors import Described
 from attngen.runtime.memory import NOTES
 from attngen.runtime.private import hooks_look_on, parts_of
-from attngen.runtime.warp_specialized import counter_of, divided
+from attngen.runtime.warp_specialized import counter_of, warp_specialized
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _NONE: tuple[tuple[Any, ...], list[Launch]] = (), []
 _HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
-# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind
-# (see `kind_of`). So the table stays small, however many shapes the calls have.
+# Launches by everything that a compiled kernel depends on; for a number that is only its kind (see `kind_of`). So the
+# table is small, however many shapes the calls have.
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
-# Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
+# For each kernel, its last call with aligned tensors: everything that its launches depend on, and the launches.
 LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
-# What host programs do with arguments of each form (see `remembered`).
+# The recorded steps of host programs, by the form of their arguments (see `remembered`).
 STEPS: dict[tuple[Any, ...], Any] = {}
 
 
 def forget_launches() -> None:
-    """Launch all kernels anew: their schedules, or what stands in for them, have changed."""
+    """Clear all caches of launches, because schedules or kernels have changed."""
     LAUNCHES.clear()
     LAST.clear()
     STEPS.clear()
-    _schedules_alone.cache_clear()
+    _specialized_configs.cache_clear()
 
 
 def is_interpreted(kernel: Any) -> bool:
     """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
 
-    Raises ImportError, in one sentence, if the interpreter does not work with the numpy that is installed."""
+    Raise ImportError, in one sentence, if the interpreter does not work with the installed numpy.
+    """
     if isinstance(kernel, triton.JITFunction):
         return False
-    with contextlib.suppress(PackageNotFoundError):  # a Triton of another name
+    with contextlib.suppress(PackageNotFoundError):  # Triton is installed under another name
         if why := interpreter_fails(version("triton"), version("numpy")):
             raise ImportError(f"attention: {why}")
     return True
 
 
 def interpreter_fails(triton_version: str, numpy_version: str) -> str:
-    """Why the interpreter of this Triton does not work with this numpy, and what to install; empty text if it does."""
+    """Return why the interpreter of this Triton does not work with this numpy, and what to install; empty text if it
+    works."""
     of_triton, of_numpy = (tuple(map(int, text.split(".")[:2])) for text in (triton_version, numpy_version))
     if of_triton >= (3, 7) or of_numpy < (2, 4):
         return ""
@@ -64,18 +66,18 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
-# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters
-# belong to all threads.
+# The filter of warnings that the interpreter causes, as `warnings.filterwarnings` stores it. It is never removed,
+# because filters belong to all threads.
 _IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\.interpreter"), 0)
 
 
 @contextlib.contextmanager
 def interpreting(kernel: Any) -> Iterator[None]:
-    """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
+    """Enter this context to launch a kernel that may be interpreted. For a compiled kernel it does nothing.
 
-    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a
-    kernel runs. The lock is kept in the interpreter, where all generated modules find it. NumPy's warnings are off:
-    rows that see nothing divide by zero, and a row of NaN alone has no maximum.
+    Only one thread of the process at a time may use the interpreter, because it replaces functions of Triton's language
+    while a kernel runs. The lock is stored in the interpreter, where all generated modules find it. NumPy's warnings
+    are off: rows without a visible key divide by zero, and a row with only NaN has no maximum.
     """
     if isinstance(kernel, triton.JITFunction):
         yield
@@ -90,15 +92,15 @@ def interpreting(kernel: Any) -> Iterator[None]:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """The number of multiprocessors of a device; 1 for the interpreter."""
+def num_sms(device: torch.device) -> int:
+    """Number of SMs of a device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
 def device_class(kernels: ModuleType, device: torch.device) -> str:
-    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices
-    of its maker."""
+    """Return the class of a device in the module's table of schedules. An unlisted device gets the class for other
+    devices of its vendor."""
     if device.type != "cuda":
         return str(kernels.INTERPRETED_AS)
     properties = torch.cuda.get_device_properties(device)
@@ -108,34 +110,35 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 
 def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
-    """Whether a kernel that runs divided alone has a schedule for the dtype and device of x and for `rows`."""
-    for most, config in _schedules_alone(kernels, kernel, x.device, x.element_size()):
+    """Whether a kernel that has only a warp-specialized form has a schedule for the dtype and device of x and for
+    `rows`."""
+    for most, config in _specialized_configs(kernels, kernel, x.device, x.element_size()):
         if most is None or rows <= most:
             return config is not None
     return False
 
 
 @functools.cache
-def _schedules_alone(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
-    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where
-    it does not run."""
+def _specialized_configs(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
+    """Return ((largest number of rows, tile sizes and launch options), ...) of a kernel that has only a
+    warp-specialized form; () if it cannot run."""
     for key, entries in kernels.SCHEDULES[kernel].items():
         if (
             key[:2] == (device_class(kernels, device), elem_bytes)
             and device.type == "cuda"
-            and divided(kernels, key[2])
+            and warp_specialized(kernels, key[2])
         ):
             return entries
     return ()
 
 
 def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
-    """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
+    """Return ((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
-    Raises ValueError where no tile fits the device."""
-    interpreted = (
-        x.device.type != "cuda" and x.is_floating_point()
-    )  # in the schedules of one element size, whatever its dtype
+    Raise ValueError if no tile fits the device.
+    """
+    # The interpreter uses the schedules of one element size for all dtypes.
+    interpreted = x.device.type != "cuda" and x.is_floating_point()
     elem_bytes = kernels.INTERPRETED_BYTES if interpreted else x.element_size()
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
@@ -143,17 +146,19 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     return found
 
 
-def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
-    """(the file of a kernel, largest number of rows, tile sizes and launch options), ... for the dtype and device of x.
+def launch_configs(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
+    """Return [(file of the kernel, largest number of rows, tile sizes and launch options), ...] for the dtype and
+    device of x.
 
-    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a
-    number without options."""
+    A warp-specialized kernel replaces the portable one if there is a file of such kernels, except for numbers of rows
+    for which it has no options.
+    """
     table = kernels.SCHEDULES[kernel]
-    alone = all(len(key) == 3 for key in table)  # it runs divided alone
-    portable = [] if alone else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
+    only_specialized = all(len(key) == 3 for key in table)
+    portable = [] if only_specialized else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
     mine = device_class(kernels, x.device), x.element_size()
     for key in (key for key in table if len(key) == 3 and key[:2] == mine and x.device.type == "cuda"):
-        if file := divided(kernels, key[2]):
+        if file := warp_specialized(kernels, key[2]):
             few = max((most for most, config in table[key] if config is None), default=0)
             kept = [(kernels, few if most is None else min(few, most), config) for _, most, config in portable if few]
             return kept + [(file, most, config) for most, config in table[key] if config]
@@ -161,7 +166,7 @@ def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[Modul
 
 
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
+    """Return tile sizes and launch options of a kernel for `rows` rows along the axis that it tiles."""
     config: dict[str, Any] = next(
         config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most
     )
@@ -169,34 +174,32 @@ def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> di
 
 
 def kind_of(n: int) -> int:
-    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64
-    bits."""
+    """Return the kind of an integer, for which Triton specializes a kernel: whether it is 1, is divisible by 16, or
+    needs 64 bits."""
     return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
 
 
 class Launch:
-    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's
+    """A kernel with one config of its schedule, for arguments of one kind. Only its first call goes through Triton's
     own launcher."""
 
     def __init__(
         self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device
     ) -> None:
         self.config = {name: value for name, value in config.items() if name != "KERNEL"}
-        self.file, self.name = (
-            file,
-            config.get("KERNEL", kernel.name),
-        )  # a divided kernel for rows of its own has a name of its own
-        self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
+        # A second warp-specialized kernel, for a range of rows, has its own name.
+        self.file, self.name = file, config.get("KERNEL", kernel.name)
+        self.most = float("inf") if most is None else most  # largest number of rows that the config is for
         self.block = config[kernel.tile] if kernel.tile else 0
         described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
-        self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
-        divided = file is not kernel.kernels
-        if divided:
+        self.most_programs = 0  # grid size of a persistent kernel: as many programs as the device can hold at once
+        gluon = file is not kernel.kernels
+        if gluon:
             described = [
                 (at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]
             ]
-            self.most_programs = file.PERSISTENT.get(self.name, 0) * processors(device)
-        self.described = Described(described, gluon=divided) if described else None
+            self.most_programs = file.PERSISTENT.get(self.name, 0) * num_sms(device)
+        self.described = Described(described, gluon=gluon) if described else None
         self.parts: tuple[Any, ...] | None = None
 
     def start(
@@ -208,8 +211,8 @@ class Launch:
         more: tuple[Any, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides
-        once more."""
+        """Start it. args: the addresses of the tensors, in a list that may be changed; more: the numbers and then the
+        strides."""
         parts = None if hooks_look_on() else self.parts
         if self.most_programs:
             counter: Any = counter_of(device)
@@ -235,7 +238,7 @@ class Launch:
             run(programs, 1, 1, stream(device), *before, *passed)
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct
+        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Store what a direct
         launch needs."""
         function = getattr(self.file, self.name)
         with interpreting(function):
@@ -250,13 +253,13 @@ class Launch:
 class Kernel:
     """A kernel of the module, launched by calling it.
 
-    tile: the name of the size of a program's tile, as in "BLOCK_Q"; empty if a program walks over all tiles.
+    tile: the name of the program tile's size, such as "BLOCK_Q"; empty if a program loops over all tiles.
     described: (position, name of the tile's size) of each tensor that a schedule may read by descriptor.
-    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for
-    each.
-    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for
+    heads: positions of numbers that have few values in a model, such as numbers of heads: there is a compiled kernel
+    for each value.
+    specialised: positions of numbers for which Triton specializes kernels by kind (see `kind_of`), as it does for
     strides.
-    flags: names of the constants that a call gives. Each value has a compiled kernel of its own.
+    flags: names of the constants that a call passes. There is a compiled kernel for each value.
     """
 
     def __init__(
@@ -284,9 +287,9 @@ class Kernel:
         strides: tuple[int, ...],
         flags: tuple[bool, ...] = (),
     ) -> None:
-        """Launch it, under the schedule for the dtype and device of x and for `rows`.
+        """Launch it, with the config for the dtype and device of x and for `rows`.
 
-        There are `programs` programs for each tile of rows; where programs walk over tiles, that many in all.
+        There are `programs` programs per tile of rows; or that many in total if programs loop over all tiles.
         """
         if flags:  # a tensor may be missing for one value of a flag
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
@@ -321,9 +324,9 @@ class Kernel:
         flags: tuple[bool, ...],
         aligned: bool,
     ) -> list[Launch]:
-        """The launches for arguments of these kinds, one for each row of its schedule."""
+        """Return the launches for arguments of these kinds, one for each config of its schedule."""
         wide = reduce(or_, strides)
-        kinds: Any = None  # the usual ones: addresses and strides are multiples of 16, strides have 32 bits
+        kinds: Any = None  # the usual kinds: addresses and strides are multiples of 16, strides fit in 32 bits
         if not aligned or wide & 15 or wide >= 2**31 or self.specialised:
             kinds = (
                 *[kind_of(numbers[i]) for i in self.specialised],
@@ -335,8 +338,8 @@ class Kernel:
         launches = LAUNCHES.get(key)
         if launches is None:
             more = dict(zip(self.flags, flags))
-            found = homes(self.kernels, self.name, x)
+            configs = launch_configs(self.kernels, self.name, x)
             launches = LAUNCHES[key] = [
-                Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found
+                Launch(self, file, most, {**config, **more}, x.device) for file, most, config in configs
             ]
         return launches

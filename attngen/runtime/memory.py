@@ -13,13 +13,13 @@ import torch
 
 from attngen.runtime.private import current_device, empty_cpu, empty_cuda
 
-MAX_ROW_STRIDE = 2**23  # in elements. Offsets inside a tile have 32 bits, and a tile has at most 256 rows
+MAX_ROW_STRIDE = 2**23  # in elements: offsets inside a tile have 32 bits, and a tile has at most 256 rows
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or
-    its sign is lazy."""
+    """Return x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous, the stride
+    between them is too large, or its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
     _, _, step, of_column = x.stride()
@@ -29,13 +29,13 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
 
 def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
-    """The strides of each tensor, without that of the last dimension."""
+    """Return the strides of each tensor, without that of the last dimension."""
     return [x.stride()[:-1] for x in tensors]
 
 
 def rows_layout(x: torch.Tensor, width: int) -> Layout:
-    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were
-    too far apart."""
+    """Return shape and strides of a new [B, H, N, width]. Its dimensions have the order in memory of x's dimensions,
+    unless the stride between rows would be too large."""
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
@@ -43,7 +43,7 @@ def rows_layout(x: torch.Tensor, width: int) -> Layout:
 
 
 def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Layout:
-    """What `rows_layout` gives for a tensor that is not contiguous, of this shape and these strides."""
+    """Return `rows_layout` of a tensor with this shape and these strides, which is not contiguous."""
     shape = shape[:3]
     order = sorted(range(3), key=steps.__getitem__, reverse=True)
     if width * math.prod(shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
@@ -55,18 +55,18 @@ def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) 
     return (*shape, width), tuple(strides)
 
 
-_known_layout = functools.lru_cache(maxsize=1024)(_ordered_layout)  # of the sizes that calls have had
+_known_layout = functools.lru_cache(maxsize=1024)(_ordered_layout)
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor on the device of x, which has to be the current device."""
+    """Return an uninitialised tensor on the device of x, which has to be the current device."""
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(shape, steps, dtype)
     return made
 
 
 class Notes(threading.local):
-    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills
-    with 0."""
+    """Records what a host program does in this thread while `taken` is entered: its launches, and the tensors that it
+    fills with 0."""
 
     on = False
     launches: list[Any] = []
@@ -74,7 +74,7 @@ class Notes(threading.local):
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be
+        """Record into the lists (launches, tensors). The lists are dropped here afterwards, so that the tensors can be
         freed."""
         self.on, self.launches, self.zeros = True, [], []
         try:
@@ -87,7 +87,7 @@ NOTES = Notes()
 
 
 def zeros(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What `empty` gives, filled with 0."""
+    """Return a tensor like that of `empty`, filled with 0."""
     made = empty(x, shape, steps, dtype).zero_()
     if NOTES.on:
         NOTES.zeros.append(made)
@@ -95,7 +95,7 @@ def zeros(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
 
 
 def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
+    """Return an uninitialised [B, H, N, width] with the layout of `rows_layout`, and the dtype of x by default."""
     dtype = dtype or x.dtype
     if not x.is_contiguous():
         return empty(x, *_known_layout(x.shape, x.stride(), width), dtype)
@@ -108,20 +108,20 @@ def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) ->
 
 
 def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor without elements, of the dtype of x unless another is given."""
+    """Return a tensor without elements, with the dtype of x by default."""
     return x.new_empty((0,) * dimensions, dtype=dtype or x.dtype)
 
 
 @functools.cache
 def no_rows(device: torch.device) -> torch.Tensor:
-    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of
-    most tensors are."""
+    """Return a placeholder for a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16 like
+    those of most tensors."""
     return torch.empty_strided((1, 1, 0), (16, 16, 1), dtype=torch.float32, device=device)
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton
-    launches there."""
+    """Wrap a function so that the device of its first argument, a tensor, is the current device while it runs, because
+    Triton launches there."""
 
     def run(x: torch.Tensor, *args: Any) -> Any:
         if not x.is_cuda or x.get_device() == current_device():
@@ -135,12 +135,12 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def by_group(
     x: torch.Tensor, group: int, fresh: bool = False, shaped: bool = False
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group,
-    head after head.
+    """Return (tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a
+    group, head after head.
 
     The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an
-    uninitialised one. With `shaped` it has these sizes and strides, as descriptors ask; kernels that address rows by
-    strides do without, which takes less time.
+    uninitialised tensor. With `shaped` it has these sizes and strides, as descriptors need; kernels that address rows
+    by strides do not need that, and it takes time.
     """
     n, strides = x.shape[2], x.stride()
     if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:
@@ -151,13 +151,13 @@ def by_group(
 
 
 def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
-    """Copy x to another tensor of its shape, unless both are the same tensor."""
+    """Copy x to `to`, unless both are the same tensor."""
     if x is not to:
         to.copy_(x)
 
 
 def room_for_splits(x: torch.Tensor, splits: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) to write the parts of x [B, Hkv, Nk, D] that the splits have as [B, Hkv, splits, Nk, D].
+    """Return (tensor, strides) of a buffer [B, Hkv, splits, Nk, D] for partial results of x [B, Hkv, Nk, D].
 
     With one split the tensor is x itself.
     """

@@ -11,8 +11,8 @@ from attngen.runtime.unknown import refuse_arguments
 
 
 class AttentionModule(torch.nn.Module):
-    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of
-    `attention`."""
+    """A module without parameters that computes attention. It holds scale and dropout_p; `forward` takes the other
+    arguments of `attention`."""
 
     attention: ClassVar[Callable[..., Any]]
     spec: ClassVar[str]
@@ -29,7 +29,8 @@ class AttentionModule(torch.nn.Module):
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if held := next((name for name in ("scale", "dropout_p") if name in inputs), ""):
             raise TypeError(
-                f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)"
+                f"Attention: {held} is given to a call; expected it where the module is made, as in "
+                f"Attention({held}=0.1)"
             )
         dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(

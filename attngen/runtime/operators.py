@@ -1,4 +1,4 @@
-"""A module's operators of torch.library: torch traces calls of them, and autograd records them."""
+"""A module's operators of torch.library, which torch can trace and autograd can record."""
 
 from __future__ import annotations
 
@@ -6,100 +6,35 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attngen.runtime.checks import Shapes, is_plain
 from attngen.runtime.memory import addressable, no_rows, on_its_device, rows_layout
-from attngen.runtime.private import apply_of, below_autograd, has_tangents, in_forward_ad, transforms_are_active
+from attngen.runtime.private import apply_of, below_autograd, in_forward_ad, transforms_are_active
+from attngen.runtime.refusals import (
+    refuse_backward,
+    refuse_derivatives_of_tangents,
+    refuse_forward_mode,
+    refuse_gradients,
+    refuse_second_derivatives,
+    refuse_vmap,
+)
 from attngen.runtime.shards import is_dtensor, on_shards
+from attngen.runtime.signature import Signature, schemas_of
 
 Results = tuple[torch.Tensor, ...]
-_OF_NUMPY = (torch.float16, torch.float32)
-
-
-class Signature(NamedTuple):
-    """The arguments of a module's operators after q, k and v.
-
-    schema: their declarations, as in "Tensor slope, float scale". The first `tensors` of them are tensors.
-    learned: the positions of those that get gradients.
-    summed: the dQ kernel writes parts of such a gradient, so it has to run for it, too.
-    unordered: the names of those whose gradients are added up atomically, in no fixed order.
-    results: the dtype of outputs, if it is not that of q.
-    rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
-    kept: those of the rows that the backward and forward mode read; empty where these are those that have a gradient.
-    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a
-    call: neither its mask nor its scores count along these.
-    """
-
-    schema: str
-    tensors: int
-    widths: tuple[int, int]  # head dimensions of q and k, and of v
-    learned: tuple[int, ...] = ()
-    summed: bool = False
-    unordered: tuple[str, ...] = ()
-    results: torch.dtype | None = None
-    rows: tuple[str, ...] = ("lse",)
-    flat: int = 0
-    kept: tuple[str, ...] = ()
-    dims: tuple[str, ...] = ()
-    shards: tuple[str, ...] = ("B", "Hq")
-
-    @property
-    def smooth(self) -> tuple[str, ...]:
-        """Those of the rows that have a gradient."""
-        return self.rows[: len(self.rows) - self.flat]
-
-
-def _second_derivatives(*args: Any) -> Any:
-    raise RuntimeError(
-        "attention: its gradients cannot be differentiated again; expected first derivatives alone, "
-        "or naive attention where second ones are needed"
-    )
-
-
-def _of_tangents(*args: Any) -> Any:
-    raise RuntimeError(
-        "attention: the tangents that forward mode gives cannot be differentiated again; expected that of the output detached, as in "
-        "MeanFlow's loss, or naive attention where its gradient is needed"
-    )
-
-
-def _refuse_vmap(*args: Any) -> Any:
-    raise NotImplementedError(
-        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
-    )
-
-
-def refuse_gradients(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or
-    tangents of some of these."""
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
-        _without_backward()
-    if in_forward_ad(*tensors) and has_tangents(*tensors):
-        _without_forward_mode()
-
-
-def _without_backward(*args: Any, **more: Any) -> None:
-    raise NotImplementedError(
-        "attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()"
-    )
-
-
-def _without_forward_mode() -> None:
-    raise NotImplementedError(
-        "attention: this module has no forward mode (its spec says `backward: false`); expected tensors without tangents"
-    )
+_OF_NUMPY = (torch.float16, torch.float32)  # dtypes that Triton's interpreter can multiply
 
 
 def _wants_order() -> bool:
-    """Whether torch is told to raise where an algorithm is not deterministic."""
+    """Whether torch is set to raise for algorithms that are not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
+    """Return a tensor like that of `empty_rows`, made by a public operator, for tracers."""
     shape, strides = rows_layout(addressable(x), width)
     return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
@@ -108,14 +43,19 @@ class Operators:
     """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run
     its host programs.
 
-    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q,
-    k, v, out, *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the
-    rows that have one, and of these too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out,
-    *tangent_rows)`, with tangents of learned inputs. They get tensors that kernels can read in place. A module whose
-    `backward` and `jvp` are None has no such operators. If another copy of the module has registered NAME, a `_` is
-    added to it.
+    The host programs are
 
-    Operators stay until the process ends, as graphs of torch hold them and not the module; but see `release`.
+        forward(q, k, v, *operands, shapes=None) -> (out, *rows)
+        backward(grad_out, *grad_rows, q, k, v, out, *kept, *operands, need_q, need_kv[, need_inputs])
+            -> (dq, dk, dv, *gradients)
+        jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)
+
+    where grad_rows and tangent_rows are of the rows that have a gradient, and gradients and tangents are of the learned
+    operands. They get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such
+    operators. If another copy of the module has registered NAME, a `_` is appended to it.
+
+    Operators exist until the process ends, because graphs of torch hold them but not the module; see `release` for the
+    exception.
     """
 
     def __init__(
@@ -129,78 +69,54 @@ class Operators:
     ) -> None:
         self.library = torch.library.Library("attngen", "FRAGMENT")
         self._registered: list[Callable[..., Any]] = []
-        self._root = [self]  # the dispatcher holds this list, and by it this object
+        self._root = [self]  # the dispatcher holds this list, and through it this object
         self._traced = False
         while hasattr(torch.ops.attngen, f"{name}_forward"):
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
-        self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
-        self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
+        self.learned = tuple(3 + i for i in signature.learned)  # positions among all arguments
+        self.numbers_at = 3 + signature.tensors  # position of the first argument that is not a tensor
         self.host_forward: Any = forward
         self.host_backward: Any = backward
         self.host_jvp: Any = jvp
         self.run_backward = on_its_device(self._backward)
-        operands, learned = signature.schema, signature.learned
-        results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
-        needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
         read = signature.kept or signature.smooth
-        rows, kept = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, read))
-        upstream = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
-        found = f"Tensor q, Tensor k, Tensor v, Tensor out, {kept}"
-        saved = f"{found}, {operands}"
-        along = "".join(f", Tensor t_{i}" for i in range(len(learned)))
-        tangents = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
         self.smooth, self.kept = len(signature.smooth), len(read)
-        self.keep = itemgetter(
-            0, *(1 + signature.rows.index(name) for name in read)
-        )  # of results: the output and the rows that are kept
-        self.forward = self.define(
-            "forward",
-            f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})",
-            self._forward,
-            self.fake_forward,
-        )
-        self.backward: Any = backward and self.define(
-            "backward",
-            f"(Tensor grad_out, {upstream}, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
-            self._backward,
-            self._fake_backward,
-        )
-        self.jvp: Any = jvp and self.define(
-            "jvp",
-            f"({found}, Tensor tq, Tensor tk, Tensor tv, {operands}{along}) -> ({tangents})",
-            self._jvp,
-            self._fake_jvp,
-        )
-        # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
+        # Takes the output and the kept rows out of the results.
+        self.keep = itemgetter(0, *(1 + signature.rows.index(name) for name in read))
+        of_forward, of_backward, of_jvp = schemas_of(signature)
+        self.forward = self.define("forward", of_forward, self._forward, self.fake_forward)
+        self.backward: Any = backward and self.define("backward", of_backward, self._backward, self._fake_backward)
+        self.jvp: Any = jvp and self.define("jvp", of_jvp, self._jvp, self._fake_jvp)
+        # Calls that autograd records: of the operator; of the host program, for only the output and for all results.
         self.recorded = _recorded_operator(self)
-        self.recorded_backward: Any = backward and _recorded_once(self.backward, _second_derivatives)
-        self.recorded_jvp: Any = jvp and _recorded_once(self.jvp, _of_tangents)
+        self.recorded_backward: Any = backward and _recorded_once(self.backward, refuse_second_derivatives)
+        self.recorded_jvp: Any = jvp and _recorded_once(self.jvp, refuse_derivatives_of_tangents)
         self.apply = apply_of(_recorded_calls(self, forward, with_rows=False))
         self.apply_with_rows = apply_of(_recorded_calls(self, forward, with_rows=True))
         self.no_rows = (None,) * len(signature.rows)
         self._register_autograd()
 
-    def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-        """Define an operator: `kernel` runs it, `fake` gives results of the right shapes under tracers."""
-        self.library.define(f"{self.name}_{what}{schema}")
-        op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
+    def define(self, suffix: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        """Define the operator NAME_suffix: `kernel` runs it, `fake` returns results of the right shapes to tracers."""
+        self.library.define(f"{self.name}_{suffix}{schema}")
+        op = getattr(getattr(torch.ops.attngen, f"{self.name}_{suffix}"), "default")  # noqa: B009 - typed as a module
         self.library.impl(op, self._weak(on_its_device(kernel)), "CompositeExplicitAutograd")
         torch.library.register_fake(op.name(), self._weak(self._noting(fake)), lib=self.library)
         torch.library.register_vmap(
-            op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library
+            op.name(), functools.partial(weakref.proxy(refuse_vmap), self._root), lib=self.library
         )
         return op
 
     def _weak(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long
-        as this object."""
+        """Return a weak proxy of a function for the dispatcher, so that the dispatcher does not keep alive what the
+        function holds. The function lives as long as this object."""
         self._registered.append(function)
         made: Callable[..., Any] = weakref.proxy(function)
         return made
 
     def _noting(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, which notes that a tracer has called it: the operators stay from then on."""
+        """Return the function with a note that a tracer has called it: from then on the operators are kept."""
 
         def traced(*args: Any) -> Any:
             self._traced, self._root[:] = True, [self]
@@ -209,12 +125,12 @@ class Operators:
         return traced
 
     def release(self) -> None:
-        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded
-        hold it.
+        """Allow the operators and the module to be freed once nothing in Python holds the module. Calls that autograd
+        recorded hold it.
 
-        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The
-        caller knows that none was traced with real tensors, which is not seen here, and that no CUDA graph has captured
-        a call.
+        Operators that a tracer has seen are kept, because its graph holds only the operators, and would call freed
+        ones. The caller has to know that none was traced with real tensors, which is not seen here, and that no CUDA
+        graph has captured a call.
         """
         if not self._traced:
             self._root.clear()
@@ -228,20 +144,20 @@ class Operators:
         v: torch.Tensor,
         *operands: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """(out, *rows); without `return_rows` the rows may be None.
+        """Return (out, *rows); without `return_rows` the rows may be None.
 
-        With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed.
+        With `shapes`, q, k and v are plain and readable in place, on the current device, so no dispatcher is needed.
         """
         if shapes is None or in_forward_ad(q, k, v) or (self.interpreted and q.dtype not in _OF_NUMPY):
             return self._through_dispatcher(q, k, v, *operands)
         learned = self.signature.learned
-        wanted = (
+        needed = (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
             or (learned and any(operands[i].requires_grad for i in learned))
         )
-        if wanted and torch.is_grad_enabled():
+        if needed and torch.is_grad_enabled():
             if return_rows:
                 return self.apply_with_rows(q, k, v, *operands, shapes)
             return self.apply(q, k, v, *operands, shapes), *self.no_rows
@@ -261,15 +177,15 @@ class Operators:
         return self.define("key_mass", schema, run, fake)
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
-        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16:
-        there it gets fp32."""
+        """Return the arguments in dtypes that can be multiplied. Triton's interpreter cannot multiply dtypes that NumPy
+        lacks, such as bf16: it gets fp32 instead."""
         dtype = args[0].dtype
         if self.interpreted and dtype not in _OF_NUMPY:
             return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
         return args
 
     def _through_dispatcher(self, *args: Any) -> Results:
-        """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the
+        """Call the operator; in the interpreter, with dtypes that it can multiply. A transform of torch.func sees the
         recorded call instead."""
         if any(map(is_dtensor, args[:3])):
             return self._on_shards(*args)
@@ -278,15 +194,15 @@ class Operators:
         return out.to(self.signature.results or dtype), *rows
 
     def _on_shards(self, *args: Any) -> Results:
-        """A call of DTensors: the operator on each rank's parts."""
+        """Run a call with DTensors: the operator on each rank's shards."""
         tensors, numbers = args[: self.numbers_at], args[self.numbers_at :]
         if any(
             x is not None and "? seed" in declared
             for x, declared in zip(tensors[3:], self.signature.schema.split(", "))
         ):
             raise NotImplementedError(
-                "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same weights; expected "
-                "dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
+                "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same "
+                "weights; expected dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
             )
         dims = [dims.split() for dims in self.signature.dims]
         return tuple(on_shards(self._through_dispatcher, self.signature.shards, tensors, dims, numbers))
@@ -297,23 +213,24 @@ class Operators:
         return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
 
     def _backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
-        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which
-        gradients are needed."""
+        """Run the host program. `args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the
+        operands; which gradients are needed."""
         signature = self.signature
         grad_rows, (q, k, v, *saved) = args[: self.smooth], args[self.smooth :]
         if signature.unordered and saved[-1] and _wants_order():
             raise RuntimeError(
-                f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
-                "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
+                f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; "
+                "expected torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
             )
         grad_rows = tuple(no_rows(q.device) if x is None else x.resolve_neg().contiguous() for x in grad_rows)
         q, k, v = addressable(q), addressable(k), addressable(v)
-        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may give such back
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may return these
             saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
         return self.host_backward(addressable(grad_out), *grad_rows, q, k, v, *saved)
 
     def _jvp(self, q: torch.Tensor, *args: Any) -> Results:
-        """`args`: k, v, the output, the rows; tangents of q, k and v; the operands; tangents of learned inputs."""
+        """Run the host program. `args`: k, v, the output, the rows; tangents of q, k and v; the operands; tangents of
+        learned operands."""
         rows, numbers = 3 + self.kept, len(self.signature.learned)
         k, v, out = map(addressable, args[:3])
         tangents = map(addressable, args[rows : rows + 3])
@@ -344,7 +261,7 @@ class Operators:
     # ------------------------------------------------------------------ autograd
 
     def _record(self, *args: Any) -> Any:
-        """A call of the forward operator that autograd sees."""
+        """Call the forward operator so that autograd records it."""
         if self.backward is None:
             refuse_gradients(*args[:3], *(args[i] for i in self.learned))
         return self.recorded.apply(*args)
@@ -355,13 +272,11 @@ class Operators:
                 torch.library.register_autograd(
                     self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
                 )
-                torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
-                torch.library.register_autograd(self.jvp.name(), _of_tangents, lib=self.library)
+                torch.library.register_autograd(self.backward.name(), refuse_second_derivatives, lib=self.library)
+                torch.library.register_autograd(self.jvp.name(), refuse_derivatives_of_tangents, lib=self.library)
             else:
                 name = self.forward.name()
-                torch.library.register_autograd(
-                    name, _without_backward, setup_context=_without_backward, lib=self.library
-                )
+                torch.library.register_autograd(name, refuse_backward, setup_context=refuse_backward, lib=self.library)
             return
         self.library.impl(self.forward, self._weak(_where_recorded(self.forward, self._record)), "Autograd")
         if self.backward:
@@ -382,34 +297,34 @@ class Operators:
             ctx.mark_non_differentiable(*results[1 + self.smooth :])
 
     def tangents(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """The tangents of the output and of the rows, from those of the arguments; None for rows that have none.
+        """Return the tangents of the output and of the rows, from those of the arguments; None for rows without one.
 
-        Raises NotImplementedError, in one sentence, for a tangent of an input that has no gradient either.
+        Raise NotImplementedError, in one sentence, for a tangent of an input that has no gradient either.
         """
         if self.jvp is None:
-            _without_forward_mode()
+            refuse_forward_mode()
         saved, at = ctx.saved_tensors, 1 + self.kept
         q, k, v, *tensors = saved[at:]
         for i, tangent in enumerate(tangents[3 : self.numbers_at]):
             if tangent is not None and i not in self.signature.learned:
                 name = self.signature.schema.split(", ")[i].split()[-1]
                 raise NotImplementedError(
-                    f"attention: {name} has a tangent; expected one only of q, k, v and inputs with `grad: true` in the spec"
+                    f"attention: {name} has a tangent; expected one only of q, k, v and inputs with `grad: true` in "
+                    "the spec"
                 )
         given = [_tangent(x, t) for x, t in zip((q, k, v), tangents)]
         learned = [_tangent(tensors[i], tangents[3 + i]) for i in self.signature.learned]
         call = self.recorded_jvp.apply if _is_transformed() else self.jvp
-        made = (
-            x.detach() for x in saved[:at]
-        )  # a graph from tangents to results would have a way back: autograd saves these with theirs
-        found = call(q, k, v, *made, *given, *tensors, *ctx.numbers, *learned)
+        # Results are detached, because otherwise autograd would record a path from tangents to results.
+        results = (x.detach() for x in saved[:at])
+        found = call(q, k, v, *results, *given, *tensors, *ctx.numbers, *learned)
         return *found, *[None] * self.signature.flat
 
     def gradients(self, ctx: Any, grad_out: torch.Tensor | None, *grad_rows: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients of q, k, v and of each argument after them in a call; None for those that are not needed."""
+        """Return the gradients of q, k, v and of each argument after them; None for those that are not needed."""
         need_q, need_k, need_v, *need = ctx.needs_input_grad
         rest: list[Any] = [None] * len(need)
-        grad_rows = (*grad_rows, *self.no_rows)[: self.smooth]  # a call for the output alone has none
+        grad_rows = (*grad_rows, *self.no_rows)[: self.smooth]  # a call for only the output has none
         if grad_out is None and all(x is None for x in grad_rows):
             return None, None, None, *rest
         saved = ctx.saved_tensors
@@ -419,9 +334,7 @@ class Operators:
         learned = self.signature.learned
         needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
         if is_plain(q, k, v):
-            call = (
-                self.backward if torch.is_grad_enabled() else self.run_backward
-            )  # then the operator would do nothing else
+            call = self.backward if torch.is_grad_enabled() else self.run_backward  # without gradients both are equal
         else:
             call = self.recorded_backward.apply if _is_transformed() else self.backward
         dq, dk, dv, *inputs = call(grad_out, *grad_rows, q, k, v, out, *rows, *tensors, *ctx.numbers, *needs)
@@ -431,24 +344,24 @@ class Operators:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func is active, which sees autograd functions, and not what is below an operator."""
+    """Whether a transform of torch.func is active. It sees autograd functions, but not what is below an operator."""
     return not torch.compiler.is_compiling() and below_autograd is not None and transforms_are_active()
 
 
 def _tangent(x: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
-    """A tangent of x; where there is none, of zeros."""
+    """Return the tangent of x, or zeros if it has none."""
     return torch.zeros_like(x) if tangent is None else tangent
 
 
 def _by_elements(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if kernels cannot read it in place: its last dimension has a stride, or its sign is lazy."""
+    """Return x, or a copy if kernels cannot read it in place: its last dimension is strided, or its sign is lazy."""
     x = x.resolve_neg()
     return x if not x.dim() or x.stride(-1) == 1 else x.contiguous()
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
-    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself
-    otherwise."""
+    """Return the autograd kernel of an operator: it calls `record` if gradients are recorded, otherwise the operator
+    itself."""
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
@@ -462,7 +375,7 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded_calls(
     operators: Operators, run: Callable[..., Results], with_rows: bool
 ) -> type[torch.autograd.Function]:
-    """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
+    """Make the autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
     keep, numbers_at, flat, smooth = (
         operators.keep,
         operators.numbers_at,
@@ -479,7 +392,7 @@ def _recorded_calls(
             ctx.numbers = args[numbers_at:-1]
             if flat:
                 ctx.mark_non_differentiable(*results[smooth:])
-            return results if with_rows else results[0]  # fewer outputs for autograd to track
+            return results if with_rows else results[0]  # autograd tracks fewer outputs
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -489,7 +402,7 @@ def _recorded_calls(
 
 
 def _recorded_operator(operators: Operators) -> type[torch.autograd.Function]:
-    """The autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows): for all modes
+    """Make the autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows), for all modes
     and transforms."""
 
     class Attention(torch.autograd.Function):
@@ -511,13 +424,13 @@ def _recorded_operator(operators: Operators) -> type[torch.autograd.Function]:
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
             return operators.tangents(ctx, *tangents)
 
-        vmap = staticmethod(_refuse_vmap)
+        vmap = staticmethod(refuse_vmap)
 
     return Attention
 
 
 def _recorded_once(op: Any, refuse: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """The autograd function of calls of an operator whose results cannot be differentiated again."""
+    """Make the autograd function of an operator whose results cannot be differentiated again."""
 
     class Derivative(torch.autograd.Function):
         @staticmethod
@@ -531,7 +444,7 @@ def _recorded_once(op: Any, refuse: Callable[..., Any]) -> type[torch.autograd.F
 
         backward = staticmethod(refuse)
         jvp = staticmethod(refuse)
-        vmap = staticmethod(_refuse_vmap)
+        vmap = staticmethod(refuse_vmap)
 
     return Derivative
 

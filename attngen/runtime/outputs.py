@@ -1,4 +1,4 @@
-"""What calls give beside the output."""
+"""Additional outputs of calls."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import torch
 from attngen.runtime.checks import kind
 
 
-def check_max_score(wanted: bool | str) -> None:
-    """Raise ValueError or TypeError, in one sentence, if what a call says of largest scores is neither a bool nor
-    "head"."""
-    if not isinstance(wanted, (bool, str)):
-        raise TypeError(f'attention: return_max_score is a {kind(wanted)}; expected True, False or "head"')
-    if wanted not in (True, False, "head"):
+def check_max_score(requested: bool | str) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a call's `return_max_score` is neither a bool nor "head"."""
+    if not isinstance(requested, (bool, str)):
+        raise TypeError(f'attention: return_max_score is a {kind(requested)}; expected True, False or "head"')
+    if requested not in (True, False, "head"):
         raise ValueError(
-            f'attention: return_max_score is "{wanted}"; expected True, for each query, or "head", for each head'
+            f'attention: return_max_score is "{requested}"; expected True, for each query, or "head", for each head'
         )
 
 
-def largest(max_score: torch.Tensor, wanted: bool | str) -> torch.Tensor:
-    """The largest scores [B, Hq, Nq] as a call wants them: of each query, or of each "head" [Hq], -inf where it sees
-    nothing."""
-    if wanted != "head":
+def largest(max_score: torch.Tensor, requested: bool | str) -> torch.Tensor:
+    """Return the largest scores [B, Hq, Nq] as they are, or for "head" the largest of each head [Hq]; -inf where no key
+    is visible."""
+    if requested != "head":
         return max_score
     return max_score.amax((0, 2)) if max_score.numel() else max_score.new_full(max_score.shape[1:2], -torch.inf)

@@ -1,6 +1,6 @@
-"""Private interfaces of torch and Triton that save a call's time, each beside a public way.
+"""Private interfaces of torch and Triton that make calls faster, each with a public fallback.
 
-No other file of the runtime names a private interface. Each is probed once, when the module is imported, as far as that
+No other file of the runtime uses a private interface. Each is probed once, when the module is imported, as far as that
 needs no GPU.
 """
 
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 
 def _first(private: Callable[[], Any], public: Any) -> Any:
-    """What `private` returns; `public` if this version of torch or Triton does not have it."""
+    """Return the result of `private`, or `public` if this version of torch or Triton does not have it."""
     try:
         return private()
     except Exception:
@@ -25,20 +25,20 @@ def _first(private: Callable[[], Any], public: Any) -> Any:
 
 
 def _called(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """The function, after one call that shows that it works."""
+    """Return the function after one call that shows that it works."""
     function(*args)
     return function
 
 
 def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
-    """The context manager's class, after it was entered once to show that it works."""
+    """Return the context manager's class after entering it once to show that it works."""
     with guard():
         return guard
 
 
 def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
-    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell
-    tensors apart."""
+    """Return the function that makes guards, after a check with an fp32 tensor of one dimension that guards distinguish
+    tensors."""
     make: Any = torch._C._dynamo.guards.TensorGuards
 
     def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
@@ -56,7 +56,12 @@ def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
 
 # Makes an uninitialised tensor of (shape, strides, dtype) on the CPU, or on the current CUDA device.
 empty_cpu = _first(
-    lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),  # type: ignore[attr-defined]
+    lambda: _called(
+        torch._C._dynamo.guards._empty_strided_cpu,  # type: ignore[attr-defined]
+        (1,),
+        (1,),
+        torch.float32,
+    ),
     lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
 )
 empty_cuda = _first(
@@ -76,22 +81,22 @@ autocast_is_on = _first(
 )
 # Whether torch.jit is tracing.
 is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
-# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones
+# Whether a transform of torch.func, or a dispatch mode, is active. No public interface exists; without the private ones
 # the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device,
-# `requires_grad` and number of dimensions, and under the same modes; sizes and strides may differ. It never knows one
-# tensor twice. It ends the process if a tensor has no sizes, as nested ones have none. Where `guard_of` is None,
-# tensors have to be looked at one by one.
+# Makes a guard of tensors: a function that returns whether as many other tensors have the same class, layout, dtype,
+# device, `requires_grad` and number of dimensions, under the same modes; sizes and strides may differ. It returns False
+# if a tensor is passed twice. It aborts the process if a tensor has no sizes, such as a nested tensor. If `guard_of` is
+# None, tensors have to be checked one by one.
 guard_of = _first(lambda: _guards(torch.empty(1, device="cpu", dtype=torch.float32)), None)
-# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by
+# In this context operators run and autograd records nothing. If it is None, derivatives are registered by
 # torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a
+    """Whether forward-mode derivatives may be needed: a dual level is open or, by the public fallback, a tensor has a
     tangent."""
     try:
         return bool(forward_ad._current_level >= 0)
@@ -100,12 +105,12 @@ def in_forward_ad(*tensors: object) -> bool:
 
 
 def has_tangents(*tensors: object) -> bool:
-    """Whether some of these have tangents, of forward mode, while a dual level is open."""
+    """Whether some of these have forward-mode tangents while a dual level is open."""
     return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
-    """An autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
+    """Return an autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
     found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
     return found
 
@@ -115,17 +120,17 @@ def hooks_look_on() -> bool:
     try:
         hooks = triton.knobs.runtime
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
-    except AttributeError:  # a hook that is set by assignment has no calls
+    except AttributeError:  # a hook that is set by assignment has no `calls`
         return True
 
 
 def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
-    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton
-    lacks some of it.
+    """Return what a direct launch of a compiled kernel, with arguments such as these, needs; None if this version of
+    Triton lacks some of it.
 
-    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as
-    one tuple, function that makes of arguments with descriptors those that the launcher takes, or None if it takes them
-    as they are).
+    It is (function that returns a device's stream, launcher, its arguments after the stream, whether it takes the
+    kernel's arguments as one tuple, function that encodes descriptors among the kernel's arguments for the launcher, or
+    None if it takes them as they are).
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
@@ -136,8 +141,8 @@ def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
 
 
 def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
-    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of
-    3.7 and later."""
+    """Return what a CUDA launcher calls for a kernel that needs no scratch memory, in the forms of Triton 3.6 and of
+    3.7 and later; None for other launchers."""
     try:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
@@ -154,10 +159,10 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
 
 
 def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
-    """The last four of `parts_of`.
+    """Return the last four items of `parts_of`.
 
-    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the
-    wrapped launcher, and a copy of the function that gives back what it would launch with.
+    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. This returns
+    the wrapped launcher, and a copy of the function that returns the arguments of the launch instead of launching.
     """
     first = (1, 1, 1, 0, *before)
     try:
@@ -170,6 +175,6 @@ def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[
             return list(copied(*first, args)[-1] if packed else copied(*first, *args)[len(first) :])
 
         encode(args)
-    except Exception:  # nothing is wrapped, or in another way
+    except Exception:  # the launcher is not wrapped, or in another form
         return run, before, packed, None
     return launcher, before, packed, encode

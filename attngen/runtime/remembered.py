@@ -1,4 +1,4 @@
-"""Host programs that are remembered: what one does is noted once for each form of its arguments, and done again."""
+"""Host programs that are recorded once for each form of their arguments, and then replayed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ import torch
 from attngen.runtime.launch import STEPS, Launch
 from attngen.runtime.memory import NOTES, empty
 
-_MOST = 1024  # forms of arguments that are remembered; with one more all are forgotten
+_MOST = 1024  # number of forms that are remembered; one more clears them
 _shape: Callable[[Any], torch.Size] = torch.Tensor.size
 _strides: Callable[[Any], tuple[int, ...]] = torch.Tensor.stride
 
 
 class Steps(NamedTuple):
-    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then
-    those it makes."""
+    """The steps of a host program for arguments of one form. Its tensors are numbered: first its arguments, then those
+    that it makes."""
 
-    made: list[
-        tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-    ]  # shape, strides, dtype; whether it is filled with 0
-    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors
-    # from all of them.
+    # Each new tensor: shape, strides, dtype, and whether it is filled with 0.
+    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]
+    # Each launch; the number of its programs; its numbers and then strides; the strides; a function that takes its
+    # tensors out of all tensors.
     launches: list[tuple[Launch, int, tuple[Any, ...], tuple[int, ...], Callable[[list[Any]], tuple[Any, ...]]]]
     results: Callable[[list[Any]], tuple[Any, ...]]
 
     def repeat(self, given: Iterable[Any]) -> tuple[torch.Tensor, ...] | None:
-        """The results for the tensors that the program is given; None if an address is no multiple of 16."""
+        """Replay the steps for these arguments, and return the results; None if an address is not a multiple of 16."""
         tensors = list(given)
         addresses = [t if t is None else t.data_ptr() for t in tensors]
         if gcd(16, *filter(None, addresses)) != 16:
@@ -48,7 +47,7 @@ class Steps(NamedTuple):
 
 
 def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What takes the items of these numbers from a list."""
+    """Return a function that takes the items at these numbers out of a list."""
     at = tuple(numbers)
     return itemgetter(*at) if len(at) > 1 else lambda items: tuple(items[i] for i in at)
 
@@ -56,9 +55,9 @@ def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 def _noted(
     given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]
 ) -> Steps | None:
-    """The steps of a program; None if they are not those of other arguments of this form.
+    """Return the steps of a program; None if they do not hold for all arguments of this form.
 
-    So it is if a tensor was given twice, if an address is no multiple of 16, and on AMD.
+    That is the case if a tensor was passed twice, if an address is not a multiple of 16, and on AMD.
     """
     tensors = list(given)
     numbers = {id(x): at for at, x in enumerate(tensors)}
@@ -79,11 +78,11 @@ def _noted(
 
 
 def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be
-    None.
+    """Decorate a host program so that it is recorded and replayed. Its first `count` arguments are tensors, of which
+    the last may be None.
 
-    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the
-    device, from the sizes, strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
+    The program may only make tensors and launch kernels, by the runtime. Its steps have to depend only on the device,
+    on the sizes, strides and dtypes of its tensors, on whether the last one is None, and on its numbers.
     """
 
     def of(program: Callable[..., Any]) -> Callable[..., Any]:

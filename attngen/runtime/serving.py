@@ -1,4 +1,4 @@
-"""Operators of calls over a cache, which torch.compile sees in place of their checks and launches."""
+"""Operators of calls with a KV cache, which torch.compile sees in place of their checks and launches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from attngen.runtime.cache import without_backward
 from attngen.runtime.operators import Operators, Results
 
 
-class ServedOperators:
-    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in
-    them first.
+class CacheOperators:
+    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which first stores new keys and
+    values in them.
 
-    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order,
-    which only the second has; other `tensors`; and `numbers`, declared as in "float scale".
+    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` keys and values in the same
+    order, which only the second operator has; other `tensors`; and `numbers`, declared for example as "float scale".
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ServedOperators:
         self.served = self._define(operators, "served", read)
         self.stored = self._define(operators, "stored", stored)
 
-    def _define(self, operators: Operators, what: str, arguments: list[str]) -> Any:
+    def _define(self, operators: Operators, suffix: str, arguments: list[str]) -> Any:
         names = [argument.split()[-1] for argument in arguments]
 
         def run(*args: Any) -> Results:
@@ -50,9 +50,9 @@ class ServedOperators:
         def fake(q: torch.Tensor, *args: Any) -> Results:
             return self.fake(q, q, q)
 
-        return operators.define(what, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
+        return operators.define(suffix, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
 
     def __call__(self, q: torch.Tensor, caches: Sequence[Any], new: Sequence[Any], *rest: Any) -> Any:
-        """(out, lse), by the operator for these. Raises NotImplementedError if a gradient is wanted."""
+        """Return (out, lse), by the operator for these arguments. Raise NotImplementedError if a gradient is needed."""
         without_backward(q, *caches, *new, *rest)
         return self.served(q, *caches, *rest) if all(x is None for x in new) else self.stored(q, *caches, *new, *rest)

@@ -1,4 +1,4 @@
-"""Calls of DTensors: each rank computes its sequences, heads or queries; the forward communicates nothing."""
+"""Calls with DTensors: each rank computes its sequences, heads or queries; the forward needs no communication."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-# What dimensions 0, 1 and 2 of q are called. The same names stand for the dimensions of the other tensors.
+# Names of dimensions 0, 1 and 2 of q. The dimensions of the other tensors have the same names.
 _DIMS = ("B", "Hq", "Nq")
-_SAID = {"B": "sequences", "Hq": "heads", "Nq": "queries"}
+_WORDS = {"B": "sequences", "Hq": "heads", "Nq": "queries"}
 _KV = ("B", "Hkv", "Nk")
 
 
@@ -21,7 +21,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def check_local(argument: str, x: torch.Tensor) -> None:
-    """Raise NotImplementedError if x is a DTensor, of which an argument of the call cannot be had."""
+    """Raise NotImplementedError if x is a DTensor in a call with an argument that is not available for DTensors."""
     if is_dtensor(x):
         raise NotImplementedError(
             f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()"
@@ -29,8 +29,8 @@ def check_local(argument: str, x: torch.Tensor) -> None:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes
-    alone."""
+    """Return x; for a DTensor, a tensor with its global sizes, dtype and device over one row of memory, because plans
+    read only sizes."""
     return torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape) if is_dtensor(x) else x
 
 
@@ -41,11 +41,12 @@ def on_shards(
     dims: Sequence[Sequence[str]],
     numbers: Sequence[Any],
 ) -> list[torch.Tensor]:
-    """The results of `call(*tensors, *numbers)` as DTensors that are placed as q is: each rank calls it with its parts.
+    """Return the results of `call(*tensors, *numbers)` as DTensors with q's placements: each rank calls it with its
+    shards.
 
-    shards: the dimensions of q that may be sharded. tensors: q, k, v and operands: DTensors, or of operands tensors
-    that all ranks have whole. dims: the names of the dimensions of each operand. Gradients of what several ranks read
-    are summed over these.
+    shards: the dimensions of q that may be sharded. tensors: q, k and v, which are DTensors, and operands, which are
+    DTensors or replicated tensors. dims: the names of the dimensions of each operand. The gradient of a tensor that
+    several ranks read is summed over these ranks.
 
     Raises:
         ValueError or TypeError: one sentence that says how the tensors are placed and what was expected.
@@ -62,18 +63,7 @@ def on_shards(
     mesh: Any = q.device_mesh
     one_head = k.shape[1] == 1
     split = [_split(placement, shards) for placement in q.placements]
-    for dim in dict.fromkeys(filter(None, split)):
-        ranks = 1
-        for of_mesh, name in enumerate(split):
-            ranks *= mesh.size(of_mesh) if name == dim else 1
-        for name, x in (("q", q), ("k", k)):
-            whole = name == "k" and (dim == "Nq" or (dim == "Hq" and one_head))
-            count = x.shape[_DIMS.index(dim)]
-            if count % ranks and not whole:
-                raise ValueError(
-                    f"attention: {name} has {count} {_SAID[dim]}, sharded over {ranks} ranks; expected a multiple of {ranks}, so that each "
-                    "rank has the keys of its queries"
-                )
+    _check_even(q, k, split, mesh)
 
     def part(at: int, x: Any) -> torch.Tensor | None:
         if x is None:
@@ -83,7 +73,7 @@ def on_shards(
         summed: list[Any] = []
         for dim in split:
             of_x = "Hkv" if dim == "Hq" and dim not in names and not one_head else dim
-            shard = of_x in names and (at < 3 or x.shape[names.index(of_x)] > 1)  # one for all ranks is whole on each
+            shard = of_x in names and (at < 3 or x.shape[names.index(of_x)] > 1)  # a dimension of 1 is replicated
             placed.append(Shard(names.index(of_x)) if shard else Replicate())
             summed.append(Partial() if dim and not shard else placed[-1])
         if not is_dtensor(x):
@@ -100,8 +90,28 @@ def on_shards(
     return [DTensor.from_local(x, mesh, q.placements, run_check=False) for x in results]
 
 
+def _check_even(q: Any, k: Any, split: Sequence[str], mesh: Any) -> None:
+    """Raise ValueError if the ranks do not get equal numbers of sequences, heads or queries.
+
+    split: the dimension of q that each dimension of the mesh shards; empty where it replicates.
+    """
+    one_head = k.shape[1] == 1
+    for dim in dict.fromkeys(filter(None, split)):
+        ranks = 1
+        for of_mesh, name in enumerate(split):
+            ranks *= mesh.size(of_mesh) if name == dim else 1
+        for name, x in (("q", q), ("k", k)):
+            whole = name == "k" and (dim == "Nq" or (dim == "Hq" and one_head))
+            count = x.shape[_DIMS.index(dim)]
+            if count % ranks and not whole:
+                raise ValueError(
+                    f"attention: {name} has {count} {_WORDS[dim]}, sharded over {ranks} ranks; expected a multiple of "
+                    f"{ranks}, so that each rank has the keys of its queries"
+                )
+
+
 def _split(placement: Any, shards: Sequence[str]) -> str:
-    """The dimension of q that a placement shards; empty where all ranks have the same. ValueError for other
+    """Return the dimension of q that a placement shards; empty text if it replicates. Raise ValueError for other
     placements."""
     if placement.is_replicate():
         return ""
@@ -109,7 +119,7 @@ def _split(placement: Any, shards: Sequence[str]) -> str:
     if dim is not None and dim % 4 < 3 and _DIMS[dim % 4] in shards:
         return _DIMS[dim % 4]
     possible = (
-        " or ".join(f"Shard({_DIMS.index(name)}) ({_SAID[name]})" for name in _DIMS if name in shards) or "no Shard"
+        " or ".join(f"Shard({_DIMS.index(name)}) ({_WORDS[name]})" for name in _DIMS if name in shards) or "no Shard"
     )
     why = (
         "; the mask or the scores count positions, heads or sequences, from 0 on each rank"

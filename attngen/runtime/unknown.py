@@ -1,4 +1,4 @@
-"""Arguments that a call does not have: one sentence, with the key of a spec that does the same."""
+"""Errors for arguments that a call does not have: one sentence, with the key of a spec that does the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LENGTHS = f"{_SPEC}`mask: {{key_padding: {{lengths: true}}}}`"
 _PACKED = f"{_SPEC}`mask: {{document: {{packed: true, causal: true}}}}`"
 _WEIGHTS = "kernels do not keep weights; naive attention does"
 _CACHE = f"{_SPEC}`cache: contiguous`, and call `attention.with_kvcache`"
-# Names of arguments of SDPA, FlashAttention, FlexAttention, xformers, transformers and of modules of other specs.
+# Names of arguments of SDPA, FlashAttention, FlexAttention, xformers, transformers and modules of other specs -> hint.
 HINTS = {
     **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
     **dict.fromkeys(("attn_mask", "attention_mask", "mask"), f"{_MASK}; a mask of numbers is `score: [dense_bias]`"),
@@ -60,13 +60,13 @@ HINTS = {
     **dict.fromkeys(
         ("tensor_layout", "layout"), "tensors are [B, H, N, D], and `x.transpose(1, 2)` of others costs no copy"
     ),
-    "plan": "a plan is of masks that read data; this one reads none",
+    "plan": "only masks that read data have a plan; this one reads none",
 }
 
 
 def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as
-    nothing is to check."""
+    """Raise TypeError, in one sentence, for the first argument that a function does not have. `check` is ignored: the
+    module has nothing to check."""
     for name in unknown:
         if name == "check":
             continue

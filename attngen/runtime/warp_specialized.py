@@ -1,4 +1,4 @@
-"""Kernels whose warps have roles, of Gluon: whether this machine can run them, and the counters that they share."""
+"""Warp-specialized kernels in Gluon: whether this machine can run them, and the tile counters that programs share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import torch
 
 from attngen.runtime.private import current_stream
 
-CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
-# Versions of Triton under which machine code of such kernels was read (docs/versions.md): no product is serialised, and
-# nothing writes an operand of a product before its wait. ptxas of 3.6 to 3.8 can do that (triton#11781). Other versions
-# are not known to keep to it.
+CHOICE = "ATTNGEN_BACKEND"  # environment variable: `triton`, or the name of a file of warp-specialized kernels
+# Versions of Triton for which the machine code of these kernels was inspected (docs/versions.md): no wgmma is
+# serialized, and nothing writes an operand of a wgmma before its wait. The ptxas of Triton 3.6 to 3.8 can do that
+# (triton#11781). Other versions were not inspected.
 TRUSTED = ("3.6", "3.7", "3.8", "3.9")
 
 
 @functools.cache
-def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
-    """The file of a module's divided kernels; None where this Triton cannot run them, or the environment says `triton`.
+def warp_specialized(kernels: ModuleType, backend: str) -> ModuleType | None:
+    """Return the file of a module's warp-specialized kernels; None if this Triton is not trusted to compile them, or
+    the environment says `triton`.
 
-    Raises ValueError if the environment asks for what the module does not have. Warns once of a Triton that is not
-    trusted.
+    Raise ValueError if the environment asks for a backend that the module does not have. Warn once of a Triton that is
+    not trusted.
     """
     asked = os.environ.get(CHOICE, "")
     if asked not in ("", "triton", backend):
@@ -38,29 +39,28 @@ def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
         return None
     try:
         found = ".".join(version("triton").split(".")[:2])
-    except PackageNotFoundError:  # a Triton of another name
+    except PackageNotFoundError:  # Triton is installed under another name
         found = ""
     if found and found not in TRUSTED:
-        about = f"Triton {found} is not one of {', '.join(TRUSTED)}, whose machine code of its kernels for {backend} was read"
-        warnings.warn(f"attention: {about}: portable kernels are used", stacklevel=2)
+        known = f"{', '.join(TRUSTED)}, whose machine code of its kernels for {backend} was read"
+        warnings.warn(f"attention: Triton {found} is not one of {known}: portable kernels are used", stacklevel=2)
         return None
     return importlib.import_module(f"{kernels.__name__.rpartition('.')[0]}.{backend}")
 
 
-_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
-_OF_GRAPHS: dict[
-    int, Iterator[torch.Tensor]
-] = {}  # of each device: those that no graph has yet. Graphs need this module while they run.
-# Launches of this module that graphs capture, on a device, whose counters are 0 already. Later ones, and those before
-# any other launch, set theirs to 0 with a kernel of the graph.
+_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+# By device: counters that no graph has taken yet. This module has to stay alive while graphs run.
+_OF_GRAPHS: dict[int, Iterator[torch.Tensor]] = {}
+# Number of captured launches of this module, per device, whose counters are zeroed in advance. Later launches, and
+# launches that are captured before any other launch, zero theirs with a kernel of the graph.
 CAPTURED = 2**14
 
 
 def counter_of(device: int) -> torch.Tensor:
-    """Numbers by which the programs of a launch share its tiles: the first two are 0 before the launch and after it.
+    """Return the tile counter of a launch: its first two numbers are 0 before the launch and after it.
 
-    Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may
-    run beside others.
+    Launches on a stream run one after the other and share a counter. A launch that a graph captures gets its own,
+    because the graph may run concurrently with others.
     """
     if torch.cuda.is_current_stream_capturing():
         for found in _OF_GRAPHS.get(device, ()):
@@ -71,16 +71,16 @@ def counter_of(device: int) -> torch.Tensor:
         if device not in _OF_GRAPHS:
             _OF_GRAPHS.setdefault(device, map(_zeros(device, CAPTURED).__getitem__, range(CAPTURED)))
         _COUNTERS[key] = _zeros(device, 1)[0]
-        _COUNTERS[key].record_stream(
-            torch.cuda.current_stream(device)
-        )  # launches may still run where the module is forgotten
+        # Launches may still run when the module is freed.
+        _COUNTERS[key].record_stream(torch.cuda.current_stream(device))
     return _COUNTERS[key]
 
 
 def _zeros(device: int, rows: int) -> torch.Tensor:
-    """Rows of four zeros, of 16 bytes, as kernels want counters aligned.
+    """Return rows of four zeros: 16 bytes, because kernels need aligned counters.
 
-    A thread of its own makes them: while torch.compile prepares a graph, what its thread allocates is the graph's.
+    A separate thread allocates them: while torch.compile prepares a graph, allocations of its thread belong to the
+    graph.
     """
 
     def made() -> torch.Tensor:

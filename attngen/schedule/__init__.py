@@ -1,2 +1,2 @@
-"""Measured schedules: which kernels share one, and a table of them for each GPU. `attngen tune` writes it,
-select-tiles reads it."""
+"""Schedules: the passes that choose configs, and a table of measured configs per GPU, which `attngen tune` writes and
+select-tiles reads."""

@@ -1,6 +1,6 @@
-"""Which schedule rows a kernel has that a backend divides into roles, or why it has none.
+"""Choice of the configs of a kernel that a backend warp-specializes, or the reason why it has none.
 
-The spec's word comes first, then what was measured, then what the backend expects to be faster.
+The spec's schedule has priority, then measurements, then the backend's expectation.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from attngen.heuristics import NOISE, SHORT_ROWS
-from attngen.ir.graph import Config, Module
+from attngen.ir.module import Config, Module
 from attngen.schedule.table import Table, schedule_of
-from attngen.spec.model import Schedule
+from attngen.spec.sections import Schedule
 from attngen.targets.common.base import Specialization, Specializer
 from attngen.tiles.classes import ranges
 
@@ -23,11 +23,12 @@ def choose(
     specialization: Specialization,
     module: Module,
 ) -> tuple[Config, ...] | str:
-    """The rows of the divided kernels of one kernel, one for each; or why there are none, as the end of a sentence.
+    """Return one config per warp-specialized variant of a kernel, or the reason why there is none, as the end of a
+    sentence.
 
-    A spec that asks for the backend has the kernel divided for any number of rows, others for more than the backend
-    says at least. Its tiles are those of the first kernel that the backend divides, the forward. Others are divided
-    where they would be without a word.
+    If the spec asks for the backend, its first kernel (the forward pass) is warp-specialized for any number of rows,
+    with the spec's tiles; otherwise for more rows than the backend's minimum. Its other kernels are warp-specialized if
+    they would be without the request.
     """
     if all(kernel.name != specialization.kernel for kernel in module.kernels):
         return "there is no such kernel of this spec"
@@ -44,14 +45,14 @@ def choose(
         return f"the spec says `schedule: {{backend: {asked.backend}}}`"
     if given := sorted(asked.model_dump(exclude_defaults=True)):
         return (
-            f"the spec's `schedule` has {' and '.join(given)}, which is for portable kernels unless it has `backend: {specializer.name}` "
-            f"too"
+            f"the spec's `schedule` has {' and '.join(given)}, which is for portable kernels unless it has "
+            f"`backend: {specializer.name}` too"
         )
     return _automatic(specializer, specialization, table, module)
 
 
 def _expected(specialization: Specialization, module: Module) -> tuple[Config, ...]:
-    """The rows that the backend expects to be the fastest."""
+    """Return the configs that the backend expects to be the fastest."""
     usual, long = specialization.row(module, None, None, None), specialization.long(module)
     return (replace(usual, max_rows=long.min_rows), long) if long else (usual,)
 
@@ -59,11 +60,11 @@ def _expected(specialization: Specialization, module: Module) -> tuple[Config, .
 def _automatic(
     specializer: Specializer, specialization: Specialization, table: Table | None, module: Module
 ) -> tuple[Config, ...] | str:
-    """The rows of kernels of a spec that leaves the choice to attngen.
+    """Return the configs of a kernel whose spec leaves the choice to attngen.
 
-    It is the row that is the fastest in the range of the most rows; of several that are as fast, the one that is faster
-    than the portable kernel in the most ranges below. Where it is not and another one is, that has a kernel for fewer
-    rows. Where nothing was measured, the backend's own expectation stands.
+    The result is the fastest config in the range of the most rows; among equally fast ones, the config that is faster
+    than the portable kernel in the most ranges below. If another config is faster in lower ranges, it gets an
+    additional kernel for fewer rows. Without measurements the backend's expectation is used.
     """
     not_preferred = specialization.not_preferred(module)
     best = _faster(specializer, specialization, table, module, None)
@@ -76,7 +77,7 @@ def _automatic(
     below = {most: _faster(specializer, specialization, table, module, most) for most in measured}
 
     def bounded(config: Config) -> Config:
-        """It, for the rows from which on it is faster than the portable kernel."""
+        """Return the config with the smallest `min_rows` from which on it is faster than the portable kernel."""
         for most in (most for most in below if config.max_rows is None or most < config.max_rows):
             faster = below[most]
             if not_preferred if faster is None else schedule_of(config) not in map(schedule_of, faster):
@@ -95,15 +96,15 @@ def _automatic(
 def _faster(
     specializer: Specializer, specialization: Specialization, table: Table | None, module: Module, max_rows: int | None
 ) -> dict[Config, float] | None:
-    """Rows that this module can have, and that were measured to be faster than the portable kernel in a range, with
-    their times.
+    """Return the configs of this module that were measured to be faster than the portable kernel in a range, with their
+    times.
 
-    They are in order, the fastest first. None if none was measured.
+    The fastest comes first. None if none was measured.
     """
-    able = {str(schedule_of(row)): row for row in specialization.candidates(module)}
+    able = {str(schedule_of(config)): config for config in specialization.candidates(module)}
     if table is None or not able:
         return None
     kernel, elem_bytes = module.kernel(specialization.kernel), next(iter(able.values())).elem_bytes
     found = table.warp_specialized(module, kernel, elem_bytes, max_rows, specializer.name)
-    usable = {row: ms for row, ms in (found or {}).items() if str(schedule_of(row)) in able}
+    usable = {config: ms for config, ms in (found or {}).items() if str(schedule_of(config)) in able}
     return usable if usable or found == {} else None

@@ -6,11 +6,11 @@ after:   schedule @fwd
            sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
                                               grid(q in cdiv(Nq, BLOCK_Q) reversed swizzle(8), ...)
 
-What the spec asks for comes first. Otherwise a schedule that was measured to be the fastest for such kernels is taken
-(attngen/schedule), as in `... measured`; without one, the candidate that fits and that the cost model finds cheapest.
-If none fits, a line says why, as in `gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs with the most
-tiles start first, ABREAST heads at a time, so that the last to finish are short. A kernel that adds runs divided alone,
-and gets its rows from who divides it.
+The spec's overrides have priority. Otherwise the config is the one that was measured to be the fastest for such kernels
+(attngen/schedule), as in `... measured`; without a measurement, the candidate that fits and that the cost model finds
+cheapest. If none fits, a line says why, as in `gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs
+with the most tiles start first (longest first), SWIZZLE heads at a time, so that the last programs to finish are short.
+A kernel that accumulates in order only runs warp-specialized, and gets its configs from the pass that specializes it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import sympy
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.heuristics import (
+    COMBINED,
     COMPARED,
     COMPARED_EACH,
     FEW_QUERIES,
     FEW_SWIZZLE,
-    JOINED,
     MANY_ROWS,
     MODELLED,
     MOST_THREADS,
@@ -38,6 +38,8 @@ from attngen.heuristics import (
     PLAIN,
     RANGES,
     ROUNDED,
+    SCANNED,
+    SCANNED_EACH,
     SHORT_ROWS,
     SPLIT_RANGES,
     STRIP,
@@ -47,18 +49,18 @@ from attngen.heuristics import (
     SWIZZLE_ROWS_LISTED,
     UNEVEN,
     UNIT,
-    WALKED,
-    WALKED_EACH,
     WIDEST_SUM,
 )
+from attngen.ir.core import Op
 from attngen.ir.expr import select
-from attngen.ir.graph import Config, DoesNotFit, Kernel, Module
-from attngen.ir.ops import Load, Map, Op, OrderedAdd
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, DoesNotFit, Module
+from attngen.ir.ops import Load, Map, OrderedAdd
 from attngen.schedule.table import Table, committed
 from attngen.targets.registry import backend_of
-from attngen.tiles.launches import joining_warps
-from attngen.tiles.order import either_way, first_first
-from attngen.tiles.sizes import column_choices, elem_sizes, lies_in_pages, mode, tile_width
+from attngen.tiles.launches import combine_warps
+from attngen.tiles.order import first_first_order, order_by_direction
+from attngen.tiles.sizes import block_d_choices, elem_sizes, lies_in_pages, mode, tile_width
 from attngen.tiles.tiles import evaluate, tile_loops, unbounded, visited
 from attngen.transforms.base import Pass
 
@@ -71,37 +73,39 @@ class SelectTiles(Pass):
     block_kv: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
-    tables: Mapping[str, Table] = field(default_factory=committed)  # of measured schedules, by device class
+    tables: Mapping[str, Table] = field(default_factory=committed)  # measured, by device class
 
     def run(self, module: Module) -> Module:
         if any(kernel.takes_heads and _is_uneven(kernel) for kernel in module.kernels):
             module = replace(module, hosts=tuple(host.rewrite(_one_head) for host in module.hosts))
-        module = module.map_kernels(lambda kernel: _in_turns(module, kernel) if kernel.adds else _longest_first(kernel))
-        schedules = tuple((k.name, () if k.adds else tuple(self._rows(module, k))) for k in module.kernels)
+        module = module.map_kernels(
+            lambda kernel: _accumulation_order(module, kernel) if kernel.adds_in_order else _longest_first(kernel)
+        )
+        schedules = tuple((k.name, () if k.adds_in_order else tuple(self._configs(module, k))) for k in module.kernels)
         return replace(module, schedules=schedules)
 
-    def _rows(self, module: Module, kernel: Kernel) -> Iterator[Config | DoesNotFit]:
+    def _configs(self, module: Module, kernel: Kernel) -> Iterator[Config | DoesNotFit]:
         reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module, kernel)}
         for device, elem in product(CLASSES, elem_sizes(module, kernel)):
             if kernel.prepares:
-                yield from [_comparing(device, elem)] if _compares(kernel) else _walking(device, elem)
+                yield from [_comparing_config(device, elem)] if _compares(kernel) else _walking_configs(device, elem)
                 continue
             if kernel.combines_splits:
-                yield from _joining(module, device, elem)
+                yield from _combine_configs(module, device, elem)
                 continue
             try:
-                rows = self._modelled(module, kernel, device, elem)
+                modelled = self._modelled(module, kernel, device, elem)
             except FitError as error:
                 reasons[elem][device] = error
-                if len(reasons[elem]) == len(CLASSES):  # on none: say it of the one with the most room
+                if len(reasons[elem]) == len(CLASSES):  # no class fits: report the one with the most shared memory
                     raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from None
                 yield DoesNotFit(device, elem, error.reason)
                 continue
-            yield from joined([*self._measured(module, kernel, *rows)])
+            yield from merged_configs([*self._measured(module, kernel, *modelled)])
 
     def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Config]:
-        """The model's lines, for the fewest rows, for few rows and for any number. FitError if the device has no
-        such products."""
+        """Return the cost model's configs for the fewest rows, for few rows and for any number of rows. FitError if the
+        device cannot multiply such elements."""
         if kernel.dots and (how := mode(module, elem)) not in CLASSES[device].flops_per_cycle:
             raise FitError(
                 ("dtype",), f"on {device} the kernel @{kernel.name} has no {how} products; expected another dtype"
@@ -112,7 +116,7 @@ class SelectTiles(Pass):
         return [least, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
 
     def _measured(self, module: Module, kernel: Kernel, least: Config, few: Config, chosen: Config) -> Iterator[Config]:
-        """Lines for rising numbers of rows: measured ones if there are any, else the model's."""
+        """Yield configs for rising numbers of rows: measured ones if there are any, else the cost model's."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
         table = None if asked else self.tables.get(chosen.device)
         if kernel.kv_split:
@@ -120,7 +124,7 @@ class SelectTiles(Pass):
                 yield table and table.config(module, kernel, chosen.elem_bytes, limit) or modelled
             return
         yield least
-        if kernel.pack_gqa:  # however many heads share its tiles, each of its programs has few turns
+        if kernel.pack_gqa:  # for any number of heads per group, each of its programs has few iterations
             yield replace(table and table.config(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
             return
         for limit, _ in RANGES:
@@ -133,25 +137,25 @@ class SelectTiles(Pass):
         ) -> Iterator[Config]:
             able = elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
             always = limit is None or kernel.kv_split is not None
-            for q, kv, w, columns in product(blocks_q, blocks_kv, warps, column_choices(module, kernel)):
+            for q, kv, w, columns in product(blocks_q, blocks_kv, warps, block_d_choices(module, kernel)):
                 plain = Config(
                     device, elem, limit, q, kv, w, self.num_stages or 1, backend=module.backend, columns=columns
                 )
                 described = replace(plain, tma=able)
                 described = described if lies_in_pages(module, kernel, described) else plain
-                # A call of few rows takes pointers, as encoding descriptors costs the host time, unless these are
-                # compiled wrongly.
-                ways = [described] if always else [plain, described]
+                # Calls of few rows load by pointers, because encoding TMA descriptors costs the host time; by
+                # descriptors if the pointer variant does not fit.
+                variants = [described] if always else [plain, described]
                 if not self.num_stages:
-                    ways.append(replace(described, num_stages=2))
+                    variants.append(replace(described, num_stages=2))
                 yield next(
-                    (config for config in ways if not backend.resources.why_not_fit(module, kernel, config)), ways[0]
+                    (config for config in variants if not backend.resources.why_not_fit(module, kernel, config)),
+                    variants[0],
                 )
 
         def price(config: Config) -> float:
-            return min(
-                backend.cost.cycles(module, kernel, r) for r in ([config] if self.num_stages else depths(config))
-            )
+            choices = [config] if self.num_stages else stage_choices(config)
+            return min(backend.cost.cycles(module, kernel, c) for c in choices)
 
         backend = backend_of(module)
         most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks
@@ -159,12 +163,12 @@ class SelectTiles(Pass):
         given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if kernel.kv_split and limit == PACKED and not self.block_q:
-            given_q = (PACKED,)  # the keys are what takes time: further rows would be empty
+            given_q = (PACKED,)  # the keys take the time, and more rows would be empty
         if kernel.kv_split and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
-            # To find where rows are takes a while, which longer tiles hide.
+            # Looking up the pages of single rows has a latency that longer tiles hide.
             lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2, UNIT // 4)
-            fit = (kv for kv in lengths if any(price(r) < float("inf") for r in candidates(given_q, (kv,), warps)))
+            fit = (kv for kv in lengths if any(price(c) < float("inf") for c in candidates(given_q, (kv,), warps)))
             given_kv = (next(fit, UNIT),)
         if kernel.tile_page:
             given_kv = tuple(kv for kv in given_kv if kernel.tile_page % kv == 0)
@@ -176,26 +180,25 @@ class SelectTiles(Pass):
             return Config(device, elem, limit, side, side, 4, 1, backend=module.backend)
         if kernel.counts_pairs:
             return Config(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
-        rows = list(candidates(given_q, given_kv, warps))
-        best = min(rows, key=price)
+        configs = list(candidates(given_q, given_kv, warps))
+        best = min(configs, key=price)
         if price(best) < float("inf"):
             return best
-        fitting = [
-            r for r in rows if not backend.resources.why_not_fit(module, kernel, r)
-        ]  # asked for by the spec, though it may spill
+        # The spec asked for such configs, though they may spill.
+        fitting = [c for c in configs if not backend.resources.why_not_fit(module, kernel, c)]
         if not fitting:
-            smallest = min(rows, key=lambda r: (r.block_q * r.block_kv, r.block_q, r.columns))
+            smallest = min(configs, key=lambda c: (c.block_q * c.block_kv, c.block_q, c.columns))
             raise self._too_large(module, kernel, smallest, [*candidates(blocks, blocks, (smallest.num_warps,))])
-        return min(fitting, key=lambda r: (r.block_q * r.block_kv, r.num_warps, r.columns))
+        return min(fitting, key=lambda c: (c.block_q * c.block_kv, c.num_warps, c.columns))
 
     def _too_large(self, module: Module, kernel: Kernel, config: Config, free: list[Config]) -> FitError:
-        """The smallest row does not fit: blame the spec's overrides, unless none of the `free` rows fits either,
-        with one stage."""
+        """Return the error for a smallest config that does not fit. It blames the spec's overrides, unless no config in
+        `free`, which ignores them, fits with one stage either."""
         resources = backend_of(module).resources
         free = [replace(r, num_stages=1) for r in free]
         if all(resources.why_not_fit(module, kernel, r) for r in free):
             large = [r for r in free if resources.sram_bytes(module, kernel, r) > CLASSES[r.device].smem_per_block]
-            if not large:  # the compiler cannot do with tiles that divide the mask's blocks
+            if not large:  # tiles that divide the mask's blocks are not supported by the compiler
                 return FitError(("mask",), str(resources.why_not_fit(module, kernel, free[0])))
             change = "head_dim or dtype" if config.elem_bytes > 2 else "head_dim"
             return FitError(("head_dim",), str(resources.why_not_fit(module, kernel, large[0], change)))
@@ -205,33 +208,33 @@ class SelectTiles(Pass):
 
 
 def _times_as_wide(module: Module) -> int:
-    """How many times as many columns as WIDEST_SUM heads have: tiles of kernels without scores have as many rows
-    fewer."""
+    """Return by which factor the head_dim exceeds WIDEST_SUM. Tiles of kernels without scores have fewer rows by this
+    factor."""
     return max(1, tile_width(max(module.head_dim_qk, module.head_dim_v)) // WIDEST_SUM)
 
 
-def _walking(device: str, elem: int) -> Iterator[Config]:
-    """The rows of a kernel that walks over all positions of a sequence, as many at a time as WALKED says."""
-    for block in WALKED:
-        warps = max(1, min(block // WALKED_EACH, MOST_THREADS) // CLASSES[device].threads_per_warp)
-        yield Config(device, elem, None if block == WALKED[-1] else block, block, block, warps, 1)
+def _walking_configs(device: str, elem: int) -> Iterator[Config]:
+    """Yield the configs of a kernel that runs over all positions of a sequence, in steps of the sizes in SCANNED."""
+    for block in SCANNED:
+        warps = max(1, min(block // SCANNED_EACH, MOST_THREADS) // CLASSES[device].threads_per_warp)
+        yield Config(device, elem, None if block == SCANNED[-1] else block, block, block, warps, 1)
 
 
-def _joining(module: Module, device: str, elem: int) -> Iterator[Config]:
-    """The rows of a kernel that joins parts: a program has one row of a call, of which a warp has all columns where
-    such rows are many."""
-    for most, parts in JOINED:
-        warps = 1 if most is None else joining_warps(module, device)
+def _combine_configs(module: Module, device: str, elem: int) -> Iterator[Config]:
+    """Yield the configs of a combine kernel: a program has one row of a call, and for many rows one warp has all of
+    head_dim."""
+    for most, parts in COMBINED:
+        warps = 1 if most is None else combine_warps(module, device)
         yield Config(device, elem, most and most // warps, 1, parts, warps, 1, backend=module.backend)
 
 
 def _compares(kernel: Kernel) -> bool:
-    """Whether a kernel compares each query of a tile with each key of one."""
+    """Whether a kernel compares each query of a tile with each key of a tile."""
     return any(set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in kernel.ops() if isinstance(op, Map))
 
 
-def _comparing(device: str, elem: int) -> Config:
-    """The row of such a kernel without scores."""
+def _comparing_config(device: str, elem: int) -> Config:
+    """Return the config of a kernel that compares queries with keys without computing scores."""
     block_q, block_kv = COMPARED
     return Config(
         device,
@@ -244,15 +247,14 @@ def _comparing(device: str, elem: int) -> Config:
     )
 
 
-def depths(config: Config) -> list[Config]:
-    """The row with each depth of the ring, deepest first."""
+def stage_choices(config: Config) -> list[Config]:
+    """Return the config with each number of pipeline stages, deepest first."""
     return [replace(config, num_stages=s) for s in backend_of(config).choices.stages]
 
 
-def joined(rows: Sequence[Config | DoesNotFit]) -> Iterator[Config | DoesNotFit]:
-    """The lines of a table without those that differ from the next one only in the number of rows, or in being
-    measured."""
-    for config, after in zip(rows, [*rows[1:], None]):
+def merged_configs(configs: Sequence[Config | DoesNotFit]) -> Iterator[Config | DoesNotFit]:
+    """Yield the lines of a schedule, except those that differ from the next one only in `max_rows` or `measured`."""
+    for config, after in zip(configs, [*configs[1:], None]):
         same = (
             isinstance(config, Config)
             and isinstance(after, Config)
@@ -262,16 +264,16 @@ def joined(rows: Sequence[Config | DoesNotFit]) -> Iterator[Config | DoesNotFit]
             yield config
 
 
-def _in_turns(module: Module, kernel: Kernel) -> Kernel:
-    """Start with the last tiles, whose turns come first; as many heads together as the L2 has room for what is streamed
-    of them.
+def _accumulation_order(module: Module, kernel: Kernel) -> Kernel:
+    """Return the kernel with the last tiles first, which add first, and with as many heads per swizzle group as have
+    their streamed tiles in the L2.
 
-    Where earlier tiles visit more, the last of these heads start with the first tiles, so that the last programs to end
-    are short.
+    If earlier tiles visit more tiles, the last heads of each group start with the first tiles (reversed within the
+    group), so that the last programs to end are short.
     """
-    row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # of q and dO, and of dQ's sums
+    row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # bytes of q and dO, and of dQ in fp32
     few = FEW_SWIZZLE if kernel.takes_heads and module.head_dim_qk > OF_COLUMNS else 1
-    reversed_group = first_first(module, kernel)
+    reversed_group = first_first_order(module, kernel)
     room = SWIZZLE_ROWS_LISTED if module.blocks else SWIZZLE_ROWS
     first = replace(
         kernel.grid[0], reversed=True, swizzle=few, swizzle_rows=room // row, reversed_group=reversed_group is not None
@@ -279,7 +281,7 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
     made = replace(kernel, grid=(first, *kernel.grid[1:]))
     return made.rewrite(
         lambda _, op: [
-            replace(op, order=either_way(reversed_group, op.order))
+            replace(op, order=order_by_direction(reversed_group, op.order))
             if isinstance(op, OrderedAdd) and op.order is not None
             else op
         ]
@@ -287,13 +289,13 @@ def _in_turns(module: Module, kernel: Kernel) -> Kernel:
 
 
 def _is_uneven(kernel: Kernel) -> bool:
-    """Whether some programs visit many more tiles than others. They end last, the more so with several heads each."""
-    turns = [_visited(kernel, start) for start in range(0, MANY_ROWS, 64)]
-    return max(turns) * len(turns) > UNEVEN * sum(turns)
+    """Whether some programs visit many more tiles than others. They end last, even more so with several heads each."""
+    tiles = [_visited(kernel, start) for start in range(0, MANY_ROWS, 64)]
+    return max(tiles) * len(tiles) > UNEVEN * sum(tiles)
 
 
 def _one_head(op: Op) -> list[Op]:
-    """In one pass a program has one query head."""
+    """Rewrite a host program's number of splits so that a program of the fused backward has one query head."""
     if not isinstance(op, Map) or op.name != "splits":
         return [op]
     return [
@@ -307,14 +309,15 @@ def _one_head(op: Op) -> list[Op]:
 
 
 def _visited(kernel: Kernel, start: int) -> int:
-    """How many tiles the program of the tile that starts there visits, in a long sequence."""
+    """Return the number of tiles that the program whose tile starts at `start` visits, in a long sequence."""
     sizes = {**unbounded(kernel), "BLOCK_Q": 64, "BLOCK_KV": 64, "Nq": MANY_ROWS, "Nk": MANY_ROWS}
     return int(evaluate(visited(kernel), {**sizes, f"{kernel.program_axis}_start": start}))
 
 
 def _longest_first(kernel: Kernel) -> Kernel:
-    """Start with the last tiles if later tiles visit more. If tiles differ, take ABREAST heads at a time."""
-    if kernel.walks or not tile_loops(kernel):
+    """Return the kernel with the last tiles first if they visit more, and with SWIZZLE heads per group if tiles
+    differ."""
+    if kernel.visits_all_tiles or not tile_loops(kernel):
         return kernel
     first, last = (_visited(kernel, x) for x in (0, MANY_ROWS - 64))
     grid = (replace(kernel.grid[0], reversed=last > first, swizzle=SWIZZLE if last != first else 1), *kernel.grid[1:])

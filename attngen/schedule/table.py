@@ -1,4 +1,4 @@
-"""Tables of measured schedules: one small file per GPU, one line per entry, which select-tiles asks before the cost
+"""Tables of measured schedules: one small file per GPU with one line per entry. select-tiles prefers them to the cost
 model."""
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any
 
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.ir.ops import Load
 from attngen.targets.registry import SPECIALIZERS, backend_of
 from attngen.tiles.classes import Key, key
-from attngen.tiles.sizes import column_choices, lies_in_pages
+from attngen.tiles.sizes import block_d_choices, lies_in_pages
 from attngen.tiles.tiles import tile_loops
 
 FOLDER = Path(__file__).parent
-Schedule = dict[str, Any]  # a row's tile sizes and launch options, by their names
+Schedule = dict[str, Any]  # a config's tile sizes and launch options, by name
 KNOBS = tuple(
     f.name
     for f in fields(Config)
@@ -29,12 +30,14 @@ KNOBS = tuple(
 
 
 def schedule_of(config: Config) -> Schedule:
-    """What of a row is not the range that it is for; columns only where programs may share these."""
+    """Return the tile sizes and launch options of a config, without the range it is for; `columns` only with
+    split-D."""
     return {name: getattr(config, name) for name in KNOBS if name != "columns" or config.columns}
 
 
 def shown(schedule: Mapping[str, int]) -> str:
-    """A schedule as docs and tables write it: `128x64x8x3`, `128x64x8x3 TMA`, or `64x32x8x2 TMA, 256 columns`."""
+    """Return a schedule as docs and tables write it: `128x64x8x3`, `128x64x8x3 TMA`, or `64x32x8x2 TMA, 256
+    columns`."""
     columns = f", {schedule['columns']} columns" if schedule.get("columns") else ""
     return (
         "x".join(str(schedule[name]) for name in KNOBS if name not in ("tma", "columns"))
@@ -45,7 +48,7 @@ def shown(schedule: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class WarpSpecialized:
-    """A schedule of a kernel that a backend divides into roles, and its time."""
+    """A schedule of a backend's warp-specialized kernel, and its time."""
 
     backend: str
     schedule: Schedule
@@ -54,41 +57,39 @@ class WarpSpecialized:
 
 @dataclass(frozen=True)
 class Entry:
-    """The fastest portable schedule measured for a key, and what the model would take, which it is where nothing was
+    """The fastest portable schedule measured for a key, and the cost model's choice, which is the same if nothing was
     faster.
 
-    warp_specialized: schedules of divided kernels that are faster still, the fastest first; None where none was
-    measured beside it. Files call it `divided`.
+    warp_specialized: faster schedules of warp-specialized kernels, fastest first; None if none was measured with it.
     """
 
     schedule: Schedule
     ms: float
     model: Schedule
-    model_ms: float | None  # None: it cannot run there, or spills
-    triton: str  # the version that compiled what was measured
+    model_ms: float | None  # None if it cannot run there, or spills
+    triton: str  # the version that compiled the measured kernel
     warp_specialized: tuple[WarpSpecialized, ...] | None = None
-    gpu: str = ""  # that measured it, as its driver names it, if it is not the table's
+    gpu: str = ""  # the GPU of the measurement, as its driver names it, if it is not the table's
 
     def plain(self) -> dict[str, Any]:
-        """As data for JSON."""
-        said = {"divided" if name == "warp_specialized" else name: value for name, value in asdict(self).items()}
-        unsaid = {"divided": None, "gpu": ""}
-        return {name: value for name, value in said.items() if name not in unsaid or value != unsaid[name]}
+        """Return the entry as data for JSON."""
+        defaults = {"warp_specialized": None, "gpu": ""}
+        return {name: value for name, value in asdict(self).items() if name not in defaults or value != defaults[name]}
 
 
 @dataclass(frozen=True)
 class Table:
-    """The measured schedules of one device, by key, and what they were measured with."""
+    """The measured schedules of one device, by key, and the GPU and versions of the measurement."""
 
-    device: str  # of devices.DEVICES
+    device: str  # a key of devices.DEVICES
     gpu: str = ""  # as the driver names it
     torch: str = ""
     triton: str = ""
     entries: dict[Key, Entry] = field(default_factory=dict)
 
     def config(self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Config | None:
-        """The measured row of a kernel for a range of rows; None without an entry, or where it would spill or not
-        fit."""
+        """Return the measured config of a kernel for a range of rows; None without an entry, or if it would spill or
+        not fit."""
         entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
         if entry is None:
             return None
@@ -100,10 +101,10 @@ class Table:
     def warp_specialized(
         self, module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None, backend: str
     ) -> dict[Config, float] | None:
-        """Rows under which a backend's divided kernel is faster than the portable one in a range, and their times, the
-        fastest first.
+        """Return the configs with which a backend's warp-specialized kernel is faster than the portable one in a range,
+        with their times, fastest first.
 
-        None where this was not measured.
+        None if this was not measured.
         """
         entry = self.entries.get(key(module, kernel, elem_bytes, max_rows)) if self.entries else None
         if entry is None or entry.warp_specialized is None:
@@ -114,14 +115,14 @@ class Table:
         }
 
     def text(self) -> str:
-        """The file: a header, then a line for each entry, sorted."""
+        """Return the text of the file: a header, then one line per entry, sorted."""
         head = {"device": self.device, "gpu": self.gpu, "torch": self.torch, "triton": self.triton}
         lines = [
             json.dumps({**k._asdict(), **e.plain()})
             for k, e in sorted(self.entries.items(), key=lambda item: _order(item[0]))
         ]
-        rows = ",\n  ".join(lines)
-        return json.dumps(head)[:-1] + f', "entries": [{f"{chr(10)}  {rows}{chr(10)}" if lines else ""}]}}\n'
+        body = ",\n  ".join(lines)
+        return json.dumps(head)[:-1] + f', "entries": [{f"{chr(10)}  {body}{chr(10)}" if lines else ""}]}}\n'
 
 
 def _order(k: Key) -> tuple[Any, ...]:
@@ -129,12 +130,13 @@ def _order(k: Key) -> tuple[Any, ...]:
 
 
 def usable(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether a row divides the module's blocks, fits, reads what it can, and is not known to spill for its mask."""
+    """Whether a config fits the module: its tiles divide the mask's blocks, TMA and head_dim slices are possible, and
+    it is not known to spill."""
     divides = not (module.blocks and tile_loops(kernel)) or max(config.block_q, config.block_kv) <= module.blocks.size
     described = any(isinstance(op, Load) and op.via for op in kernel.ops())
     return (
         divides
-        and config.columns in column_choices(module, kernel)
+        and config.columns in block_d_choices(module, kernel)
         and (described or not config.tma)
         and lies_in_pages(module, kernel, config)
         and backend_of(config).cost.cycles(module, kernel, config) < float("inf")
@@ -142,14 +144,14 @@ def usable(module: Module, kernel: Kernel, config: Config) -> bool:
 
 
 def read_table(path: Path) -> Table:
-    """The table in a file; AttngenError if it is not one."""
+    """Read the table in a file; AttngenError if it is not one."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         lines = data.pop("entries")
         table = Table(**data, entries=dict(map(_entry, lines)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AttngenError(
-            f"{path}: cannot be read as a table of `attngen tune`; expected one that it wrote ({error})"
+            f"{path}: cannot be read as a table of `attngen tune`; expected a file that it wrote ({error})"
         ) from None
     if table.device not in DEVICES:
         raise AttngenError(f"{path}: `{table.device}` is not a device; {suggest(table.device, DEVICES)}")
@@ -159,7 +161,7 @@ def read_table(path: Path) -> Table:
 def _entry(line: dict[str, Any]) -> tuple[Key, Entry]:
     k = Key(*(line.pop(name) for name in Key._fields))
     schedule, model = (_schedule(line.pop(name)) for name in ("schedule", "model"))
-    given = line.pop("divided", None)
+    given = line.pop("warp_specialized", None)
     warp_specialized = (
         None
         if given is None
@@ -167,7 +169,7 @@ def _entry(line: dict[str, Any]) -> tuple[Key, Entry]:
     )
     for one in warp_specialized or ():
         if one.backend not in SPECIALIZERS:
-            raise ValueError(f"`{one.backend}` divides no kernels; {suggest(one.backend, SPECIALIZERS)}")
+            raise ValueError(f"`{one.backend}` specializes no kernels; {suggest(one.backend, SPECIALIZERS)}")
     return k, Entry(schedule=schedule, model=model, **line, warp_specialized=warp_specialized)
 
 
@@ -176,11 +178,11 @@ def _schedule(given: dict[str, Any]) -> Schedule:
 
 
 def path_of(device: str) -> Path:
-    """The committed file of a device."""
+    """Return the path of a device's committed table."""
     return FOLDER / f"{device.lower()}.json"
 
 
 @cache
 def committed() -> Mapping[str, Table]:
-    """The tables that come with attngen, by device class."""
+    """Return the tables that come with attngen, by device class."""
     return {name: read_table(path_of(c.tuned_on)) for name, c in CLASSES.items() if c.tuned_on}

@@ -1,4 +1,4 @@
-"""Score modifiers, one file each. A new one is a new file here. It is found by discovery, with no other edit.
+"""Score modifiers, one file each. A new one is a new file here; it is found by discovery, with no other edit.
 
 A file holds one subclass of `Score`: its parameters (pydantic fields), its run-time inputs, its expression over `s`
 (the scaled score), `q_idx`, `kv_idx`, `Nq`, `Nk`, `b`, `h` and the inputs' names, and a hand-written eager oracle. Its
@@ -26,21 +26,21 @@ S = symbol("s")
 
 
 class Score(Part):
-    """Base of every modifier. A spec may give the fields of the subclass as parameters; the field `short` also
-    without its name."""
+    """Base of every modifier. A spec may set the fields of the subclass as parameters, and the field `short` without
+    its name."""
 
     short: ClassVar[str] = ""
 
     def expression(self) -> Expr:
-        """The new score, of the score `s` so far; modifiers are applied in the spec's order, before the mask."""
+        """The new score, from the current score `s`; modifiers apply in the spec's order, before the mask."""
         return S
 
     def sink(self) -> Expr | None:
-        """A logit that joins every row's softmax without a value of its own; None if the modifier has none."""
+        """A logit in every row's softmax that has no value vector; None if the modifier has none."""
         return None
 
     def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
-        """The oracle: new scores [B, Hq, Nq, Nk] from scores, written by hand, apart from `expression`."""
+        """The oracle: new scores [B, Hq, Nq, Nk] from scores, written by hand, independent of `expression`."""
         return s
 
     def reference_sink(self, inputs: dict[str, Any]) -> torch.Tensor | None:

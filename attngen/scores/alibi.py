@@ -1,4 +1,4 @@
-"""ALiBi: scores fall with distance, by a slope of their head."""
+"""ALiBi: scores fall with distance, by a slope per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sympy
 from pydantic import model_validator
 
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Derived, Input
+from attngen.ir.module import Derived, Input
 from attngen.scores import KV, NK, NQ, Q, S, Score, Sizes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Alibi(Score):
 
 
 def _paper(heads: int) -> list[float]:
-    """The slopes as the paper's code has them."""
+    """The slopes as in the paper's code."""
     if heads & (heads - 1) == 0:
         return [2.0 ** (-8 * (i + 1) / heads) for i in range(heads)]
     below = 1 << (heads.bit_length() - 1)

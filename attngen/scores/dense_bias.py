@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Input
+from attngen.ir.module import Input
 from attngen.scores import S, Score, Sizes
 
 if TYPE_CHECKING:

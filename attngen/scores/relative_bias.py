@@ -1,4 +1,4 @@
-"""Relative bias: a table of numbers added to scores, by distance."""
+"""Relative bias: a table of numbers that are added to scores, by distance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from attngen.ir.expr import Expr, clamp, symbol
-from attngen.ir.graph import Input, Read
+from attngen.ir.module import Input, Read
 from attngen.scores import KV, NK, NQ, Q, S, Score, Sizes
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class RelativeBias(Score):
     def reference(self, s: torch.Tensor, sizes: Sizes, inputs: dict[str, Any]) -> torch.Tensor:
         import torch
 
-        # Distances fall along the keys: a query's row is a window of these, one further on than that of the query after
-        # it.
+        # Distances fall along the keys. A query's row is a window of them, one position after the next query's window.
         distance = torch.arange(sizes.n_kv, -sizes.n_q, -1, device=s.device).clamp(
             -self.max_distance, self.max_distance
         )

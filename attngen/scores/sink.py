@@ -1,11 +1,11 @@
-"""Sink: a logit of each head that takes part in every softmax and has no value."""
+"""Sink: a logit per head that takes part in every softmax and has no value vector."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Input
+from attngen.ir.module import Input
 from attngen.scores import Score
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Sink(Score):
-    """exp(sink[h]) joins every row's denominator (gpt-oss, 2025), and its LSE: `sink` is fp32 [Hq], by default
-    learnable."""
+    """exp(sink[h]) is added to every row's denominator (gpt-oss, 2025), and so to its LSE: `sink` is fp32 [Hq], by
+    default learnable."""
 
     name: ClassVar[str] = "sink"
     learnable: bool = True

@@ -1,11 +1,11 @@
-"""Temperature: scores divided by a number of their head."""
+"""Temperature: scores divided by a number per head."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Input
+from attngen.ir.module import Input
 from attngen.scores import S, Score, Sizes
 
 if TYPE_CHECKING:

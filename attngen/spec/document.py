@@ -1,7 +1,7 @@
-"""Reading one YAML document as plain data: mappings, lists, text, numbers and booleans, and the line of each of them.
+"""Reads one YAML document as plain data: mappings, lists, text, numbers and booleans, with the line of each.
 
-YAML's other features (several documents, anchors, tags, repeated keys) are errors: a spec that uses one means something
-else.
+YAML's other features (several documents, anchors, tags, repeated keys) are errors, because a spec that uses one means
+something else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attngen.errors import SpecError, dotted, shown
 Path: TypeAlias = "tuple[str | int, ...]"  # keys and list positions from the root
 DEPTH = 20
 _PLAIN = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
-# Numbers are decimal. YAML 1.1, which the parser reads, has others too (1:04 and 0100 are 64), and no 5e1, which YAML
+# Numbers are decimal. YAML 1.1, which the parser reads, also has others (1:04 and 0100 are 64), but not 5e1, which YAML
 # 1.2 has.
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _REAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -25,8 +25,10 @@ _NO_NUMBER = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def read_document(text: str, source: str) -> tuple[Any, dict[Path, int]]:
-    """The document's data, and the line of every key and list item; SpecError, with `source` and the line, if it is
-    not one."""
+    """The document's data, and the line of every key and list item.
+
+    Raises SpecError, with `source` and the line, if the text is not such a document.
+    """
     lines: dict[Path, int] = {}
     try:
         _check_events(text, source)
@@ -80,7 +82,8 @@ def _plain(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> 
             place = (*path, key.value)
             if place in lines:
                 raise SpecError(
-                    f"{where}: key `{shown(key.value)}` is given twice, first on line {lines[place]}; expected each key once"
+                    f"{where}: key `{shown(key.value)}` is given twice, first on line {lines[place]}; "
+                    "expected each key once"
                 )
             lines[place] = key.start_mark.line + 1
             found[key.value] = _plain(value, place, lines, source)
@@ -89,25 +92,25 @@ def _plain(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> 
 
 
 def _scalar(node: Any, path: Path, source: str) -> Any:
-    """The value of a word; one in quotes is text."""
+    """The value of a word; a word in quotes is text."""
     if node.style is None and _REAL.fullmatch(node.value) and not node.tag.endswith((":int", ":float")):
         return float(node.value)
     if node.tag not in _PLAIN:
         return node.value
     try:
         value = SafeConstructor().construct_object(node)
-    except ValueError:  # looks like a number, and is none: `0x_`, or thousands of digits
+    except ValueError:  # looks like a number but is not: `0x_`, or thousands of digits
         return node.value
     if isinstance(value, int) and value.bit_length() > 64:
         return node.value
     decimal = any(pattern.fullmatch(node.value) for pattern in (_INTEGER, _REAL, _NO_NUMBER))
     if type(value) is int and not _INTEGER.fullmatch(node.value) or type(value) is float and not decimal:
         where = f"{source}, line {node.start_mark.line + 1}"
-        what = f"`{key_name(path)}` is `{shown(node.value)}`, which YAML reads as {shown(value)}"
-        raise SpecError(f"{where}: {what}; expected a decimal number, or quotes around text")
+        found = f"`{key_name(path)}` is `{shown(node.value)}`, which YAML reads as {shown(value)}"
+        raise SpecError(f"{where}: {found}; expected a decimal number, or quotes around text")
     return value
 
 
 def key_name(path: Path) -> str:
-    """The name of a key by its path, which a user wrote: `mask.all_of[1].key_padding`."""
+    """The name of a key by its path, as a user writes it: `mask.all_of[1].key_padding`."""
     return dotted(tuple(key if isinstance(key, int) else shown(key) for key in path))

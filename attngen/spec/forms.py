@@ -1,4 +1,4 @@
-"""The forms in which a spec writes masks and score modifiers: reading them, and the JSON schema of them."""
+"""Parses the forms in which a spec writes masks and score modifiers, and gives their JSON schema."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SCORE_FORMS = "a score modifier: its name as in `alibi`, {name: {parameter: valu
 
 
 def parse_mask(value: Any) -> Mask:
-    """A mask from its spec form: `name`, `{name: {parameters}}`, `{expr: text, params: {...}}`, or any_of, all_of,
-    not of masks."""
+    """Parse a mask: `name`, `{name: {parameters}}`, `{expr: text, params: {...}}`, or any_of, all_of or not of
+    masks."""
     if isinstance(value, Mask):
         return value
     if isinstance(value, str):
@@ -59,8 +59,7 @@ def parse_mask(value: Any) -> Mask:
 
 
 def parse_score(value: Any) -> tuple[Score, ...]:
-    """Score modifiers from their spec form: a list of names, `{name: {parameters}}` or `{expr: text, params:
-    {...}}`."""
+    """Parse score modifiers: a list of names, `{name: {parameters}}` or `{expr: text, params: {...}}`."""
     if isinstance(value, tuple):
         return value
     items = value if isinstance(value, list) else [value]
@@ -114,7 +113,7 @@ def _parse_named(cls: type[SomePart], params: Any) -> SomePart:
 
 
 def _parse_written(cls: type[SomePart], value: dict[str, Any]) -> SomePart:
-    """A mask or modifier of the form {expr: text, let: {name: text}, params: {name: declaration}}."""
+    """Parse a mask or modifier of the form {expr: text, let: {name: text}, params: {name: declaration}}."""
     if stray := next((key for key in value if key not in _WRITTEN), None):
         raise Mistakes(((stray,), f"is no known key; {suggest(str(stray), _WRITTEN)}"))
     text, declared = value["expr"], value.get("params")
@@ -231,13 +230,14 @@ def _written_schema() -> dict[str, Any]:
     }
     text = {
         "type": "string",
-        "description": "an expression over q_pos, q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, and s in scores",
+        "description": "an expression over q_pos, q_idx, kv_idx, b, h, hkv, q_len, kv_len, its parameters, "
+        "and s in scores",
     }
     let = {
         "type": "object",
         "propertyNames": names_schema(),
         "additionalProperties": {"type": "string"},
-        "description": "expressions by name, for parts that the expression has several times; each may use those before it",
+        "description": "expressions by name, for parts that the expression repeats; each may use those before it",
     }
     properties = {"expr": text, "let": let, "params": params}
     return {"type": "object", "properties": properties, "required": ["expr"], "additionalProperties": False}

@@ -1,4 +1,4 @@
-"""Reading a spec from a file, from YAML text, or from plain data: one sentence for each mistake."""
+"""Reads a spec from a file, from YAML text, or from plain data; each mistake is one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BYTES = 64 * 1024
 def load_spec(path: str | Path) -> Spec:
     """Read a spec file.
 
-    Raises SpecError: one sentence per mistake, naming the file, the line and the key.
+    Raises SpecError: one sentence per mistake, with the file, the line and the key.
     """
     path = Path(path)
     try:
@@ -45,7 +45,7 @@ def load_spec(path: str | Path) -> Spec:
 
 
 def decode_spec(data: bytes, source: str) -> Spec:
-    """A spec from the bytes of a file, `source`; more than MAX_BYTES of them are refused."""
+    """A spec from the bytes of the file `source`; more than MAX_BYTES are refused."""
     if len(data) > MAX_BYTES:
         raise SpecError(f"{source}: larger than {MAX_BYTES // 1024} KiB; expected a short YAML spec")
     try:
@@ -63,9 +63,9 @@ def parse_spec(text: str, source: str = "spec") -> Spec:
 def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] | None = None) -> Spec:
     """A spec from plain data; `lines` gives the line of each key that came from a file."""
     if not isinstance(data, dict):
-        what = "the file is empty" if data is None else f"the file holds {said(data)}"
+        found = "the file is empty" if data is None else f"the file holds {said(data)}"
         raise SpecError(
-            f"{source}: {what}; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start"
+            f"{source}: {found}; expected keys and values, as in `name: causal_mqa`: `attngen new NAME` writes a start"
         )
     try:
         return Spec.model_validate(data)
@@ -77,8 +77,7 @@ def make_spec(data: Any, source: str = "spec", lines: dict[document.Path, int] |
 
 
 def place(path: Path | None, key: document.Path) -> str:
-    """The file, and the line of a key in it, for an error found after the spec was read; `spec` for one of plain
-    data."""
+    """The file, and the line of a key in it, for an error found after the spec was read; `spec` if there is no file."""
     if path is None:
         return "spec"
     _, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))
@@ -87,7 +86,7 @@ def place(path: Path | None, key: document.Path) -> str:
 
 @contextmanager
 def naming(path: Path | None) -> Iterator[None]:
-    """What cannot be built is an error that names the spec's file, and the line."""
+    """Turn errors of building and verifying into errors that name the spec's file and the line."""
     try:
         yield
     except BuildError as error:

@@ -1,4 +1,4 @@
-"""What is wrong with a spec, in sentences: pydantic's errors, and what was expected, read off a JSON schema."""
+"""Error sentences for specs: pydantic's errors in words, with the expected values taken from a JSON schema."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from attngen.spec import document
 
 
 class Mistakes(ValueError):
-    """What is wrong below a value: the path of each mistake from there, and the sentence that follows the key's
-    name."""
+    """Mistakes below a value: the path of each one from there, and the sentence that follows the key's name."""
 
     def __init__(self, *found: tuple[document.Path, str]) -> None:
         super().__init__(*found)
@@ -21,7 +20,7 @@ class Mistakes(ValueError):
 
 
 _COUNTS = "sizes come from the tensors of a call; `heads: {sharing: gqa}` says how heads share keys"
-# What a spec says in other words, or not at all.
+# Keys that users may expect, with the spec's way to say the same, if there is one.
 _ELSEWHERE = {
     **dict.fromkeys(
         ("num_heads", "num_kv_heads", "n_heads", "n_kv_heads", "num_attention_heads", "num_key_value_heads"), _COUNTS
@@ -44,7 +43,8 @@ _ELSEWHERE = {
 
 
 def mistakes(error: ValidationError, schema: dict[str, Any], data: Any) -> Iterator[tuple[document.Path, str]]:
-    """pydantic's errors on `data` in the words of a spec: the path of each, and the sentence that follows its name."""
+    """Yield pydantic's errors on `data` in the words of a spec: the path of each, and the sentence that follows its
+    name."""
     for e in error.errors():
         path, kind = e["loc"], e["type"]
         cause = e.get("ctx", {}).get("error")
@@ -69,7 +69,7 @@ def mistakes(error: ValidationError, schema: dict[str, Any], data: Any) -> Itera
 
 
 def _given(data: Any, path: document.Path) -> tuple[document.Path, Any]:
-    """The part of a path that the data has (a shorthand has no parts), and the value there."""
+    """The part of a path that exists in the data (a shorthand has no parts), and the value there."""
     for n, key in enumerate(path):
         keys = data if isinstance(data, dict) else dict(enumerate(data)) if isinstance(data, list) else {}
         if key not in keys:
@@ -79,7 +79,7 @@ def _given(data: Any, path: document.Path) -> tuple[document.Path, Any]:
 
 
 def _nodes(schema: dict[str, Any], path: document.Path) -> list[dict[str, Any]]:
-    """The alternatives that a JSON schema has at a path, references resolved, without null."""
+    """The alternatives in a JSON schema at a path, with references resolved and without null."""
 
     def resolve(node: dict[str, Any]) -> list[dict[str, Any]]:
         if "$ref" in node:
@@ -106,7 +106,7 @@ def _expected(schema: dict[str, Any], path: document.Path) -> str:
 
 
 def said_by(node: dict[str, Any]) -> str:
-    """What a node of a JSON schema asks for, in words."""
+    """The value that a node of a JSON schema expects, in words."""
     if "enum" in node:
         words = [f"`{w}`" for w in node["enum"]]
         return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
@@ -135,7 +135,7 @@ def said_by(node: dict[str, Any]) -> str:
 
 
 def _plain(number: float) -> str:
-    """A number without an exponent, and without a point where it is whole: 0.001, 1000000."""
+    """A number without an exponent, and without a decimal point if it is whole: 0.001, 1000000."""
     return str(int(number)) if number == int(number) else str(number)
 
 

@@ -1,2 +1,1 @@
-"""What a GPU does with a kernel: one folder for each target, what they share in `common`, and the registry that
-finds them."""
+"""Backends: one package per target, the code that they share in `common` and `printing`, and their registry."""

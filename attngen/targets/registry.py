@@ -1,8 +1,9 @@
-"""The registry of backends: the only place that imports one by name."""
+"""The registry of backends, and the only module that imports one by name."""
 
 from __future__ import annotations
 
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.targets.common.base import Backend, Specializer
 from attngen.targets.hopper import HOPPER
 from attngen.targets.triton import TRITON
@@ -12,17 +13,17 @@ SPECIALIZERS: dict[str, Specializer] = {specializer.name: specializer for specia
 
 
 def backend_of(user: Module | Config) -> Backend:
-    """The backend that a module, or a schedule row, names; the verifier has found it in the registry."""
+    """The backend that a module or a config names; the verifier has checked that it exists."""
     return BACKENDS[user.backend]
 
 
 def maker_of(config: Config) -> Backend | Specializer:
-    """The one that prints and compiles the kernel of a schedule row."""
+    """The backend that prints and compiles the kernel of a config."""
     return SPECIALIZERS[config.backend] if config.backend in SPECIALIZERS else BACKENDS[config.backend]
 
 
 def kernel_of(module: Module, name: str, config: Config) -> Kernel:
-    """The kernel of a name that runs under a schedule row: a divided one where the row is a divider's."""
+    """The kernel of a name that runs under a config: a warp-specialized one if the config is a specializer's."""
     return next(
         (k for k in module.warp_specialized if (k.name, k.backend) == (name, config.backend)), None
     ) or module.kernel(name)

@@ -1,41 +1,41 @@
-"""Which tiles a condition cuts: those that may have a pair for which it is false."""
+"""Boundary tiles of a mask condition: the tiles that may have a pair for which the condition is false."""
 
 from __future__ import annotations
 
 import sympy
 
 from attngen.ir.expr import INEQUALITIES, Bool, Expr, conjuncts, symbol
-from attngen.ir.graph import Kernel
+from attngen.ir.kernel import Kernel
 from attngen.ir.ops import Mask
 from attngen.ir.prove import excess, prove_le
 from attngen.tiles.intervals import Bound, Scene, extremes, solve
 from attngen.tiles.ranges import scene_of
 
-PLACES = ("q_start", "BLOCK_Q", "kv_start", "BLOCK_KV")  # where a tile is, and its size
+PLACES = ("q_start", "BLOCK_Q", "kv_start", "BLOCK_KV")  # first row and size of a tile, along each axis
 FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, PLACES)
 
 
 def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
-    """The names in a mask's condition of what is no integer, or differs from pair to pair but for positions."""
+    """Return the names in a mask's condition, other than positions, that are not integers or vary per row or pair."""
     scene = scene_of(kernel, kernel.graph.nodes[op.name]["block"])
     return scene.rows | scene.others
 
 
-def cut_by(where: Bool, data: frozenset[str]) -> Bool | None:
-    """A condition on the place of a tile: where it is false, `where` holds for all pairs of its keys and rows.
+def unswitch_condition(where: Bool, data: frozenset[str]) -> Bool | None:
+    """Return a condition on a tile's place that is true for boundary tiles. If it is false, all pairs meet `where`.
 
-    In the forward a copy of a role has BLOCK_Q rows from q_start on, as in the bounds of its own tiles (see copies.py);
-    in the backward it has BLOCK_KV keys from kv_start on.
+    In the forward pass an instance of a warp group has BLOCK_Q rows from q_start on, as in the bounds of its tiles (see
+    warp_groups.py). In the backward pass it has BLOCK_KV keys from kv_start on.
 
-    None if nothing is known: a comparison is not linear in the key's position, or reads data, or names neither keys nor
-    rows. Of several of which one has to hold, those count that compare keys with rows.
+    Return None if nothing is known: a comparison is not linear in the key's position, reads data, or names neither keys
+    nor rows. In a disjunction only the comparisons of keys with rows count.
     """
     cut = _derived(where, data)
-    return cut if cut is not None and is_whole_without(cut, where, data) else None
+    return cut if cut is not None and is_full_unless(cut, where, data) else None
 
 
 def _derived(where: Bool, data: frozenset[str]) -> Bool | None:
-    """The condition, which may be a constant if bounds of some parts are."""
+    """Return the condition before its proof. It may be constant if the bounds of some parts are."""
     if len(parts := conjuncts(where)) > 1:
         cuts = [_derived(part, data) for part in parts]
         return None if None in cuts else sympy.Or(*cuts)
@@ -45,7 +45,7 @@ def _derived(where: Bool, data: frozenset[str]) -> Bool | None:
     return sympy.And(*cuts) if cuts else None
 
 
-def is_whole_without(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
+def is_full_unless(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
     """Whether `where` is proven for all pairs of the tiles for which `cut` is false."""
 
     def is_shown(part: Bool) -> bool:
@@ -56,7 +56,8 @@ def is_whole_without(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
 
 
 def _follows(bounds: list[Expr], cut: Bool) -> bool:
-    """Whether one of the numbers is proven to be at most 0 wherever any of the cut's comparisons is false."""
+    """Whether, for each comparison in `cut`, one of the bounds is proven to be at most 0 where the comparison is
+    false."""
     parts = sympy.And.make_args(cut)
     return all(
         isinstance(part, INEQUALITIES) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds)
@@ -65,7 +66,7 @@ def _follows(bounds: list[Expr], cut: Bool) -> bool:
 
 
 def _beyond(comparison: Bool, data: frozenset[str]) -> tuple[Expr, Expr] | None:
-    """(a, b) where the comparison is true for all pairs of a tile if a <= b; None if that is not known."""
+    """Return (a, b) such that the comparison is true for all pairs of a tile if a <= b; None if unknown."""
     scene = Scene("q", "kv", others=data)
     if not isinstance(comparison, INEQUALITIES):
         return None
@@ -75,6 +76,6 @@ def _beyond(comparison: Bool, data: frozenset[str]) -> tuple[Expr, Expr] | None:
     over_rows = extremes(solved.rest, scene, (FIRST_ROW, FIRST_ROW + ROWS - 1))
     if over_rows is None:
         return None
-    if not solved.side:  # of rows alone
+    if not solved.side:  # it compares only rows
         return (over_rows[1], sympy.Integer(0)) if comparison.has(symbol("q_idx")) else None
     return (FIRST_KEY + KEYS, 1 - over_rows[1]) if solved.side > 0 else (over_rows[1], FIRST_KEY)

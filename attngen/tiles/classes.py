@@ -1,26 +1,28 @@
-"""What a measured schedule is good for: kernels that differ in nothing that decides which tiles are fast share it."""
+"""Classes of kernels that share a measured schedule: they agree in everything that decides which tiles are fast."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from attngen.heuristics import RANGES, REACH, SPLIT_KEYS_OF, SPLIT_RANGES
-from attngen.ir.graph import Kernel, Module
+from attngen.heuristics import CACHED_KEYS, RANGES, REACH, SPLIT_RANGES
+from attngen.ir.core import Op
 from attngen.ir.heads import SHARINGS
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import STATISTICS
-from attngen.ir.ops import Gather, Load, Op
+from attngen.ir.ops import Gather, Load
 from attngen.tiles.sizes import mode, tile_width
 from attngen.tiles.tiles import count_tiles, tile_loops
 
 TILE = 64  # rows of the square tiles that classes are counted in
-SHORT = 1536  # keys (of kernels that own keys: queries) that programs of short loops visit on average, at most
+SHORT = 1536  # most keys (queries, if the program tile is one of keys) that programs of short loops visit on average
 
 
 class Key(NamedTuple):
-    """Whose schedule an entry of the table is, on one device class."""
+    """The kernels to which an entry of the schedule table applies, on one device class."""
 
     kernel: str
-    head_dim: str  # of q and k / of v, as wide as on chip
+    head_dim: str  # of q and k / of v, padded as on chip
     elements: str  # `16-bit`, `tf32` or `ieee`
     heads: str  # `mha`, or `grouped`: several query heads share a K/V head
     mask: str  # see mask_class
@@ -28,44 +30,51 @@ class Key(NamedTuple):
 
 
 def ranges(kernel: Kernel) -> tuple[tuple[int | None, int], ...]:
-    """The ranges that get measured schedules of their own, the one of fewest rows first: rows at most (None: any),
-    and those measured."""
+    """Return the ranges of rows with separate measured schedules, in rising order: (most rows or None, measured
+    rows)."""
     return SPLIT_RANGES if kernel.kv_split else RANGES
 
 
 def key(module: Module, kernel: Kernel, elem_bytes: int, max_rows: int | None) -> Key:
-    """The key of a kernel for elements of so many bytes and a range of rows; `packed` has that of `fwd`, whose loop it
-    has.
+    """Return the key of a kernel for an element size and a range of rows.
 
-    Where keys are dealt among programs, the mask's class is that of as many rows as there are keys.
+    A pack-GQA kernel without split-KV has the key of `fwd`, because it runs the same loop. With split-KV the mask class
+    is that of as many rows as keys.
     """
     head_dim = f"{tile_width(module.head_dim_qk)}/{tile_width(module.head_dim_v)}"
     heads = "grouped" if SHARINGS[module.sharing].is_shared else "mha"
-    mask = mask_class(module, kernel, SPLIT_KEYS_OF if kernel.kv_split else dict(RANGES)[max_rows])
+    mask = mask_class(module, kernel, CACHED_KEYS if kernel.kv_split else dict(RANGES)[max_rows])
     name = "fwd" if kernel.pack_gqa and not kernel.kv_split else kernel.name
     return Key(name, head_dim, mode(module, elem_bytes), heads, mask, max_rows)
 
 
 def mask_class(module: Module, kernel: Kernel, rows: int) -> str:
-    """How the mask shapes a kernel's loops over as many queries as keys, and what else takes its registers, as in
+    """Return the loop shape that the mask gives for as many queries as keys, and features that take registers, such as
     `causal+rows`.
 
     The shape, by counting tiles:
         none     the kernel has no loop
-        masked   more than half of the tiles visited are partial: dilated masks, windows of a few tiles
+        masked   more than half of the visited tiles are partial: dilated masks, windows of a few tiles
         full     more than three quarters of all tiles are visited
-        short    fewer than a third are, SHORT rows on average at most: windows, documents; another program on the SM hides the waits
-        causal   anything between: programs are long, and differ in length
-    Where data lists blocks, the shape is not known, and `listed`; in FlashAttention-1's order, `rewritten` says all. So
-    a window of 1024 is `causal` where there are 1024 rows.
+        short    fewer than a third are visited, on average at most SHORT rows: windows, documents; another program on
+                 the SM hides the waits
+        causal   anything between: programs are long and differ in length
+    If blocks are listed from data, the shape is unknown and is called `listed`. FlashAttention-1's loop order has the
+    single class `rewritten`. A window of 1024 is `causal` for 1024 rows.
 
-    What else, in this order: `blocks` are listed; `pages` of a cache are too short for tiles, or of any length; `rows`
-    of numbers are read beside the tiles (of padding, documents, pages); a number is read for each score (`pairs`), or
-    all such are looked up in tables (`lookups`); the `score` is modified; `dropout`; keys are `quantised`.
+    The features, in this order:
+        blocks     the mask's blocks are listed
+        pages      pages of the KV cache are too short for tiles, or have any length
+        rows       row vectors are read in addition to the tiles (padding, documents, pages)
+        pairs      a number is read per score
+        lookups    all such numbers are looked up in tables
+        score      the score is modified
+        dropout    dropout is applied
+        quantised  keys are quantised
     """
     if not tile_loops(kernel):
         return "none"
-    if kernel.walks:
+    if kernel.visits_all_tiles:
         return "rewritten"
     listed = module.blocks is not None
     features = {
@@ -93,7 +102,7 @@ def _shape(kernel: Kernel, rows: int) -> str:
 
 
 def _reads_row(kernel: Kernel, op: Op) -> bool:
-    """Whether it reads a number of the mask's or a modifier's for each row of a tile."""
+    """Whether an op reads one number per row of a tile for the mask or a modifier."""
     if not isinstance(op, (Gather, Load)) or len(op.type.dims) != 1:
         return False
     return (op.src.tensor if isinstance(op, Gather) else kernel.accessed(op)[0].name) not in STATISTICS

@@ -1,10 +1,10 @@
-"""Solves a mask's condition for the tiles along a loop: which may hold something visible, and which hold nothing
-hidden.
+"""Interval analysis of a mask's condition: the tiles along a loop that may have visible pairs, and those without hidden
+pairs.
 
 `terms` writes the condition as a union of terms, each a conjunction of literals. `solve` solves a literal over integers
 for the loop's index, through sums, products, floor divisions, minima, maxima, absolute values and selects. `extremes`
-bounds the rest of the literal from below and above over the rows of the program's own tile. A literal that cannot be
-solved is taken to hold somewhere in every tile, and everywhere in no tile.
+bounds the rest of the literal from below and above over the rows of the program tile. A literal that cannot be solved
+is assumed to hold for some pair of every tile, and for all pairs of no tile.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from typing import Any, NamedTuple
 
 import sympy
 
+from attngen.ir.core import Fact
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import (
     INEQUALITIES,
     REAL,
     TO_INTEGER,
     Bool,
     Expr,
-    apart,
     clamp,
     floordiv,
     mod,
     select,
     size,
+    split_extremes,
     symbol,
 )
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Fact
 from attngen.ir.prove import excess, prove_le
 
-MOST_TERMS = 8  # of a union; a union with more becomes one unsolved literal
-MOST_SOLVED = (
-    24  # comparisons that are solved of a condition; a split gives more of them, in a nest twice as many each time
-)
-MOST_BOUNDS = 8  # of a term; each is compared with each
-MOST_NODES = 150  # of a bound
+MOST_TERMS = 8  # terms of a union; a union with more becomes one unsolved literal
+# Comparisons of a condition that are solved. A split gives more of them; each nested split doubles the count.
+MOST_SOLVED = 24
+MOST_BOUNDS = 8  # solved bounds of a term; all pairs of them are compared
+MOST_NODES = 150  # nodes of a bound's expression
 GREATEST = 2**31 - 1  # greatest value of an i32
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The setting of a condition: the axis of the program's own tile, the axis of the loop, and the symbols besides
-    sizes and positions.
+    """The context of a condition: the program axis, the loop's axis, and the symbols other than sizes and positions.
 
-    rows: names of integer values with one number for each row of the own tile.
+    own: the program axis.
+    rows: names of integer values with one number for each row of the program tile.
     others: names of values that differ along the loop or are not integers.
-    facts: what is known of conditions on data.
+    facts: known facts about conditions on data.
     """
 
     own: str
@@ -58,7 +58,7 @@ class Scene:
     rows: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     facts: tuple[Fact, ...] = ()
-    whole: bool = False  # products sum over the rows of the own tile, so rows past the end count too
+    whole: bool = False  # matrix products sum over the rows of the program tile, so rows past the end count too
 
     @property
     def own_idx(self) -> Expr:
@@ -70,46 +70,47 @@ class Scene:
 
 
 def mentions(e: Any, names: frozenset[str]) -> bool:
-    """Whether one of these symbols is in an expression."""
+    """Whether an expression has one of these symbols."""
     return not names.isdisjoint(str(s) for s in e.free_symbols)
 
 
 class Bound(NamedTuple):
-    """A solved literal: side * loop_idx + rest <= 0. `side` is -1, 0 or 1; `rest` may contain the own index, but not
-    the loop's."""
+    """A solved literal: side * loop_idx + rest <= 0. `side` is -1, 0 or 1; `rest` may contain the index along the
+    program axis, but not the loop's."""
 
     side: int
     rest: Expr
 
 
 class Term(NamedTuple):
-    """A conjunction: its solved literals, and its unsolved ones."""
+    """A conjunction: its solved and its unsolved literals."""
 
     solved: tuple[Bound, ...]
     unsolved: tuple[Bool, ...]
 
 
 def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
-    """The condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved literal.
+    """Return the condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved
+    literal.
 
-    So does what is left of a condition after MOST_SOLVED comparisons, and each bound beyond MOST_BOUNDS of a term or of
-    more than MOST_NODES parts. These limits are numbers of steps and sizes, so that what is solved depends on the
-    condition alone.
+    So do the comparisons of a condition after the first MOST_SOLVED, and the bounds of a term after the first
+    MOST_BOUNDS or with more than MOST_NODES nodes. These limits count steps and sizes, so the result depends only on
+    the condition.
 
-    A conjunction is left out if no pair inside the tensors meets it: one bound alone (`q_idx > q_len`), or two (`q_idx
-    < 3`, `q_idx == 3`).
+    A conjunction is left out if no pair inside the tensors satisfies one of its bounds (`q_idx > q_len`) or two of them
+    (`q_idx < 3`, `q_idx == 3`).
     """
     return _solved_terms(where, scene)[0]
 
 
-def is_cut_short(where: Bool, scene: Scene) -> bool:
-    """Whether `terms` reaches a limit before all of a condition is solved."""
+def exceeds_limits(where: Bool, scene: Scene) -> bool:
+    """Whether `terms` reaches a limit before the whole condition is solved."""
     return _solved_terms(where, scene)[1]
 
 
 @cache
 def _solved_terms(where: Bool, scene: Scene) -> tuple[tuple[Term, ...], bool]:
-    """The terms, and whether a limit left something unsolved."""
+    """Return the terms, and whether a limit left part of the condition unsolved."""
     found = []
     budget = _Budget()
     for literals in _union(_plain(where, scene), scene, budget):
@@ -132,21 +133,21 @@ def _condition(literal: Bound | Bool, scene: Scene) -> Bool:
 
 @dataclass
 class _Budget:
-    """How many comparisons of a condition may yet be solved, and whether more are left unsolved."""
+    """Number of comparisons of a condition that may still be solved, and whether more were requested."""
 
     left: int = MOST_SOLVED
     exceeded: bool = False
 
     def take(self) -> bool:
-        """Whether one more may be solved; it counts."""
+        """Count one comparison; return whether it may be solved."""
         self.left -= 1
         self.exceeded |= self.left < 0
         return self.left >= 0
 
 
 def _positive_in_all_rows(rest: Expr, scene: Scene) -> bool:
-    """Whether an expression without the loop's index, which bounds say is at most 0, is above 0 in every row of the
-    own axis."""
+    """Whether an expression without the loop's index is proven to be above 0 in every row of the program axis, so that
+    no row satisfies the bound `rest <= 0`."""
     found = extremes(rest, scene, (sympy.Integer(0), symbol(AXIS_EXTENT[scene.own]) - 1))
     return found is not None and prove_le(sympy.Integer(1), with_rows(found[0], scene.own, scene.rows))
 
@@ -155,7 +156,7 @@ Literals = tuple[Any, ...]
 
 
 def _union(e: Bool, scene: Scene, budget: _Budget) -> list[Literals]:
-    """The condition in disjunctive normal form. Its literals are `Bound`s, and conditions that are not solved."""
+    """Return the condition in disjunctive normal form. Its literals are `Bound`s and unsolved conditions."""
     if e == sympy.true:
         return [()]
     if e == sympy.false:
@@ -165,12 +166,12 @@ def _union(e: Bool, scene: Scene, budget: _Budget) -> list[Literals]:
         return found if len(found) <= MOST_TERMS else [(e,)]
     if isinstance(e, sympy.And):
         parts = [_union(a, scene, budget) for a in _sorted(e)]
-        while math.prod(map(len, parts)) > MOST_TERMS:  # the largest union gives way to the whole condition, unsolved
+        while math.prod(map(len, parts)) > MOST_TERMS:  # replace the largest union by the whole condition, unsolved
             parts[max(range(len(parts)), key=lambda i: len(parts[i]))] = [(e,)]
         return [tuple(x for literals in choice for x in literals) for choice in product(*parts)]
     if isinstance(e, INEQUALITIES) and not budget.take():
         return [(e,)]
-    if (parts := apart(e)) != e:
+    if (parts := split_extremes(e)) != e:
         return _union(parts, scene, budget)
     if isinstance(e, INEQUALITIES):
         solved = solve(e, scene)
@@ -184,8 +185,8 @@ def _sorted(e: Bool) -> list[Bool]:
 
 
 def _plain(e: Bool, scene: Scene) -> Bool:
-    """The condition with negations only on symbols and on literals of facts, and with equalities of integers as two
-    comparisons."""
+    """Return the condition with negations only on symbols and on literals of facts, and with each equality of integers
+    as two comparisons."""
     if any(e == fact.literal for fact in scene.facts):
         return e
     if isinstance(e, (sympy.And, sympy.Or)):
@@ -202,9 +203,9 @@ def _plain(e: Bool, scene: Scene) -> Bool:
         return e
     numbers = isinstance(e, (sympy.Eq, sympy.Ne)) and not any(x.is_Boolean for x in e.args if not x.is_Symbol)
     if numbers and not mentions(e, scene.others) and _whole(e.lhs - e.rhs):
-        join = sympy.And if isinstance(e, sympy.Eq) else sympy.Or
+        combine = sympy.And if isinstance(e, sympy.Eq) else sympy.Or
         first, second = (sympy.Le, sympy.Ge) if isinstance(e, sympy.Eq) else (sympy.Lt, sympy.Gt)
-        return join(first(e.lhs, e.rhs), second(e.lhs, e.rhs))
+        return combine(first(e.lhs, e.rhs), second(e.lhs, e.rhs))
     return e
 
 
@@ -214,7 +215,7 @@ def _whole(e: Expr) -> bool:
 
 
 def solve(condition: Bool, scene: Scene) -> Any:
-    """Solve a comparison: a `Bound`, or a condition of simpler comparisons to be solved in turn, or None if it
+    """Solve a comparison. Return a `Bound`, or a condition of simpler comparisons that the caller solves, or None if it
     cannot be solved."""
     difference = excess(condition)
     if mentions(difference, scene.others) or not _whole(difference):
@@ -223,7 +224,7 @@ def solve(condition: Bool, scene: Scene) -> Any:
 
 
 def _solved(e: Expr, scene: Scene) -> Any:
-    """Solve e <= 0 over integers for the loop's index. The result is one of those of `solve`."""
+    """Solve e <= 0 over integers for the loop's index. Returns the same kinds of results as `solve`."""
     index = scene.loop_idx
     if not e.has(index):
         return Bound(0, e)
@@ -256,14 +257,14 @@ def _solved(e: Expr, scene: Scene) -> Any:
 
 
 def _positive(e: Expr) -> bool:
-    """Whether a divisor is known to be positive. A symbol is: the verifier's rule `names` lets only positive numbers
-    of a call divide."""
+    """Whether a divisor is known to be positive. Symbols are: the verifier's rule `names` admits only positive
+    arguments as divisors."""
     return bool(e.is_positive or e.is_Symbol)
 
 
 def _linear(factor: int, rest: Expr) -> Bound:
-    """factor * index + rest <= 0 as a Bound of side 1 or -1: divided by abs(factor), and rounded so that the same
-    integers satisfy it."""
+    """Return factor * index + rest <= 0 as a Bound of side 1 or -1. It is scaled by 1 / abs(factor) and rounded so that
+    the same integers satisfy it."""
     if abs(factor) == 1:
         return Bound(factor, rest)
     if factor > 0:
@@ -272,8 +273,8 @@ def _linear(factor: int, rest: Expr) -> Bound:
 
 
 def _split(e: Expr, extreme: Expr) -> Any:
-    """e <= 0 as a condition without `extreme`, a min, max, abs, clamp or select in e. None unless e is an integer
-    times it, plus a rest."""
+    """Return e <= 0 as a condition without `extreme`, a min, max, abs, clamp or select in e. None unless e is an
+    integer times `extreme`, plus a rest without it."""
     mark = sympy.Dummy()
     marked = sympy.expand(e.xreplace({extreme: mark}))
     factor = marked.coeff(mark)
@@ -295,12 +296,12 @@ def _split(e: Expr, extreme: Expr) -> Any:
 
 
 def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tuple[Expr, Expr] | None:
-    """Least and greatest value of an expression over the rows of the own tile that count, in closed form; None if
+    """Return the least and greatest value of an expression over rows of the program tile, in closed form; None if
     unknown.
 
-    The rows that count are those from the first to the last of `rows`, else the valid ones, or all if `scene.whole`.
-    The bounds are exact if the own index occurs once in the expression. Otherwise they may be too wide, but never too
-    narrow. Those of more than MOST_NODES parts are not known.
+    These are the rows from the first to the last of `rows`; by default the valid rows, or all if `scene.whole`. The
+    bounds are exact if the program's index occurs once in the expression. Otherwise they may be too wide, but never too
+    narrow. Bounds with more than MOST_NODES nodes are unknown.
     """
     first = symbol(f"{scene.own}_start")
     first, last = rows or (first, first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own))
@@ -315,13 +316,15 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
         if isinstance(e, mod):
             return sympy.Integer(0), e.args[1] - 1
         if isinstance(e, select):
-            found = [bound(x) for x in e.args[1:]]
-            return None if None in found else (sympy.Min(*(x[0] for x in found)), sympy.Max(*(x[1] for x in found)))  # type: ignore[index]
+            known = [pair for x in e.args[1:] if (pair := bound(x)) is not None]
+            if len(known) < len(e.args) - 1:
+                return None
+            return sympy.Min(*(low for low, _ in known)), sympy.Max(*(high for _, high in known))
         parts = [bound(x) for x in e.args]
         if any(part is None for part in parts):
             return None
         lows, highs = [part[0] for part in parts], [part[1] for part in parts]  # type: ignore[index]
-        if sum(map(size, (*lows, *highs))) > MOST_NODES:  # before what is nested is written out again and again
+        if sum(map(size, (*lows, *highs))) > MOST_NODES:  # nested expressions are duplicated at each level
             return None
         if e.is_Add or isinstance(e, (sympy.Min, sympy.Max)):
             return e.func(*lows), e.func(*highs)
@@ -349,8 +352,8 @@ def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tu
 
 @cache
 def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] | None:
-    """(a, c, rest) such that the condition is a*own_idx + c*loop_idx + rest <= 0 over integers; None if it is not
-    linear."""
+    """Return (a, c, rest) such that the condition is a*own_idx + c*loop_idx + rest <= 0 over integers; None if it is
+    not linear."""
     if not isinstance(condition, INEQUALITIES):
         return None
     difference = excess(condition)
@@ -363,29 +366,29 @@ def linear_parts(condition: Bool, own: str, loop: str) -> tuple[int, int, Expr] 
 
 
 @cache
-def _without_rests(p: Bool) -> Bool:
-    """A comparison that follows from p, in which no rest of a division is added or subtracted: it is from 0 to the
-    divisor less 1."""
+def _without_remainders(p: Bool) -> Bool:
+    """Return a comparison that follows from p, without added or subtracted remainders: each is replaced by 0 or by its
+    divisor minus 1."""
     if not isinstance(p, INEQUALITIES):
         return p
     total = excess(p)
-    for rest in total.atoms(mod):
-        factor = total.coeff(rest)
+    for remainder in total.atoms(mod):
+        factor = total.coeff(remainder)
         if factor in (1, -1):
-            total = total - factor * rest - (rest.args[1] - 1 if factor < 0 else 0)
+            total = total - factor * remainder - (remainder.args[1] - 1 if factor < 0 else 0)
     return total <= 0 if total != excess(p) else p
 
 
 def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
     """Whether p is proven to imply q for all rows 0 <= own_idx <= extent - 1. Both must be linear, with the same
-    coefficient of the loop's index. In p there may be what is left of a row's number in a division."""
-    first, second = linear_parts(_without_rests(p), own, loop), linear_parts(q, own, loop)
+    coefficient of the loop's index. Only p may contain remainders of a row's index."""
+    first, second = linear_parts(_without_remainders(p), own, loop), linear_parts(q, own, loop)
     if first is None or second is None or first[1] != second[1]:
         return False
     (c, x), (d, y) = first[2].as_coeff_Add(), second[2].as_coeff_Add()
-    if x == y and second[0] <= first[0]:  # they differ by a number; `expand` would take long for many pairs
+    if x == y and second[0] <= first[0]:  # they differ by a constant; `expand` would be slow for many pairs
         return bool(d <= c)
-    if x == y:  # the last row's number has no bound
+    if x == y:  # the last row's index has no bound
         return False
     slope = second[0] - first[0]  # q's left side is at most p's plus slope*own + difference
     last = symbol(AXIS_EXTENT[own]) - 1
@@ -394,25 +397,25 @@ def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
 
 
 def last_row(own: str) -> Expr:
-    """The last valid row of the own tile."""
+    """Return the last valid row of the program tile."""
     return sympy.Min(symbol(f"{own}_start") + symbol(AXIS_DIM[own]), symbol(AXIS_EXTENT[own])) - 1
 
 
 def least(name: str) -> Expr:
-    """The symbol for the least number that a value has in the rows of the own tile."""
+    """Return the symbol for the least number of a value over the rows of the program tile."""
     return symbol(f"{name}_least")
 
 
 def greatest(name: str) -> Expr:
-    """The symbol for the greatest number that a value has in the rows of the own tile."""
+    """Return the symbol for the greatest number of a value over the rows of the program tile."""
     return symbol(f"{name}_greatest")
 
 
 @cache
 def with_rows(e: Expr, own: str, rows: frozenset[str]) -> Expr:
-    """The expression with a fact about every program's own tile put in: the tile's first row is a row of the tensor.
+    """Return the expression with the fact substituted that the first row of a program tile is a row of the tensor.
 
-    So each value in `rows`, which has one number for each row, has a greatest number that is not below its least.
+    So the greatest number of each value in `rows`, which have one number per row, is not below its least number.
     """
     extent, first = symbol(AXIS_EXTENT[own]), symbol(f"{own}_start")
     known = {extent: first + 1 + sympy.Symbol("rows_after_first", integer=True, nonnegative=True)}

@@ -1,11 +1,11 @@
-"""Ranges of tiles in closed form: which tiles along a loop may hold something visible, and which hold nothing hidden.
+"""Ranges of tiles in closed form: the tiles along a loop that may have visible pairs, and those without hidden pairs.
 
 The mask is a union of conjunctions of literals (see `intervals`). A literal says that an expression is at most 0. The
-expression is bounded over all pairs of a row of this program's tile and a row of tile j of the loop. Tile j may hold
-something visible if the least value is at most 0, and it holds nothing hidden if the greatest value is. A union, such
-as a window or the first tokens, gives several runs of tiles with four bounds each. Runs are in rising order, and no
-tile is in two of them. A run that has all tiles of another one, or none, is one run with it: the program of the first
-keys visits all later queries, and others those of a window.
+expression is bounded over all pairs of a row of the program tile and a row of tile j of the loop. Tile j may have
+visible pairs if the least value is at most 0, and it has no hidden pair if the greatest value is. A union, such as a
+window or the first tokens, gives several runs of tiles with four bounds each. Runs are in rising order, and no tile is
+in two of them. A run that contains all tiles of another run for some programs and none for the others is merged with
+it: for example, the program of the first keys visits all later queries, and other programs those of a window.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from itertools import permutations
 
 import sympy
 
-from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, size, symbol, to_text
-from attngen.ir.graph import Kernel
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
+from attngen.ir.expr import Bool, Expr, cdiv, conjuncts, flattened, floordiv, mod, select, size, symbol
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
 from attngen.ir.names import INTEGERS
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Arg, Dot, Gather, Mask
+from attngen.ir.ops import Arg, Dot, Gather, Mask
 from attngen.ir.prove import entails, is_given_up, prove_le
-from attngen.tiles.intervals import Scene, Term, extremes, is_cut_short, last_row, mentions, terms, with_rows
+from attngen.tiles.intervals import Scene, Term, exceeds_limits, extremes, last_row, mentions, terms, with_rows
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
 MOST_RUNS = 3
-MOST_TO_ORDER = (
-    8000  # runs, times the nodes of all their bounds, as each is compared with each; with more, all tiles are partial
-)
-MOST_IN_BOUNDS = 4000  # nodes of the bounds of runs in order; with more, all tiles are partial
-MOST_NODES = 300  # in the bounds of two runs whose order is known only at run time
+# Number of runs times the nodes of all their bounds, as all pairs are compared; with more, all tiles are partial.
+MOST_TO_ORDER = 8000
+MOST_IN_BOUNDS = 4000  # nodes in the bounds of ordered runs; with more, all tiles are partial
+MOST_NODES = 300  # nodes in the bounds of two runs whose order is known only at run time
 
 
 def scene_of(kernel: Kernel, body: str) -> Scene:
-    """The Scene of a loop body: what the symbols of the masks in it stand for."""
+    """Return the Scene of a loop body: the meaning of the symbols in its masks."""
     masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
     own = kernel.program_axis
     rows, others = set(), set()
@@ -58,37 +59,36 @@ def scene_of(kernel: Kernel, body: str) -> Scene:
 
 @cache
 def rows_of(kernel: Kernel) -> frozenset[str]:
-    """Names of the values with one number for each row of the own tile that the kernel's masks and their facts use."""
+    """Return the names of values with one number per row of the program tile that the kernel's masks and facts use."""
     return frozenset(
         name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows
     )
 
 
-def is_of_packed(op: Gather) -> bool:
-    """Whether the rows of a tile that packs the queries of several heads have the elements of a tensor, each its
-    query's."""
+def gathers_per_query(op: Gather) -> bool:
+    """Whether a gather gives each row of a pack-GQA tile the element of its query."""
     of_head, rows = mod(symbol("q_idx"), symbol("queries")), symbol("q_idx") < symbol("Nq")
     *others, last = op.src.index
-    alone = all(not e.has(symbol("q_idx")) for e in others)
-    return last == of_head and alone and set(conjuncts(op.where)) <= {rows, of_head < symbol("queries")}
+    only_last = all(not e.has(symbol("q_idx")) for e in others)
+    return last == of_head and only_last and set(conjuncts(op.where)) <= {rows, of_head < symbol("queries")}
 
 
 def mask_of(kernel: Kernel, body: str) -> Bool:
-    """The conjunction of the masks in a loop body."""
+    """Return the conjunction of the masks in a loop body."""
     return sympy.And(*(op.where for op in kernel.block(body).ops if isinstance(op, Mask)))
 
 
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
-    """Visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers,
-    from the masks in it."""
+    """Return visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers
+    derived from its masks."""
     return classify(mask_of(kernel, body), scene_of(kernel, body))
 
 
 def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
-    """The first row and the end of the rows along the loop that visible pairs of the program's tile may have, as far as
-    data says it.
+    """Return the first row and the end of the rows along the loop that data allows in visible pairs of the program
+    tile.
 
-    None if rows outside of it are those of pairs in other programs, or are known from sizes alone.
+    None if the rows outside only belong to pairs of other programs, or are known from sizes.
     """
     where, scene = mask_of(kernel, body), scene_of(kernel, body)
     extent = symbol(AXIS_EXTENT[scene.loop])
@@ -108,8 +108,8 @@ def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
 
 
 def _is_of_data(kernel: Kernel, e: Expr) -> bool:
-    """Whether an expression names numbers that a kernel reads, and none that it lacks: sizes alone are known from
-    shapes."""
+    """Whether an expression depends on data: all its names are in the kernel, and some are not sizes, which shapes
+    give."""
     named = {str(s) for s in e.free_symbols} - {f"{axis}_start" for axis in AXIS_EXTENT} - {*AXIS_DIM.values()}
     ops = [kernel.op(name) for name in named if name in kernel.graph]
     return len(ops) == len(named - INTEGERS.keys() | named & kernel.graph.nodes.keys()) and any(
@@ -118,8 +118,8 @@ def _is_of_data(kernel: Kernel, e: Expr) -> bool:
 
 
 def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
-    """Whether the bound may leave out a row for the last own tile, if it is an upper one, or for the first one, if
-    it is a lower one: rows that it leaves out for others alone are in pairs of these."""
+    """Whether an upper bound may exclude a row for the last program tile, or a lower bound for the first one. Rows that
+    it excludes only for other program tiles are in pairs of these."""
     own, extent = symbol(f"{scene.own}_start"), symbol(AXIS_EXTENT[scene.own])
     if side > 0:
         last = rest.xreplace({last_row(scene.own): extent - 1, own: extent - 1})
@@ -128,39 +128,37 @@ def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
 
 
 def shows_nothing(where: Bool) -> bool:
-    """Whether a mask in positions and sizes hides every pair inside the tensors, whatever its data and the numbers
-    of a call are."""
+    """Whether a mask hides every pair inside the tensors for any data and any arguments."""
     inside = {scene: sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])) for scene in _scenes(where)}
     return any(all(_is_empty(term, scene) for term in terms(e, scene)) for scene, e in inside.items())
 
 
 def _is_empty(term: Term, scene: Scene) -> bool:
-    """Whether no position meets a literal of a term, whatever program's own tile it is: one below the first would,
-    or none."""
+    """Whether no position of any program satisfies one literal of the term: only positions below the first would, or
+    none."""
     return any(
         x.side >= 0 and prove_le(sympy.Integer(1), with_rows(x.rest, scene.own, scene.rows)) for x in term.solved
     )
 
 
 def is_too_long(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
-    """Whether a mask has more parts than are solved for the tiles that it leaves, or bounds of tiles that are too long
-    or not proven.
+    """Whether a mask exceeds the limits of the interval solver, or its tile bounds are too long or not proven.
 
-    numbers: names of integers that a call gives.
+    numbers: names of integer arguments.
     """
-    return any(is_cut_short(where, scene) or _in_bounds(where, scene) is None for scene in _scenes(where, numbers))
+    return any(exceeds_limits(where, scene) or _in_bounds(where, scene) is None for scene in _scenes(where, numbers))
 
 
 def _scenes(where: Bool, numbers: frozenset[str] = frozenset()) -> tuple[Scene, Scene]:
-    """The scenes of kernels that own queries, and keys. Nothing is known of symbols other than positions, lengths
-    and numbers."""
+    """Return the scenes of kernels with program tiles of queries and of keys. Symbols other than positions, lengths and
+    `numbers` are unknown."""
     others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys() - numbers)
     return Scene("q", "kv", others=others), Scene("kv", "q", others=others)
 
 
 def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
-    """One sentence for each part of the masks in a loop body that is not solved for the loop's index. It says why, and
-    what this costs.
+    """Yield one sentence for each part of the masks in a loop body that is not solved for the loop's index, with the
+    reason and the cost.
 
     listed: whether a kernel evaluates the mask and lists blocks.
     """
@@ -171,7 +169,8 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
         cost = (
             f"visited where {to_text(fact.needs)}, taken as full where {to_text(fact.enough)}"
             if fact
-            else "visited in blocks that @blocks finds to hold something visible, and masked in those that hold something hidden"
+            else "visited in blocks that @blocks finds to hold something visible, and masked in those that hold "
+            "something hidden"
             if listed
             else "all visited that the rest of the mask leaves, and masked"
         )
@@ -179,35 +178,29 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
 
 
 def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
-    """Bounds of tiles along the loop's axis, for the program that owns the tile at {own}_start: four tile numbers for
-    each run of tiles.
+    """Return bounds of tiles along the loop's axis for the program tile at {own}_start: four tile numbers per run.
 
     The bounds are sound. Every tile with a visible pair inside the tensors is in [visible start, visible end) of one
-    run. A tile in [full start, full end) holds no hidden or out-of-bounds pair among the rows that count: the valid
-    rows, or all rows if products sum over them. In each run visible start <= full start <= full end <= visible end.
-    Each run ends before the next one starts.
+    run. A tile in [full start, full end) has no hidden or out-of-bounds pair in the relevant rows: the valid rows, or
+    all rows if matrix products sum over them. In each run visible start <= full start <= full end <= visible end. Each
+    run ends before the next one starts.
     """
     zero = sympy.Integer(0)
-    everything = (
-        zero,
-        zero,
-        zero,
-        cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop])),
-    )  # which needs no proof
+    # One run of all tiles, all partial. It needs no proof.
+    everything = (zero, zero, zero, cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop])))
     return _in_bounds(where, scene) or everything
 
 
 @cache
 def _in_bounds(where: Bool, scene: Scene) -> tuple[Expr, ...] | None:
-    """The bounds of runs of tiles; None if they are too long, or if too many steps would be needed to prove that
-    they rise."""
+    """Return the bounds of runs of tiles; None if they are too long, or if the proof that they rise takes too many
+    steps."""
     runs = _merged([_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4])
     if len(runs) * sum(size(e) for run in runs for e in run) > MOST_TO_ORDER:
         return None
     bounds = [e for run in _in_order(runs, scene) for e in run]
-    for i, (before, after) in enumerate(
-        zip(bounds, bounds[1:])
-    ):  # the bounds rise; a maximum makes this provable where it is not
+    for i, (before, after) in enumerate(zip(bounds, bounds[1:])):
+        # The bounds rise; if this is not provable, a maximum makes it so.
         if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
             bounds[i + 1] = sympy.Max(before, after)
     ends = [sympy.Integer(0), *(flattened(e) for e in bounds)]
@@ -219,25 +212,23 @@ def _in_bounds(where: Bool, scene: Scene) -> tuple[Expr, ...] | None:
 
 
 def _run(term: Term, scene: Scene) -> Run:
-    """The run of tiles of one conjunction."""
+    """Return the run of tiles of one conjunction."""
     block, extent = symbol(AXIS_DIM[scene.loop]), symbol(AXIS_EXTENT[scene.loop])
     lows: list[Expr] = [sympy.Integer(0)]
     highs: list[Expr] = [extent]
     full_lows: list[Expr] = [sympy.Integer(0)]
     full_highs: list[Expr] = [extent]
-    shown: list[Bool] = []  # conditions on the program's own tile alone: if one is false, there is no visible tile
-    full: list[Bool] = []  # the same, for full tiles
+    shown: list[Bool] = []  # conditions on the program tile; if one is false, no tile is visible
+    full: list[Bool] = []  # conditions on the program tile; if one is false, no tile is full
 
     def bound(side: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
-        """Add what side * x + rest <= 0 says of positions x: a lower bound, an exclusive upper bound, or a condition
-        where `side` is 0."""
+        """Add side * x + rest <= 0 for positions x: as a lower bound, an exclusive upper bound, or a condition if
+        `side` is 0."""
         if side > 0:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        elif not prove_le(
-            with_rows(rest, scene.own, scene.rows), sympy.Integer(0)
-        ):  # a program's tile has at least one row
+        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program tile is not empty
             conditions.append(_condition(rest))
 
     needs, enough = _known(term, scene)
@@ -246,7 +237,7 @@ def _run(term: Term, scene: Scene) -> Run:
             seen, found = extremes(rest, replace(scene, whole=False)), extremes(rest, scene)
             if visible and seen:
                 bound(side, seen[0], lows, highs, shown)
-            if of is needs and side and seen:  # where nothing is visible, `enough` may start beyond the visible end
+            if of is needs and side and seen:  # if nothing is visible, `enough` may start past the visible end
                 bound(side, seen[0], full_lows, full_highs, full)
             if everywhere and found:
                 bound(side, found[1], full_lows, full_highs, full)
@@ -255,8 +246,8 @@ def _run(term: Term, scene: Scene) -> Run:
     full_highs += [sympy.Integer(0)] * len(enough.unsolved)
 
     def at_most(e: Expr, end: Expr) -> Expr:
-        """e, cut at `end` unless it is proven never to pass it. Bounds from facts about data are data too, and
-        nothing relates them."""
+        """Return e, clamped to `end` unless it is proven never to pass it. Bounds from facts about data are data too,
+        and nothing relates them."""
         return (
             e
             if prove_le(with_rows(e, scene.own, scene.rows), with_rows(end, scene.own, scene.rows))
@@ -266,16 +257,15 @@ def _run(term: Term, scene: Scene) -> Run:
     last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
     end = _where(shown, last)
     start = _where(shown, sympy.Min(floordiv(sympy.Max(*lows), block), last))
-    full_start = _where(
-        shown, at_most(cdiv(sympy.Max(*full_lows), block), last)
-    )  # >= start: each bound is at least the visible one
+    # At least `start`, because each bound is at least the visible one.
+    full_start = _where(shown, at_most(cdiv(sympy.Max(*full_lows), block), last))
     full_end = sympy.Max(full_start, _where(full, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block)))
     return start, full_start, at_most(full_end, end), end
 
 
 def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
-    """Two conditions on the unsolved literals of a term, each as a single term: one that they imply, and one that
-    implies all of them."""
+    """Return two conditions on the unsolved literals of a term, each as a single term: one that they imply, and one
+    that implies all of them."""
     facts = [next((f for f in scene.facts if f.literal == literal), None) for literal in term.unsolved]
     needs = _single(sympy.And(*(fact.needs for fact in facts if fact)), scene)
     enough = _single(sympy.And(*(fact.enough for fact in facts if fact)), scene)
@@ -284,13 +274,13 @@ def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
 
 
 def _single(e: Bool, scene: Scene) -> Term:
-    """The condition as one term; unsolved if it is not one conjunction."""
+    """Return the condition as one term; unsolved if it is not one conjunction."""
     found = terms(e, replace(scene, facts=()))
     return found[0] if len(found) == 1 else Term((), (e,))
 
 
 def _where(conditions: list[Bool], tile: Expr) -> Expr:
-    """`tile` where all conditions hold, 0 elsewhere. A condition that another implies is not asked."""
+    """Return `tile` if all conditions hold, else 0. Conditions that another implies are left out."""
     for i, condition in enumerate(conditions):
         others = ((j, c) for j, c in enumerate(conditions) if j != i and entails(c, condition))
         if any(j < i or not entails(condition, c) for j, c in others):
@@ -300,7 +290,7 @@ def _where(conditions: list[Bool], tile: Expr) -> Expr:
 
 
 def _condition(rest: Expr) -> Bool:
-    """rest <= 0 over integers, with every term on the side where it is positive."""
+    """Return rest <= 0 over integers, with every term on the side where it is positive."""
     parts = sympy.Add.make_args(sympy.expand(rest))
     right = sympy.Add(*(-t for t in parts if t.could_extract_minus_sign()))
     left = sympy.expand(rest + right)
@@ -324,7 +314,7 @@ def _merged(runs: list[Run]) -> list[Run]:
 
 
 def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int, int] | None:
-    """Indices of two runs to merge, or None. The merged run is full where the first one is.
+    """Return the indices of two runs to merge, or None. The merged run has the full tiles of the first one.
 
     Runs are merged if there are more than MOST_RUNS, or if too much of their order is known only at run time.
     """
@@ -338,9 +328,9 @@ def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int
     return (len(runs) - 2, len(runs) - 1) if len(runs) > MOST_RUNS else None
 
 
-def _joined(wide: Run, run: Run, rises: Callable[[Expr, Expr], bool]) -> Run | None:
-    """One run of two, if the first has all tiles of the other where a condition on the own tile holds, and none
-    elsewhere; else None."""
+def _merged_if_conditional(wide: Run, run: Run, rises: Callable[[Expr, Expr], bool]) -> Run | None:
+    """Return one run for two if `wide` contains all tiles of `run` where a condition on the program tile holds, and no
+    tile elsewhere; else None."""
     if not isinstance(wide[3], select) or wide[3].args[2] != 0:
         return None
     condition = wide[3].args[0]
@@ -350,27 +340,26 @@ def _joined(wide: Run, run: Run, rises: Callable[[Expr, Expr], bool]) -> Run | N
     last = select(condition, end, run[3])
 
     def either(x: Expr, y: Expr) -> Expr:
-        """x where the condition holds, else y. If these differ in the ends alone, they are one expression with the
-        end of both."""
+        """Return x if the condition holds, else y. If these differ only in the runs' ends, use one expression with the
+        selected end."""
         return y.xreplace({run[3]: last}) if x == y.xreplace({run[3]: end}) else select(condition, x, y)
 
     return either(start, run[0]), either(full_start, run[1]), either(full_end, run[2]), last
 
 
 def _where_true(condition: Bool, e: Expr) -> Expr:
-    """What an expression is where a condition holds: it chooses by that no more."""
+    """Return the expression simplified under the assumption that a condition holds."""
     return e.replace(lambda x: isinstance(x, select) and x.args[0] == condition, lambda x: x.args[1])
 
 
 def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
-    """Runs in rising order, each cut to start where the one before it ends."""
+    """Return the runs in rising order, each clamped to start where the one before it ends."""
 
     def rises(a: Expr, b: Expr) -> bool:
         return prove_le(with_rows(a, scene.own, scene.rows), with_rows(b, scene.own, scene.rows))
 
-    for inner, outer in permutations(
-        runs, 2
-    ):  # a run inside another that has no full tiles: one run, with the full tiles of the inner
+    # Merge a run into one that contains it and has no full tiles: the result has the full tiles of the inner run.
+    for inner, outer in permutations(runs, 2):
         if (
             inner in runs
             and outer in runs
@@ -379,9 +368,9 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
             and rises(inner[3], outer[3])
         ):
             runs = [(outer[0], *inner[1:3], outer[3]) if run == outer else run for run in runs if run != inner]
-    for wide, inner in permutations(runs, 2):  # one run of two
-        if wide in runs and inner in runs and (joined := _joined(wide, inner, rises)) is not None:
-            runs = [joined if run == inner else run for run in runs if run != wide]
+    for wide, inner in permutations(runs, 2):
+        if wide in runs and inner in runs and (one := _merged_if_conditional(wide, inner, rises)) is not None:
+            runs = [one if run == inner else run for run in runs if run != wide]
     while found := _to_merge(runs, rises):
         i, j = found
         (a, b, c, d), (e, _, _, f) = runs[i], runs[j]
@@ -400,7 +389,7 @@ def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
     ordered = runs[:1]
     for run in runs[1:]:
         done = ordered[-1][3]
-        if rises(run[3], done):  # nothing is left of it
+        if rises(run[3], done):  # earlier runs have all its tiles
             continue
         cut = (e if rises(done, e) else sympy.Max(e, done) for e in run)
         ordered.append(tuple(cut))

@@ -1,8 +1,8 @@
-"""How much less a mask's blocks would cost if they were listed: counted in a sample of rows of blocks.
+"""Estimate of the saving if a mask's blocks were listed, counted in a sample of rows of blocks.
 
 Bounds in closed form are exact for most masks. For others, such as neighbourhoods on a canvas whose positions run along
-a curve, a range of tiles has many that hold nothing. A list of blocks leaves these out. It is made by a kernel that
-evaluates the mask once.
+a curve, a range of tiles has many empty tiles. A block list, which a kernel makes by evaluating the mask once, leaves
+these out.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from attngen.tiles.tiles import evaluate
 
 @cache
 def worth_listing(where: Bool) -> bool:
-    """Whether lists of blocks would cost less than WORTH_LISTING of what bounds in closed form leave, for a mask of
-    positions and lengths: in kernels whose programs own queries, or in those whose programs own keys.
+    """Whether block lists would reduce the cost below WORTH_LISTING times that of bounds in closed form, for a mask of
+    positions and lengths: with program tiles of queries, or with program tiles of keys.
 
-    Each row of blocks that is counted is one of SAMPLED_ROWS, evenly spaced, of as many queries as keys: the shortest
-    of SAMPLED_LENGTHS that no number in the mask passes.
+    SAMPLED_ROWS evenly spaced rows of blocks are counted, for as many queries as keys: the shortest of SAMPLED_LENGTHS
+    that is not below any number in the mask.
     """
     largest = max((abs(int(x)) for x in where.atoms(sympy.Integer)), default=0)
     n = next((n for n in SAMPLED_LENGTHS if n >= largest), SAMPLED_LENGTHS[-1])
@@ -40,42 +40,42 @@ def worth_listing(where: Bool) -> bool:
 
 
 class Counted(NamedTuple):
-    """Blocks in a sample of rows of blocks: all; those that bounds leave, and of these those that are masked; the
-    same of lists."""
+    """Numbers of blocks in a sample of rows of blocks: all, inside the bounds, and listed; with the partial ones of the
+    latter two."""
 
     all: int
     bounded: int
-    bounded_cut: int
+    bounded_partial: int
     listed: int
-    listed_cut: int
+    listed_partial: int
 
 
 def samples(where: Bool) -> bool:
-    """Whether a mask can be counted in a sample: it is a formula of positions and lengths, and hides something."""
+    """Whether a mask can be sampled: it is a formula of positions and lengths, and is not constant."""
     known = {"q_idx", "kv_idx", *_sizes(0)}
     return where not in (sympy.true, sympy.false) and {s.name for s in where.free_symbols} <= known
 
 
 def counted(where: Bool, scene: Scene, n: int) -> Counted:
-    """Blocks of a mask of n queries and n keys, a multiple of LISTED, in SAMPLED_ROWS rows of blocks along the axis
-    that programs own."""
+    """Count the blocks of a mask for n queries and n keys, a multiple of LISTED, in SAMPLED_ROWS rows of blocks along
+    the program axis."""
     runs = classify(where, scene)
     every_row = np.arange(n, dtype=np.int32)[None]
     rows = sorted(set((np.linspace(0, n // LISTED - 1, SAMPLED_ROWS).astype(int) * LISTED).tolist()))
-    bounded = bounded_cut = listed = listed_cut = 0
+    bounded = bounded_partial = listed = listed_partial = 0
     for start in rows:
         here = _sizes(n) | {f"{scene.own}_start": start}
         ends = [[int(evaluate(e, here)) for e in runs[i : i + 4]] for i in range(0, len(runs), 4)]
         bounded += sum(end - first for first, _, _, end in ends)
-        bounded_cut += sum(end - first - (full_end - full) for first, full, full_end, end in ends)
+        bounded_partial += sum(end - first - (full_end - full) for first, full, full_end, end in ends)
         own = np.arange(start, start + LISTED, dtype=np.int32)[:, None]
-        with np.errstate(all="ignore"):  # of places that other conditions hide
+        with np.errstate(all="ignore"):  # errors at pairs that other conditions hide
             seen = value(where, {**here, f"{scene.own}_idx": own, f"{scene.loop}_idx": every_row})
         blocks = np.broadcast_to(seen, (LISTED, n)).reshape(LISTED, -1, LISTED)
         some, every = int(blocks.any((0, 2)).sum()), int(blocks.all((0, 2)).sum())
         listed += some
-        listed_cut += some - every
-    return Counted(len(rows) * (n // LISTED), bounded, bounded_cut, listed, listed_cut)
+        listed_partial += some - every
+    return Counted(len(rows) * (n // LISTED), bounded, bounded_partial, listed, listed_partial)
 
 
 def _sizes(n: int) -> dict[str, int]:
@@ -83,7 +83,10 @@ def _sizes(n: int) -> dict[str, int]:
 
 
 def _share(where: Bool, scene: Scene, n: int) -> float:
-    """The cost of the blocks that hold something visible, over that of what bounds leave, of n queries and n keys."""
+    """Return the cost of the listed blocks over the cost of the blocks inside the bounds, for n queries and n keys."""
     found = counted(where, scene, n)
-    bounded, listed = found.bounded + MASKED_TILE * found.bounded_cut, found.listed + MASKED_TILE * found.listed_cut
+    bounded, listed = (
+        found.bounded + MASKED_TILE * found.bounded_partial,
+        found.listed + MASKED_TILE * found.listed_partial,
+    )
     return listed / bounded if bounded else 1.0

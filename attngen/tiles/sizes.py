@@ -1,4 +1,4 @@
-"""Elements and bytes of values and tiles, and the values that a schedule row gives to the symbols of formulas."""
+"""Elements and bytes of values and tiles, and the values that a config gives to the symbols of formulas."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from functools import cache
 import sympy
 
 from attngen.heuristics import LEAST_SHARED
+from attngen.ir.core import DTYPE_BYTES, Type
+from attngen.ir.dims import OWN, SIDES, TILED, WHOLE, axis_of, dimension
 from attngen.ir.dtypes import ELEMENTS, of_size
 from attngen.ir.expr import Expr, cdiv, select, symbol
-from attngen.ir.graph import Config, Kernel, Module
-from attngen.ir.ops import DTYPE_BYTES, OWN, SIDES, TILED, WHOLE, Load, Type, axis_of, dimension
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
+from attngen.ir.ops import Load
 from attngen.tiles.tiles import evaluate
 
 ELEM = symbol("elem")  # bytes of one element of q, k and v
@@ -18,7 +21,7 @@ STAGES = symbol("stages")
 
 
 def elem_sizes(module: Module, kernel: Kernel | None = None) -> tuple[int, ...]:
-    """Bytes per element of the module's dtypes, smallest first; of a kernel that prepares, those of an i32."""
+    """Return the bytes per element of the module's dtypes, smallest first; of an i32 for a kernel that prepares."""
     if kernel is not None and kernel.prepares:
         return (DTYPE_BYTES["i32"],)
     return tuple(sorted({ELEMENTS[d].bytes for d in module.dtypes}))
@@ -26,13 +29,13 @@ def elem_sizes(module: Module, kernel: Kernel | None = None) -> tuple[int, ...]:
 
 @cache
 def tile_width(head_dim: int) -> int:
-    """The width of a head dimension on chip, in elements: padded to a power of two."""
+    """Return the width of a head dimension on chip, in elements: padded to a power of two."""
     return 1 << (head_dim - 1).bit_length()
 
 
 def elements(t: Type) -> Expr:
-    """Number of elements of a value, as a formula in BLOCK_Q, BLOCK_KV, D_QK and D_V; for a tensor, in B, Hq, Hkv,
-    Nq and Nk too."""
+    """Return the number of elements of a value, as a formula in BLOCK_Q, BLOCK_KV, D_QK and D_V; for a tensor also in
+    B, Hq, Hkv, Nq and Nk."""
     lengths = {
         "*": sympy.Integer(1),
         "Td": 2 * cdiv(symbol("Nq"), sympy.Integer(64)),
@@ -43,7 +46,7 @@ def elements(t: Type) -> Expr:
 
 
 def tile_bytes(t: Type) -> Expr:
-    """Bytes of a value, as a formula in the symbols of `elements` and in `elem`."""
+    """Return the bytes of a value, as a formula in the symbols of `elements` and in `elem`."""
     known = (
         ELEM
         if t.dtype == "T"
@@ -53,16 +56,16 @@ def tile_bytes(t: Type) -> Expr:
 
 
 def share_of(op: Load) -> Expr:
-    """1 for a tile that is loaded; 0 for the program's own columns of a loaded tile where these are all."""
+    """Return 1 for a loaded tile; 0 for a program's slice of a loaded tile if the slice is the whole tile."""
     if not op.columns_of:
         return sympy.Integer(1)
     own = OWN[axis_of(op.src.index[-1])]
     return select(symbol(own) < symbol(WHOLE[own]), sympy.Integer(1), sympy.Integer(0))
 
 
-def column_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
-    """How many columns of a sum its programs may have, if they share these: all, a half, a quarter and so on; (0,)
-    if they do not."""
+def block_d_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
+    """Return the possible widths of a program's slice of head_dim with split-D: all, a half, a quarter and so on; (0,)
+    without."""
     if (axis := kernel.shared_columns) is None:
         return (0,)
     whole = tile_width(module.widths[WHOLE[OWN[axis.var]]])
@@ -70,13 +73,13 @@ def column_choices(module: Module, kernel: Kernel) -> tuple[int, ...]:
 
 
 def mode(module: Module, elem_bytes: int) -> str:
-    """How products of elements with `elem_bytes` bytes are computed: as the row of its type of that size says,
-    `tf32` or `ieee`."""
+    """Return how matrix products of elements of this size are computed: as ELEMENTS says for the type of that size,
+    else `tf32` or `ieee`."""
     return ELEMENTS[of_size([*module.dtypes, *ELEMENTS], elem_bytes)].products or module.precision
 
 
 def sizes(module: Module, config: Config) -> dict[str, int]:
-    """The values that a schedule row gives to the symbols of formulas."""
+    """Return the values that a config gives to the symbols of formulas."""
     return {
         **{dim: getattr(config, field) for dim, field in TILED.items()},
         **{name: tile_width(width) for name, width in module.widths.items()},
@@ -86,13 +89,13 @@ def sizes(module: Module, config: Config) -> dict[str, int]:
 
 
 def lies_in_pages(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether each tile of keys that is fetched by descriptor lies in one page of the cache."""
+    """Whether each tile of keys that TMA loads by descriptor is in one page of the KV cache."""
     described = config.tma and any(isinstance(op, Load) and op.via and op.pages for op in kernel.ops())
     return not described or (module.cache is not None and int(module.cache.page) % config.block_kv == 0)
 
 
 def streamed_bytes(module: Module, kernel: Kernel, config: Config) -> int:
-    """Bytes that one turn of the loop over tiles loads."""
+    """Return the bytes that one iteration of the loop over tiles loads."""
     return int(evaluate(_streamed(kernel), sizes(module, config)))
 
 

@@ -8,93 +8,98 @@ from typing import Any
 import sympy
 from sympy.core.relational import Relational
 
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import BITS, Expr, cdiv, floordiv, mod, symbol
-from attngen.ir.graph import Kernel
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Loop, Mask
-from attngen.ir.split_axes import in_turn, ranges, shared
+from attngen.ir.kernel import Kernel
+from attngen.ir.ops import Loop, Mask
+from attngen.ir.split_axes import head_range, ranges, shared
 from attngen.tiles.intervals import greatest, least
 from attngen.tiles.ranges import rows_of
 
 NO_BOUND = 2**30
-POSITION = sympy.Symbol("i", integer=True, nonnegative=True)  # index of the program's own tile
+POSITION = sympy.Symbol("i", integer=True, nonnegative=True)  # index of the program tile
 
 
 def tile_loops(kernel: Kernel) -> list[Loop]:
-    """The loops over tiles. All of them run the same body."""
+    """Return the loops over tiles. All of them run the same body."""
     return [loop for loop in kernel.loops if loop.cls != "all"]
 
 
 @cache
 def visited(kernel: Kernel, cls: str | None = None) -> Expr:
-    """Number of tiles that the program at {own}_start visits, in loops of class `cls`, or in all loops over tiles if
-    it is None; of programs that share these tiles, how many they visit together."""
-    return _turns(kernel, [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)])
+    """Return the number of tiles that the program at {own}_start visits, in loops of class `cls`, or in all loops over
+    tiles if it is None. Programs that split a loop count together."""
+    return _iterations(kernel, [loop for loop in tile_loops(kernel) if cls in (None, loop.cls)])
 
 
-def _turns(kernel: Kernel, loops: list[Loop]) -> Expr:
-    """The number of turns of loops with one body, in all programs that share these. Loops with equal ranges count
-    once: each visits its own list of blocks made from data, and no block is in both lists."""
+def _iterations(kernel: Kernel, loops: list[Loop]) -> Expr:
+    """Return the number of iterations of loops with one body, in all programs that split them. Loops with equal ranges
+    count once: each visits its own list of blocks made from data, and no block is in both lists."""
     return sympy.Add(*(hi - lo for lo, hi in dict.fromkeys(pair for loop in loops for pair in ranges(kernel, loop))))
 
 
 def tile_sum(kernel: Kernel) -> Expr:
-    """Number of tiles visited for one head, as a symbolic sum over the tiles of the grid's own axis."""
+    """Return the number of tiles visited for one head, as a symbolic sum over the program tiles."""
     return _over_grid(kernel, visited(kernel))
 
 
-def _over_grid(kernel: Kernel, turns: Expr) -> Expr:
-    """The sum of an expression in {own}_start over the own tiles of one head."""
+def _over_grid(kernel: Kernel, iterations: Expr) -> Expr:
+    """Return the sum of an expression in {own}_start over the program tiles of one head."""
     start = symbol(f"{kernel.program_axis}_start")
     return sympy.Sum(
-        turns.subs(start, POSITION * symbol(AXIS_DIM[kernel.program_axis])), (POSITION, 0, program_tiles(kernel) - 1)
+        iterations.subs(start, POSITION * symbol(AXIS_DIM[kernel.program_axis])),
+        (POSITION, 0, program_tiles(kernel) - 1),
     )
 
 
 def runs(kernel: Kernel, block: str) -> Expr:
-    """How often a block runs in one launch: the number of programs times the turns of the loops around the block.
+    """Return how often a block runs in one launch: the number of programs times the iterations of the loops around it.
 
-    The kernel may have any grid and any loops. Turns that programs share are counted once for all of these. Turns that
-    depend on the program's own tile are summed over the grid; at most one loop around a block may have such turns.
+    The kernel may have any grid and any loops. Iterations that programs split among them are counted once for all of
+    these programs. Iterations that depend on the program tile are summed over the grid; at most one loop around a block
+    may have such iterations.
     """
     if block == "entry":
         return sympy.Mul(*(axis.extent for axis in kernel.grid))
     loops = [loop for loop in kernel.loops if loop.body == block]
-    turns = _turns(kernel, loops)
+    iterations = _iterations(kernel, loops)
     outer = runs(kernel, kernel.graph.nodes[loops[0].name]["block"])
-    axis, (first, end) = in_turn(kernel, loops[0])
+    axis, (first, end) = head_range(kernel, loops[0])
     axes = {axis, *(axis for loop in loops for axis, _ in shared(kernel, loop))}
-    outer *= (end - first) / sympy.Mul(*(axis.extent for axis in axes if axis))  # these turns are of all together
-    if symbol(f"{kernel.program_axis}_start") in turns.free_symbols:
-        return outer / program_tiles(kernel) * _over_grid(kernel, turns)
-    return outer * turns
+    outer *= (end - first) / sympy.Mul(
+        *(axis.extent for axis in axes if axis)
+    )  # these iterations are of all programs together
+    if symbol(f"{kernel.program_axis}_start") in iterations.free_symbols:
+        return outer / program_tiles(kernel) * _over_grid(kernel, iterations)
+    return outer * iterations
 
 
 def heads(kernel: Kernel) -> Expr:
-    """Number of heads, over all sequences, with tiles of their own: query heads, or key heads where tiles pack the
-    queries of a group; of a kernel that prepares, sequences."""
+    """Return the number of heads with separate tiles, over all sequences: query heads, or key heads with pack-GQA; the
+    number of sequences for a kernel that prepares."""
     found = symbol("B") * (1 if kernel.prepares else symbol("Hq"))
     return found / symbol("group") if kernel.pack_gqa else found
 
 
 def repeats(kernel: Kernel) -> Expr:
-    """How many programs visit the same tiles, each for other columns of a sum."""
+    """Return the number of programs that visit the same tiles, each for its slice of head_dim (split-D)."""
     return kernel.shared_columns.extent if kernel.shared_columns else sympy.Integer(1)
 
 
 def extent(kernel: Kernel, axis: str) -> Expr:
-    """Number of rows of a head along an axis, as a formula in the sizes of a call."""
+    """Return the number of rows of a head along an axis, as a formula in the sizes of a call."""
     return symbol("group") * symbol("queries") if kernel.pack_gqa and axis == "q" else symbol(AXIS_EXTENT[axis])
 
 
 def program_tiles(kernel: Kernel) -> Expr:
-    """Number of tiles of one head along the axis whose tiles programs own."""
+    """Return the number of program tiles of one head."""
     return cdiv(extent(kernel, kernel.program_axis), symbol(AXIS_DIM[kernel.program_axis]))
 
 
 @cache
 def _compiled(e: Expr) -> tuple[list[str], Any]:
-    """Names of the expression's symbols, and a Python function of them. sympy prints its source from an expression
-    that we built."""
+    """Return the names of the expression's symbols and a Python function of them. sympy prints its source from an
+    expression that we built."""
     functions = {
         "floordiv": lambda a, b: a // b,
         "cdiv": lambda a, b: -(-a // b),
@@ -109,14 +114,14 @@ def _compiled(e: Expr) -> tuple[list[str], Any]:
 
 
 def evaluate(e: Expr, values: dict[str, Any]) -> Any:
-    """The number that an expression of the IR gives for these values of its symbols."""
+    """Return the value of an IR expression for these values of its symbols."""
     names, function = _compiled(e)
     return function(*map(values.__getitem__, names))
 
 
 @cache
 def unbounded(kernel: Kernel) -> dict[str, int]:
-    """Values for the mask's run-time scalars, such as lengths, with which they hide nothing."""
+    """Return values of the mask's run-time scalars, such as lengths, with which they hide nothing."""
     found = dict.fromkeys(("b", "h", "hkv", "g"), 0) | {"group": 1}
     for op in kernel.ops():
         conditions = (op.where, *(e for fact in op.known for e in fact)) if isinstance(op, Mask) else ()
@@ -132,8 +137,8 @@ def unbounded(kernel: Kernel) -> dict[str, int]:
         for part in (part for c in conditions for part in c.atoms(sympy.Eq, sympy.Ne)):
             for name in (str(which(str(s))) for s in part.free_symbols for which in (least, greatest)):
                 found.setdefault(name, 0)
-        for specialization in (d for c in conditions for d in c.atoms(floordiv, mod)):
-            found |= {str(s): 1 for s in specialization.args[1].free_symbols}
+        for division in (d for c in conditions for d in c.atoms(floordiv, mod)):
+            found |= {str(s): 1 for s in division.args[1].free_symbols}
     return found
 
 
@@ -148,12 +153,12 @@ def count_tiles(
     reach: int = NO_BOUND,
     queries: int = 1,
 ) -> int:
-    """Number of tiles visited for one head with `n_own` rows on the program's own axis and `n_loop` on the loop's.
+    """Return the number of tiles visited for one head with `n_own` rows on the program axis and `n_loop` on the loop's.
     Lengths hide nothing.
 
     reach: bounds that data gives for each row, such as those of documents, leave this many rows of the loop's axis
-    before and after the program's own tile. The axes are aligned at their last rows.
-    queries: rows of each head where heads are packed.
+    before and after the program tile. The axes are aligned at their last rows.
+    queries: rows of each head with pack-GQA.
     """
     own, loop = kernel.program_axis, "kv" if kernel.program_axis == "q" else "q"
     block = {"q": block_q, "kv": block_kv}

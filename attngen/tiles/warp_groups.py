@@ -1,10 +1,10 @@
-"""What a copy of a role, which has a part of a tile's rows, sees of the tiles of keys that its program runs over."""
+"""Bounds of the partial key tiles for one instance of a warp group, which has some of the program tile's rows."""
 
 from __future__ import annotations
 
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Kernel
-from attngen.ir.pipe import Ranges
+from attngen.ir.kernel import Kernel
+from attngen.ir.pipe_control import Ranges
 
 ROWS_START = symbol("q_start")
 
@@ -12,14 +12,14 @@ ROWS_START = symbol("q_start")
 def instance_bounds(
     kernel: Kernel, partial: Ranges, full: Ranges, listed: str | None = None
 ) -> tuple[Expr, Expr] | None:
-    """Where the tiles that are partial for a copy's own rows start and end, of those that a loop runs over.
+    """Return the start and end of the loop's tiles that are partial for the rows of one instance.
 
-    The bounds of a loop are formulas in `q_start`, where a tile of queries starts, and BLOCK_Q, its rows. They hold for
-    any rows that follow one another, and so for those of a copy: the same formulas, read in the copy, where these names
-    stand for its own rows.
+    The bounds of a loop are formulas in `q_start`, the first row of a tile of queries, and BLOCK_Q, its number of rows.
+    They hold for any consecutive rows, so also for the rows of an instance: it evaluates the same formulas, with these
+    names bound to its own rows.
 
-    None where that is of no use: tiles are listed, a class has several ranges or none, the full ones do not end where
-    the partial ones start, or the end does not depend on the rows.
+    Return None if that is useless: tiles are listed, a class has several ranges or none, the full tiles do not end
+    where the partial ones start, or the end does not depend on the rows.
     """
     if listed or len(partial) != 1 or len(full) != 1:
         return None

@@ -1,1 +1,1 @@
-"""Passes from logical to target IR, one file each; `pipeline.run` verifies after every one."""
+"""Passes from logical to target IR, one file each. `lowering.pipeline` verifies the module after every pass."""

@@ -1,9 +1,10 @@
-"""assign-memory-space: every value gets a memory space.
+"""assign-memory-space: assign a memory space to every value.
 
 before:  %k = load %K[...] : T[BLOCK_KV, D_QK] @?
 after:   %k = load %K[...] : T[BLOCK_KV, D_QK] @sram
 
-Tensors are in HBM; tiles loaded to be operands of a matrix product are in SRAM; everything else is in registers.
+Tensors are in HBM, loaded tiles that are operands of a matrix product are in SRAM, and all other values are in
+registers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import TENSORS, Arg, Load, Op
+from attngen.ir.core import TENSORS, Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Load
 from attngen.transforms.base import Pass
 
 

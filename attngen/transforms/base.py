@@ -1,17 +1,19 @@
-"""What a pass is: a frozen dataclass that turns a verified module into a verified module."""
+"""The base class of passes: a frozen dataclass that maps a verified module to a verified module."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from attngen.ir.graph import Module
-from attngen.ir.ops import AXIS_DIM, PADDED, Arg, Checks, Load, Op, Store
+from attngen.ir.core import Checks, Op
+from attngen.ir.dims import AXIS_DIM, PADDED
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Load, Store
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of the pipeline. `phase` is the phase of what it returns."""
+    """One step of the pass pipeline. `phase` is the phase of the module that it returns."""
 
     name: ClassVar[str]
     phase: ClassVar[str]
@@ -21,7 +23,7 @@ class Pass:
 
 
 def padded(op: Op, names: tuple[str, ...]) -> Op:
-    """Tiles get the padded names of their dimensions, and accesses check these."""
+    """Return the op with the named dimensions replaced by their padded names, and with bounds checks along them."""
     changed: Any = op
     if hasattr(op, "over") and changed.over in names:
         changed = replace(changed, over=PADDED[changed.over])

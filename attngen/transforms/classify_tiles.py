@@ -1,20 +1,25 @@
 """classify-tiles: derive from the mask's expression which tiles along the loop are empty, partial or full.
 
 before:  %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) ...
-after:   the same, with tiles(visible start; full start; full end; visible end), in tiles, in closed form
+after:   %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) ... tiles(visible start; full start; full end; visible end)
 
-The mask is brought to a union of conjunctions. Each linear inequality is bounded over the box (this program's tile) x
-(tile j of the loop): its least value says which tiles may hold something visible, its greatest value which tiles hold
-nothing hidden. A union, such as a window or the first tokens, gives several runs of tiles, with four bounds each. Runs
-are in rising order, and no tile is in two. A run that has all tiles of another one, or none, is one run with it.
+The four bounds are tile numbers, in closed form. The mask is rewritten as a union of conjunctions. Each linear
+inequality is bounded over all pairs of a row of the program tile and a row of tile j of the loop: its least value says
+which tiles may have visible pairs, and its greatest value says which tiles have no hidden pair. A union, such as a
+window or the first tokens, gives several runs of tiles with four bounds each. Runs are in rising order, and no tile is
+in two runs. A run that contains all tiles of another run for some programs and none for the others is merged with it.
 
-A condition on data, such as a tensor of booleans, is bounded by what the mask knows of it (`known`). With nothing
-known, its tiles are partial. If `known` has a value for each row of the program's own tile, its least or greatest over
-the rows becomes a scalar:
+A condition on data, such as a tensor of booleans, is bounded by the facts that the mask states about it (`known`).
+Without facts its tiles are partial. If a fact has a value for each row of the program tile, the least or greatest value
+over the rows becomes a scalar:
 
-after:   %first_least = load %FIRST[b, q_start] : i32[]                     # of one that rises along the rows
-after:   %first_least = gather %FIRST[b, 0] : i32[]                         # the same, where tiles pack the queries of several heads
-after:   %first_rows = map expr(select(q_idx < Nq, first, 2147483647)) ... ; %first_least = reduce min %first_rows over(BLOCK_Q)
+values that rise along the rows:
+after:   %first_least = load %FIRST[b, q_start] : i32[]
+the same, with pack-GQA:
+after:   %first_least = gather %FIRST[b, 0] : i32[]
+other values:
+after:   %first_rows = map expr(select(q_idx < Nq, first, 2147483647)) ...
+         %first_least = reduce min %first_rows over(BLOCK_Q)
 """
 
 from __future__ import annotations
@@ -25,11 +30,14 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir.core import Access, Op, Type
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import select, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Gather, Load, Loop, Map, Op, Reduce, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Gather, Load, Loop, Map, Reduce
 from attngen.tiles.intervals import GREATEST, greatest, last_row, least
-from attngen.tiles.ranges import is_of_packed, scene_of, tile_ranges
+from attngen.tiles.ranges import gathers_per_query, scene_of, tile_ranges
 from attngen.transforms.base import Pass
 
 
@@ -55,8 +63,11 @@ def _classified(kernel: Kernel, rising: set[str]) -> Kernel:
 
 
 def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -> Iterator[Op]:
-    """Ops for the least and greatest value over the valid rows of the own tile. Of rising values these are the first
-    and the last; where tiles pack the queries of several heads, those of all queries."""
+    """Yield the ops that compute the least and greatest value over the valid rows of the program tile.
+
+    Values that rise along the rows have them at the first and last row. With pack-GQA these are the first and last of
+    all queries.
+    """
     own = kernel.program_axis
     ends = {least: symbol(f"{own}_start"), greatest: last_row(own)}
     of_all = {least: sympy.Integer(0), greatest: symbol("queries") - 1}
@@ -70,7 +81,7 @@ def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -
             if name in rising and isinstance(load, Load):
                 index = tuple(ends[which] if str(e) == own else e for e in load.src.index)
                 yield Load(str(made), Access(load.src.tensor, index), Type("i32"))
-            elif name in rising and isinstance(load, Gather) and is_of_packed(load):
+            elif name in rising and isinstance(load, Gather) and gathers_per_query(load):
                 at = of_all[which]
                 uses = tuple((str(s), str(s)) for s in sorted(at.free_symbols, key=str))
                 yield Gather(str(made), Access(load.src.tensor, (*load.src.index[:-1], at)), uses, Type("i32"))

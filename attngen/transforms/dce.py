@@ -1,9 +1,9 @@
 """dce: remove ops that no store depends on.
 
-before:  %score = map expr(qk_scale*s) ...          # folded into the softmax, read by nothing
-after:   (gone)
+before:  %score = map expr(qk_scale*s) ...          # folded into the softmax, so nothing reads it
+after:   (removed)
 
-A loop's carried fields are removed one by one. A loop whose body stores stays, and so do the kernel's arguments.
+A loop's carried fields are removed individually. Loops whose body stores stay, and so do the kernel's arguments.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Barrier, GridDependencyWait, Loop, Map, Op, Scatter, Store, Yield
+from attngen.ir.core import Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Barrier, GridDependencyWait, Loop, Map, Scatter, Store, Yield
 from attngen.transforms.base import Pass
 
 
@@ -26,7 +28,7 @@ class Dce(Pass):
 
 
 def prune(kernel: Kernel) -> Kernel:
-    """The kernel with only its arguments and what its stores depend on."""
+    """Return the kernel with only its arguments and the ops that its stores depend on."""
     live = _live(kernel)
     names = {ref.partition(".")[0] for ref in live}
     fields = {loop.body: {f for f, _ in loop.carry if f"{loop.name}.{f}" in live} for loop in kernel.loops}
@@ -47,7 +49,7 @@ def prune(kernel: Kernel) -> Kernel:
 
 
 def _live(kernel: Kernel) -> set[str]:
-    """The references that the stores depend on; for a loop these are its fields."""
+    """Return the references that the stores depend on; for a loop these are its fields."""
     found: set[str] = set()
     stores = [op for op in kernel.ops() if isinstance(op, (Scatter, Store))]
     todo = [ref for op in stores for ref in (*op.operands(), *kernel.scalars_of(op))]
@@ -60,14 +62,14 @@ def _live(kernel: Kernel) -> set[str]:
             continue
         found.add(ref)
         op, field = kernel.op(ref), ref.partition(".")[2]
-        if isinstance(op, Loop):  # the field's start, what the body yields for it, and the body's argument
+        if isinstance(op, Loop):  # the field's initial value, the value that the body yields, and the body's argument
             (last,) = (o for o in kernel.block(op.body).ops if isinstance(o, Yield))
             todo += [dict(op.carry)[field], dict(last.values)[field], field]
             todo += [op.listed] if op.listed else []
-        elif isinstance(op, Arg) and op.role == "carry":  # what a turn reads, the turn before it gives
+        elif isinstance(op, Arg) and op.role == "carry":  # an iteration reads what the one before it yields
             body = kernel.graph.nodes[op.name]["block"]
             todo += [f"{loop.name}.{op.name}" for loop in kernel.loops if loop.body == body]
         else:
             todo += op.operands()
-        todo += kernel.scalars_of(op) if not isinstance(op, Map) else []  # a map reads operands alone
+        todo += kernel.scalars_of(op) if not isinstance(op, Map) else []  # a map reads only operands
     return found

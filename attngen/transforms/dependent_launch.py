@@ -1,15 +1,15 @@
-"""dependent-launch: programs that join the parts of keys start while those that compute the parts still run.
+"""dependent-launch: launch the combine kernel of split-KV by programmatic dependent launch (PDL).
 
 before:  kernel @decode program_axis(q) pack_gqa grid(...)
          kernel @combine ...
-           %parts_of_keys = loop joined ...
+           %over_splits = loop joined ...
 after:   kernel @decode program_axis(q) pack_gqa launch_dependents grid(...)
          kernel @combine ...
            grid_dependency_wait
-           %parts_of_keys = loop joined ...
+           %over_splits = loop joined ...
 
-The second launch, and finding how many parts a sequence has, then take no time of their own (docs/perf-log.md, section
-33).
+The combine kernel starts while the programs that compute the splits still run. So the second launch, and finding the
+number of splits of each sequence, take no extra time (docs/perf-log.md, section 33).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import GridDependencyWait, Loop, Op
+from attngen.ir.core import Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import GridDependencyWait, Loop
 from attngen.transforms.base import Pass
 
 
@@ -28,18 +30,20 @@ class DependentLaunch(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        dealing = module.dealing
-        if dealing is None:
+        splitting = module.splitting_kernel
+        if splitting is None:
             return module
         return module.map_kernels(
-            lambda k: replace(k, launches_dependents=True) if k is dealing else _waiting(k) if k.combines_splits else k
+            lambda k: (
+                replace(k, launches_dependents=True) if k is splitting else _waiting(k) if k.combines_splits else k
+            )
         )
 
 
 def _waiting(kernel: Kernel) -> Kernel:
-    """The kernel with a wait before its loop over parts, which other programs store."""
+    """Return the kernel with a grid dependency wait before its loop over the splits, which other programs store."""
 
     def change(block: str, op: Op) -> list[Op]:
-        return [GridDependencyWait("wait_for_parts"), op] if isinstance(op, Loop) and block == "entry" else [op]
+        return [GridDependencyWait("wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]
 
     return kernel.rewrite(change)

@@ -1,16 +1,20 @@
-"""drop-unspecialized: what runs divided alone goes where nothing divides it, and so does what a call would do around
-it.
+"""drop-unspecialized: remove kernels that only run warp-specialized where no target specializes them.
 
-before:  host @backward                                  after:  host @backward
-           block @entry                                            block @entry
-             %In_one_pass = if then(@one_pass)                       %By_query = if then(@queries) ...
-               where(... fused > 0) orelse(@apart)                   %By_key = if then(@keys) ...
-           block @one_pass
+The host programs lose the branches that launch such kernels: the alternative branch takes their place.
+
+before:  host @backward
+           block @entry
+             %Use_fused = if then(@fused) where(... fused > 0) orelse(@separate)
+           block @fused
              launch @delta; launch @bwd; launch @dq_end
-           block @apart
+           block @separate
              %By_query = if then(@queries) ...
              %By_key = if then(@keys) ...
-         kernel @bwd ...; kernel @dq_end ...                     (gone)
+         kernel @bwd ...; kernel @dq_end ...
+after:   host @backward
+           block @entry
+             %By_query = if then(@queries) ...
+             %By_key = if then(@keys) ...
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir.core import Op
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Module
 from attngen.ir.host import Host, If, Launch
-from attngen.ir.ops import Map, Op
+from attngen.ir.module import Module
+from attngen.ir.ops import Map
 from attngen.transforms.base import Pass
 
 
@@ -34,27 +39,28 @@ class DropUnspecialized(Pass):
 
     def run(self, module: Module) -> Module:
         return without(
-            module, {kernel.name for kernel in module.kernels if kernel.adds and not module.stand_ins(kernel.name)}
+            module,
+            {kernel.name for kernel in module.kernels if kernel.adds_in_order and not module.stand_ins(kernel.name)},
         )
 
 
 def without(module: Module, gone: set[str]) -> Module:
-    """The module without some kernels that add, and what a call does around them."""
+    """Return the module without these kernels, which accumulate in order, and without the host ops around them."""
     if not gone:
         return module
     hosts = tuple(_without(host, gone) for host in module.hosts)
     left = {op.kernel for host in hosts for op in host.ops() if isinstance(op, Launch)}
     kept = tuple(kernel for kernel in module.kernels if kernel.name in left)
     schedules = tuple(
-        (name, rows) for name, rows in module.schedules if name in left or module.warp_specialized_named(name)
+        (name, configs) for name, configs in module.schedules if name in left or module.warp_specialized_named(name)
     )
     return replace(module, hosts=hosts, kernels=kept, schedules=schedules)
 
 
 def _without(host: Host, gone: set[str]) -> Host:
-    """The host program without the branches that launch these kernels: the other branches take their place.
+    """Return the host program without the branches that launch these kernels: the other branches take their place.
 
-    A number that says whether a call takes such a branch is 0 for all calls.
+    A number that decides whether a call takes such a branch becomes 0.
     """
     launching = {
         block.name for block in host.blocks if any(isinstance(op, Launch) and op.kernel in gone for op in block.ops)
@@ -63,15 +69,15 @@ def _without(host: Host, gone: set[str]) -> Host:
     instead = {op.name: host.block(op.orelse).ops for op in taken}
     inside = {op.then for block in host.blocks if block.name in launching for op in block.ops if isinstance(op, If)}
     dropped = launching | inside | {op.orelse for op in taken}
-    says = {
+    decides = {
         symbol(o.name): sympy.Integer(0)
         for o in host.ops()
         if isinstance(o, Map) and any(o.name in op.symbols for op in taken)
     }
-    instead |= {str(name): () for name in says}
+    instead |= {str(name): () for name in decides}
 
     def known(op: Op) -> Op:
-        return replace(op, expr=op.expr.xreplace(says)) if isinstance(op, Map) else op
+        return replace(op, expr=op.expr.xreplace(decides)) if isinstance(op, Map) else op
 
     blocks = (
         replace(b, ops=tuple(known(o) for op in b.ops for o in instead.get(op.name, (op,))))

@@ -1,9 +1,9 @@
-"""exp2-softmax: exponentials, logarithms, tanh and sigmoid are written by exp2 and log2, which the hardware has.
+"""exp2-softmax: rewrite exponentials, logarithms, tanh and sigmoid with exp2 and log2, which the hardware has.
 
 before:  %t1 = map expr(tanh(s*scale/30.0)) ...
 after:   %t1 = map expr(1 - 2/(exp2(2*LOG2E*s*scale/30.0) + 1)) ...
 
-None of the forms overflows into NaN: where exp2 gives infinity or zero, they give the function's limit.
+No form overflows into NaN: where exp2 returns infinity or zero, the form returns the function's limit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.ir.expr import TO_INTEGER, exp2, log, log2, parse, sigmoid, symbol, to_text
-from attngen.ir.graph import Module
+from attngen.ir.core import Access, Fact, Op
+from attngen.ir.expr import TO_INTEGER, exp2, log, log2, sigmoid, symbol
+from attngen.ir.expr_text import parse, to_text
 from attngen.ir.host import SumDistances
-from attngen.ir.ops import Access, Fact, Gather, Map, Mask, Op, Scatter
+from attngen.ir.module import Module
+from attngen.ir.ops import Gather, Map, Mask, Scatter
 from attngen.transforms.base import Pass
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
@@ -46,7 +48,7 @@ class Exp2Softmax(Pass):
 
 
 def _sums(op: Op) -> list[Op]:
-    """A sum by distance of the host program, at places without natural logarithms."""
+    """Rewrite the places of a host program's sum by distance without natural logarithms."""
     return [replace(op, at=tuple(map(_on_the_host, op.at)))] if isinstance(op, SumDistances) else [op]
 
 
@@ -59,21 +61,19 @@ def _places(access: Access) -> Access:
 
 
 def in_base_two(e: Any) -> Any:
-    """The expression written by exp2 and log2."""
+    """Return the expression, written with exp2 and log2."""
     if not e.args or not e.has(sympy.exp, log, sympy.tanh, sigmoid, sympy.Pow):
         return e
     args = [in_base_two(a) for a in e.args]
-    if isinstance(
-        e, TO_INTEGER
-    ):  # with its constants as one number: 2 * LN2 * log2(x), say, would lie below what it is exactly
+    if isinstance(e, TO_INTEGER):
+        # Constants are folded into one number: 2 * LN2 * log2(x), for example, would be below its exact value.
         return e.func(args[0].xreplace(NUMBERS))
     if isinstance(e, sympy.exp):
         return exp2(LOG2E * args[0])
     if isinstance(e, log):
         return LN2 * log2(args[0])
-    if isinstance(
-        e, sympy.tanh
-    ):  # exact to a rounding of 1, in which scores near 0 lose digits that the softmax does not see
+    if isinstance(e, sympy.tanh):
+        # Exact to the rounding of 1. Scores near 0 lose digits there, which do not change the softmax.
         return 1 - 2 / (1 + exp2(2 * LOG2E * args[0]))
     if isinstance(e, sigmoid):
         return 1 / (1 + exp2(-LOG2E * args[0]))

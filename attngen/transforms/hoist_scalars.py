@@ -1,10 +1,11 @@
-"""hoist-scalars: compute before a loop, once, what its body computes from scalars alone.
+"""hoist-scalars: compute expressions of scalars once, before the loop whose body uses them.
 
-before:  @step: %score = map expr(30.0*LOG2E*t1) ...
-after:   @entry: %score_scale = map expr(30.0*LOG2E) : f32[] ; @step: %score = map expr(score_scale*t1) ...
+before:  @step:   %score = map expr(30.0*LOG2E*t1) ...
+after:   @entry:  %score_scale = map expr(30.0*LOG2E) : f32[]
+         @step:   %score = map expr(score_scale*t1) ...
 
-Scalar factors of a product, or terms of a sum, become one scalar; a sign alone is no factor. Scalars of the loop over
-heads stay in that loop.
+The scalar factors of a product, or the scalar terms of a sum, become one scalar. A sign does not count as a factor.
+Scalars that depend on the head stay in the loop over heads.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any, ClassVar
 import sympy
 from sympy.logic.boolalg import Boolean
 
+from attngen.ir.core import Op, Type
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Loop, Map, Op, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Loop, Map
 from attngen.transforms.base import Pass
 
 CONSTANTS = {"LOG2E", "LN2"}
@@ -73,13 +76,13 @@ class _Hoisting:
                 rest
                 and len([a for a in scalars if a != -1]) > 1
                 and group.free_symbols
-                and not self._is_whole(group, op)
+                and not self._is_integer(group, op)
             ):
                 return e.func(self._named(group, "scale" if e.is_Mul else "shift", op, block), *rest)
             return e.func(*scalars, *rest)
         return e.func(*(self._hoisted(a, op, block) for a in e.args))
 
-    def _is_whole(self, e: Any, op: Map) -> bool:
+    def _is_integer(self, e: Any, op: Map) -> bool:
         refs = {s: dict(op.uses).get(str(s), str(s)) for s in e.free_symbols if not s.is_integer}
         of_integers = [
             s for s, r in refs.items() if r.split(".")[0] in self.source.graph and self.source.type_of(r).dtype == "i32"
@@ -87,8 +90,8 @@ class _Hoisting:
         return e.xreplace({s: sympy.Symbol(str(s), integer=True) for s in of_integers}).is_integer is True
 
     def _home(self, e: Any, op: Map, block: str) -> str | None:
-        """The outermost block that can compute the expression; None if it is not made of scalars alone, or no outer
-        block can."""
+        """Return the outermost block that can compute the expression; None if it reads more than scalars, or if no
+        outer block can."""
         names = {str(s) for s in e.free_symbols} - CONSTANTS
         nodes = self.source.graph.nodes
         refs = [dict(op.uses).get(n, n) for n in names]

@@ -1,10 +1,13 @@
 """inline-scores: fold a scale of the scores into the softmax.
 
-before:  %score = map expr(qk_scale*s) score(yes) ; %masked = mask %score ; %soft = softmax_step %masked
-after:   %masked = mask %s ; %soft = softmax_step %masked scale(%qk_scale)
+before:  %score = map expr(qk_scale*s) score(yes)
+         %masked = mask %score
+         %soft = softmax_step %masked
+after:   %masked = mask %s
+         %soft = softmax_step %masked scale(%qk_scale)
 
 A modifier that only scales by a positive number commutes with max and mask, so it is folded into the exponent, where
-it costs one fused multiply-add instead of a multiplication of its own. Any other modifier stays a map of its own.
+it costs one fused multiply-add instead of a separate multiplication. Any other modifier stays a separate map.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir.core import Op
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Map, Mask, Op, SoftmaxStep
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Map, Mask, SoftmaxStep
 from attngen.transforms.base import Pass
 
 
@@ -35,7 +40,7 @@ def _inline(kernel: Kernel) -> Kernel:
 
 
 def _scaling(kernel: Kernel, op: Map) -> tuple[str, str] | None:
-    """(score value, scale value) if the modifier is their product and the scale a scalar."""
+    """Return (score value, scale value) if the modifier is their product and the scale is a scalar; else None."""
     if len(op.uses) != 2 or op.expr != symbol(op.uses[0][0]) * symbol(op.uses[1][0]):
         return None
     scalars = [ref for _, ref in op.uses if not kernel.type_of(ref).dims]
@@ -49,7 +54,7 @@ def _keep(kernel: Kernel, op: Map) -> Kernel:
 
 def _fold(kernel: Kernel, score: Map) -> Kernel:
     raw, scale = _scaling(kernel, score) or ("", "")
-    scaled = {score.name}  # values in units of raw scores from now on
+    scaled = {score.name}  # values that are now in units of raw scores
     for op in kernel.ops():
         if isinstance(op, Mask) and op.value in scaled:
             scaled.add(op.name)

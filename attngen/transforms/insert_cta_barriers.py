@@ -1,12 +1,12 @@
-"""insert-cta-barriers: a program that walks over tiles waits before it reads again what it has rewritten.
+"""insert-cta-barriers: insert a CTA barrier before a loop that loads tiles which the program has rewritten.
 
 before:  %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
 after:   barrier
          %queries_full = loop q ranges(q_full_first .. q_full_end) carry() body(@step) cls(full)
 
-A tile that one loop stores is loaded again by the next loop, or in the next turn of the loop around both, by other
-threads of the program. Inside one loop each turn has another tile, so loads may run ahead of stores, but not across the
-barrier.
+In FlashAttention-1's loop order, a tile that one loop stores is loaded again by other threads of the program: in the
+next loop, or in the next iteration of the loop around both. Inside one loop each iteration has a different tile, so
+loads may run ahead of stores, but not across the barrier.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Barrier, Loop, Op
+from attngen.ir.core import Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Barrier, Loop
 from attngen.transforms.base import Pass
 
 

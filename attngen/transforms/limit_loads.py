@@ -1,15 +1,15 @@
-"""limit-loads: where data says which rows a program's pairs have, partial tiles are loaded without the others.
+"""limit-loads: in partial tiles, load only the rows that data allows in the program's visible pairs.
 
 before:  %v = load %V[b, h // group, kv, d_v] check(kv if partial) ...
 after:   %kv_needed_end = map expr(min(Nk, document_end_greatest)) uses(...) : i32[]
          %v = load %V[b, h // group, kv, d_v] check(kv if partial) needed(document_first_least .. kv_needed_end) ...
 
-The weight of a hidden score is 0, but 0 times NaN or infinity is NaN: no weight must meet a row that is in no visible
-pair, such as one behind the last packed sequence. The range has the bounds of data from which classify-tiles has made
-those of the loop. Its check takes the place of that against the tensor's end. Bounds that sizes alone give are left
-out, and so are those that leave out rows of pairs in other programs alone.
+The weight of a hidden score is 0, but 0 times NaN or infinity is NaN. So no weight may be multiplied with a row that is
+in no visible pair, such as a row past the last packed sequence. The range has the data-dependent bounds from which
+classify-tiles derived the loop's range, and its check replaces the check against the tensor's end. Bounds that follow
+from sizes are left out, and so are bounds that only exclude rows of other programs' pairs.
 
-Divided kernels are made before, and keep their loads: a copy engine checks the ends of tensors alone.
+Warp-specialized kernels are created earlier and keep their loads: TMA checks only the ends of tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir.core import Op, Type
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Barrier, Load, Loop, Map, Op, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Barrier, Load, Loop, Map
 from attngen.tiles.ranges import needed_rows
 from attngen.transforms.base import Pass
 
@@ -59,7 +61,7 @@ def _limited(kernel: Kernel) -> Kernel:
 
 
 def _first(kernel: Kernel, body: str) -> str:
-    """The first loop over a body, or a barrier right before it: numbers that the loop needs come before that."""
+    """Return the first loop over a body, or the barrier right before it: the loop's scalars are inserted before it."""
     ops = next(
         block.ops for block in kernel.blocks if any(isinstance(op, Loop) and op.body == body for op in block.ops)
     )
@@ -68,7 +70,7 @@ def _first(kernel: Kernel, body: str) -> str:
 
 
 def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, Map | None]:
-    """An end of the range, and the op that gives it a name, unless it has one."""
+    """Return an end of the range as a symbol, and the op that defines it unless it is already a symbol or constant."""
     if e.is_Symbol or e.is_Integer:
         return e, None
     uses = tuple(
@@ -81,5 +83,5 @@ def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, Map | N
 
 
 def limitable(kernel: Kernel, op: Op) -> bool:
-    """Whether a load reads numbers that are multiplied, along the loop's axis, and checks its end."""
+    """Whether a load reads matrix operands along the loop's axis with a bounds check there."""
     return isinstance(op, Load) and kernel.loop_axis in dict(op.check) and op.type.dtype not in ("b1", "i32")

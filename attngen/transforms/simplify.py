@@ -1,19 +1,19 @@
-"""simplify: drop conditions that others imply, and write the rest in the form that is cheapest to test.
+"""simplify: drop mask conditions that others imply, and write the rest in the form that is cheapest to test.
 
 before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < Nk)
 after:   mask %s where(kv_idx <= Nk - Nq + q_idx)          # for valid queries the first implies the second
 
-Each linear condition gets the loop's index alone on one side. The other side is then a vector that does not change in
-the loop. So of several upper bounds of the index only the least is compared, and of lower ones the greatest: one
-comparison for each score in place of two.
+Each linear condition is solved for the loop's index. The other side is then a vector that is invariant in the loop. So
+several upper bounds of the index become one, their minimum, and several lower bounds become their maximum: one
+comparison per score instead of two.
 
 before:  mask %s where(kv_idx <= Nk - Nq + q_idx and kv_idx < document_end)
 after:   mask %s where(kv_idx < min(document_end, Nk - Nq + q_idx + 1))
 
-A mask that is too long to be solved in full for the tiles that it leaves stays as it is: of a shorter one more would be
-solved, and the loops, which have been made, may not be proven to visit just that.
+A mask that exceeds the limits of the interval solver is left unchanged. More of a shorter mask would be solved, and the
+existing loops could not be proven to visit exactly those tiles.
 
-If no full loop runs a body, what is marked `if partial` in it becomes unconditional.
+If no full loop runs a body, ops marked `if partial` in it become unconditional.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir.core import Op
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Bool, conjuncts, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Gather, Load, Mask, Op, SoftmaxStep
-from attngen.tiles.intervals import implies, is_cut_short, linear_parts, mentions
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Gather, Load, Mask, SoftmaxStep
+from attngen.tiles.intervals import exceeds_limits, implies, linear_parts, mentions
 from attngen.tiles.ranges import mask_of, scene_of
 from attngen.transforms.base import Pass
 
@@ -48,8 +51,8 @@ def _simplify(kernel: Kernel) -> Kernel:
     moving = frozenset(name for name, t in types.items() if AXIS_DIM[loop] in t.dims)
     loaded = frozenset(op.name for op in kernel.ops() if isinstance(op, (Gather, Load)))
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
-    too_long = {x.body for x in kernel.loops if is_cut_short(mask_of(kernel, x.body), scene_of(kernel, x.body))}
-    unmasked: dict[str, str] = {}  # a mask that is always true -> its value, which ops after it read instead
+    too_long = {x.body for x in kernel.loops if exceeds_limits(mask_of(kernel, x.body), scene_of(kernel, x.body))}
+    unmasked: dict[str, str] = {}  # a mask that is always true -> its value, which later ops read instead
 
     def change(block: str, op: Op) -> list[Op]:
         op = op.with_operands(unmasked) if unmasked else op
@@ -81,15 +84,16 @@ def simplify_condition(
     loaded: frozenset[str] = frozenset(),
     moving: frozenset[str] = frozenset(),
 ) -> Bool:
-    """The conjunction without parts that the others imply for valid rows. Comparisons of integers are solved for the
+    """Return the conjunction without parts that the others imply for valid rows. Integer comparisons are solved for the
     loop's index.
 
-    reals: values that are no integers; loaded: those that are data, which may be the least or greatest integer; moving:
-    those that change along the loop's axis.
+    reals: names of values that are not integers.
+    loaded: names of loaded values, which may be the least or greatest integer.
+    moving: names of values that change along the loop's axis.
     """
-    said = conjuncts(where)
-    fixed = [p for p in said if mentions(p, reals)]
-    parts = [p for p in said if p not in fixed]
+    given = conjuncts(where)
+    fixed = [p for p in given if mentions(p, reals)]
+    parts = [p for p in given if p not in fixed]
     kept = list(parts)
     for part in parts:
         others = [p for p in kept if p is not part]
@@ -101,7 +105,7 @@ def simplify_condition(
 
 def _solved(p: Bool, own: str, loop: str, loaded: frozenset[str]) -> Bool:
     if isinstance(p, (sympy.And, sympy.Or)):
-        # Vectors of keys would take registers beside the sums of dK and dV. Of data, a sum may be too large.
+        # Vectors along the keys would need registers in addition to dK and dV. A sum with loaded data may overflow.
         return (
             p if own != "q" or mentions(p, loaded) else p.func(*(_solved(part, own, loop, loaded) for part in p.args))
         )
@@ -111,13 +115,13 @@ def _solved(p: Bool, own: str, loop: str, loaded: frozenset[str]) -> Bool:
     a, c, rest = linear
     bound = -c * (a * symbol(f"{own}_idx") + rest)
     index, strict = symbol(f"{loop}_idx"), isinstance(p, (sympy.Lt, sympy.Gt))
-    if c == 1:  # index <= bound; written with < where that drops a constant
+    if c == 1:  # index <= bound; written with < if that drops a constant
         return index < bound + 1 if _simpler(bound + 1, bound, strict) else index <= bound
     return index > bound - 1 if _simpler(bound - 1, bound, strict) else index >= bound
 
 
 def _simpler(a: sympy.Expr, b: sympy.Expr, even: bool) -> bool:
-    """Whether a has fewer terms than b; `even` if it has as many."""
+    """Whether a has fewer terms than b; for an equal number, `even`."""
     terms = len(sympy.Add.make_args(b)) - len(sympy.Add.make_args(a))
     return terms > 0 or (terms == 0 and even)
 
@@ -125,10 +129,10 @@ def _simpler(a: sympy.Expr, b: sympy.Expr, even: bool) -> bool:
 def _one_bound_a_side(
     parts: list[Bool], index: sympy.Symbol, loaded: frozenset[str], moving: frozenset[str]
 ) -> list[Bool]:
-    """The parts with one upper and one lower bound of the index, of those that are plain sums and do not change along
-    the loop.
+    """Return the parts with the bounds of the index merged into at most one upper and one lower bound.
 
-    Data is compared as it is: one more or less than the least or greatest integer is another one.
+    Only bounds that are plain sums and invariant along the loop are merged. Loaded data is compared unchanged, because
+    adding or subtracting one wraps at the least or greatest integer.
     """
     for strict, weak, nearest, step in ((sympy.Lt, sympy.Le, sympy.Min, 1), (sympy.Gt, sympy.Ge, sympy.Max, -1)):
         alike = [
@@ -147,7 +151,7 @@ def _one_bound_a_side(
 
 
 def _is_plain(e: sympy.Expr) -> bool:
-    """Whether it is a sum of integers, each once: others may need 64 bits, which the comparison would then have for
-    every score."""
+    """Whether an expression is a sum of integers with factors 1 or -1. Others may need 64 bits, and so would the
+    comparison of every score."""
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(e) if not term.is_Integer]
     return all(abs(factor) == 1 and term.is_Symbol for factor, term in terms)

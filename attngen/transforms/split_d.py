@@ -1,30 +1,30 @@
-"""split-d: programs may share the columns of a wide sum, so that each holds a part of it.
+"""split-d: split the head_dim of a wide accumulator across programs, so that each program holds a slice of it.
 
 before:  kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
          %v = load %V[b, h, kv, d_v] check(kv if partial) : T[BLOCK_KV, D_V] @?
          %acc_next = dot %p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @?
          store %O[b, h, q, d_v] %o check(q)
          store %LSE[b, h, q] %lse check(q)
-after:   kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), own_v in cdiv(D_V, OWN_V), h in Hq, b in B)
-         %v = load %V[b, h, kv, own_v] check(kv if partial) : T[BLOCK_KV, OWN_V] @?
-         %acc_next = dot %p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, OWN_V] @?
-         store %O[b, h, q, own_v] %o check(q)
-         store %LSE[b, h, q] %lse check(q) first_along(own_v)
+after:   kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), split_v in cdiv(D_V, SPLIT_V), h in Hq, b in B)
+         %v = load %V[b, h, kv, split_v] check(kv if partial) : T[BLOCK_KV, SPLIT_V] @?
+         %acc_next = dot %p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, SPLIT_V] @?
+         store %O[b, h, q, split_v] %o check(q)
+         store %LSE[b, h, q] %lse check(q) first_along(split_v)
 
-A sum of more than WIDEST_SUM columns in fp32 takes so many registers that tiles would be small, or spill. OWN_V columns
-of it are a program's own; a row of the schedule says how many these are, all or a part (select-tiles). Each program
-computes all scores. What is the same for all is stored by the first one alone.
+An fp32 accumulator wider than WIDEST_SUM takes so many registers that tiles would be small, or spill. Each program has
+SPLIT_V columns of it; the config says how many these are, all or a part (select-tiles). Each program computes all
+scores. Results that are the same for all of them are stored only by the first program along the split axis.
 
-A tile that products also read as a whole, as keys in dQ = dS K, stays; beside it stand the program's columns of it:
+A tile that another op reads whole, such as the keys in dQ = dS K, stays, and the program's slice is loaded in addition:
 
          %k = load %K[b, h, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @?
-         %k_own = load %K[b, h, kv, own_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, OWN_QK] @?
-         %dq_next = dot %ds %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, OWN_QK] @?
+         %k_own = load %K[b, h, kv, split_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, SPLIT_QK] @?
+         %dq_next = dot %ds %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, SPLIT_QK] @?
 
-Of a tile that is taken beside a sum element by element, as forward mode takes the output, a program loads its own
-columns too.
+A program also loads only its slice of a tile that is combined elementwise with the accumulator, such as the output in
+forward mode.
 
-Kernels that read a cache stay as they are, and so do those of latents: tiles of few queries leave room for all columns.
+Kernels that read a KV cache and kernels of latents are not split: with tiles of few queries the whole head_dim fits.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ from typing import Any, ClassVar
 import sympy
 
 from attngen.heuristics import WIDEST_SUM
+from attngen.ir.core import Access, Op, Type
+from attngen.ir.dims import COLUMN_DIM, OWN, WHOLE
 from attngen.ir.expr import cdiv, symbol
-from attngen.ir.graph import GridAxis, Kernel, Module
-from attngen.ir.ops import COLUMN_DIM, OWN, WHOLE, Access, Arg, Dot, Init, Load, Map, Op, Scatter, Store, Type
+from attngen.ir.grid import GridAxis
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Dot, Init, Load, Map, Scatter, Store
 from attngen.tiles.sizes import tile_width
 from attngen.transforms.base import Pass
 
@@ -53,40 +57,48 @@ class SplitD(Pass):
 
 
 def _shared(module: Module, kernel: Kernel) -> Kernel:
-    """The kernel with an axis of columns, if it holds a sum that is wide, and no other one of columns."""
+    """Return the kernel with a grid axis over head_dim if it has one width of accumulators and this is too wide."""
     sums = {op.type.dims[1] for op in kernel.ops() if isinstance(op, Init) and len(op.type.dims) == 2}
     wide = [own for own, whole in WHOLE.items() if whole in sums and tile_width(module.widths[whole]) > WIDEST_SUM]
-    if len(sums) != 1 or not wide or not kernel.dots or kernel.reads_cache or kernel.walks or kernel.adds:
+    if (
+        len(sums) != 1
+        or not wide
+        or not kernel.dots
+        or kernel.reads_cache
+        or kernel.visits_all_tiles
+        or kernel.adds_in_order
+    ):
         return kernel
     (own,) = wide
     axis = next(letter for letter, dim in OWN.items() if dim == own)
-    return _Columns(kernel, axis, module.widths[WHOLE[own]]).shared()
+    return _HeadDimSplit(kernel, axis, module.widths[WHOLE[own]]).kernel_with_axis()
 
 
-class _Columns:
-    """One kernel, and the letters and dimensions of all columns of its sum, and of those that a program has."""
+class _HeadDimSplit:
+    """One kernel, with the axis letters and dimensions of its accumulator's whole head_dim and of a program's slice."""
 
     def __init__(self, kernel: Kernel, axis: str, width: int) -> None:
         self.kernel, self.axis, self.own = kernel, axis, OWN[axis]
         self.whole = WHOLE[self.own]
         self.letter = next(letter for letter, dim in COLUMN_DIM.items() if dim == self.whole)
-        self.uneven = width != tile_width(width)  # then the last program may have fewer columns
+        self.uneven = width != tile_width(width)  # then the last program's slice may be narrower
         summed = [op for op in kernel.dots if self.whole in op.type.dims]
         operands = {op.b for op in summed}
         self.both = operands & {
             ref for op in kernel.ops() if op not in summed for ref in op.operands()
-        }  # that others read as a whole
-        self.loaded = operands | set(self._beside_sums())
+        }  # read whole by other ops
+        self.loaded = operands | set(self._elementwise_loads())
 
-    def _beside_sums(self) -> Iterator[str]:
-        """Loaded tiles that a map takes beside a sum, element by element, as forward mode takes the output."""
+    def _elementwise_loads(self) -> Iterator[str]:
+        """Yield loaded tiles that a map combines elementwise with an accumulator, such as the output in forward
+        mode."""
         loaded = {op.name for op in self.kernel.ops() if isinstance(op, Load) and self.whole in op.type.dims}
         for op in self.kernel.ops():
             used = {ref for _, ref in op.uses} if isinstance(op, Map) and self.whole in op.type.dims else set()
             if used - loaded and any(self.whole in self.kernel.type_of(ref).dims for ref in used - loaded):
                 yield from used & loaded
 
-    def shared(self) -> Kernel:
+    def kernel_with_axis(self) -> Kernel:
         first, *rest = self.kernel.grid
         axis = GridAxis(self.axis, cdiv(symbol(self.whole), symbol(self.own)))
         about = f"{self.kernel.about.rstrip('.')}; {self.own} columns each." if self.kernel.about else ""
@@ -117,7 +129,7 @@ class _Columns:
         return replace(type_, dims=tuple(self.own if dim == self.whole else dim for dim in type_.dims))
 
     def _access(self, op: Any) -> Any:
-        """An access to the program's columns, which checks them where they may pass the end."""
+        """Return the access to the program's slice, with a bounds check if the slice may pass the end of head_dim."""
         field = "dst" if isinstance(op, Store) else "src"
         at: Access = getattr(op, field)
         index = tuple(symbol(self.axis) if e == symbol(self.letter) else e for e in at.index)

@@ -1,11 +1,12 @@
-"""split-dkdv: dK and dV of wide heads get a kernel each.
+"""split-dkdv: for a wide head_dim, compute dK and dV in separate kernels.
 
 before:  kernel @dkdv ... %total = loop q ... carry(dk=%dk_init, dv=%dv_init) ... store %dK ... store %dV
-after:   kernel @dk ... carry(dk=%dk_init) ... store %dK, and kernel @dv ... carry(dv=%dv_init) ... store %dV
-before:  host @backward ... launch @dkdv
-after:   host @backward ... launch @dk, launch @dv
+         host @backward ... launch @dkdv
+after:   kernel @dk   ... %total = loop q ... carry(dk=%dk_init) ... store %dK
+         kernel @dv   ... %total = loop q ... carry(dv=%dv_init) ... store %dV
+         host @backward ... launch @dk, launch @dv
 
-Two accumulators of more than WIDEST columns together take so many registers that tiles would be small, or spill.
+Two accumulators with a combined width above WIDEST take so many registers that tiles would be small, or spill.
 Computing the scores twice costs less (docs/perf-log.md).
 """
 
@@ -15,9 +16,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.heuristics import WIDEST
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.core import Op
 from attngen.ir.host import Launch
-from attngen.ir.ops import Op, Store
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Store
 from attngen.tiles.sizes import tile_width
 from attngen.transforms.base import Pass
 from attngen.transforms.dce import prune
@@ -45,12 +48,16 @@ class SplitDkdv(Pass):
 
 
 def _has_both(kernel: Kernel) -> bool:
-    """Whether its programs own a tile of keys each, and hold the sums of both gradients, and of no other one."""
-    return kernel.writes.issuperset(GRADIENTS) and bool(kernel.dots) and not (kernel.walks or kernel.adds)
+    """Whether each program has a tile of keys and accumulates dK and dV, and no dQ."""
+    return (
+        kernel.writes.issuperset(GRADIENTS)
+        and bool(kernel.dots)
+        and not (kernel.visits_all_tiles or kernel.adds_in_order)
+    )
 
 
 def _launch_each(op: Op, both: set[str]) -> list[Op]:
-    """In place of the launch of a kernel of `both` gradients, those of @dk and @dv."""
+    """Replace the launch of a kernel in `both` by the launches of @dk and @dv."""
     if not isinstance(op, Launch) or op.kernel not in both:
         return [op]
     return [
@@ -65,7 +72,7 @@ def _launch_each(op: Op, both: set[str]) -> list[Op]:
 
 
 def _only(kernel: Kernel, out: str) -> Kernel:
-    """The kernel with one output, and only what that needs. Lists of blocks, which no op reads yet, stay as
+    """Return the kernel with one output and only the ops that it needs. Block lists, which no op reads yet, stay as
     arguments."""
     one = prune(kernel.rewrite(lambda _, op: [] if isinstance(op, Store) and op.dst.tensor != out else [op]))
     unread = {

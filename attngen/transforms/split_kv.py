@@ -1,18 +1,24 @@
-"""split-kv: say how much work a sequence in a cache is, by the tiles that its mask leaves.
+"""split-kv: compute the work of a sequence in the KV cache from the tiles that its mask leaves.
 
-before:  kernel @decode ... split_kv(cdiv(Nk, 64))        %keys_partial = loop kv ranges(... max(0, Nk - 1024) // BLOCK_KV .. kv_end ...)
+before:  kernel @decode ... split_kv(cdiv(Nk, 64))
+           %keys_partial = loop kv ranges(... max(0, Nk - 1024) // BLOCK_KV .. kv_end ...)
 after:   kernel @decode ... split_kv(cdiv(Nk, 64) - max(0, Nk - 1024) // 64)
 
-before:  kernel @decode ... split_kv(cdiv(Nk, 64))        %keys_partial = loop kv ranges(first_least // BLOCK_KV .. cdiv(Nk, BLOCK_KV)) ...
+before:  kernel @decode ... split_kv(cdiv(Nk, 64))
+           %keys_partial = loop kv ranges(first_least // BLOCK_KV .. cdiv(Nk, BLOCK_KV)) ...
 after:   kernel @decode ... split_kv(cdiv(Nk, 64) - first_least // 64) of(first_least=%FIRST[b, 0])
 
-before:  %keys_full = loop kv ranges(portion(kv_full_end, part, parts) .. portion(kv_full_end, 1 + part, parts)) ...
-after:   %kv_full_from = map expr(portion(kv_full_end, part, parts)) ; %kv_full_to = map expr(portion(kv_full_end, 1 + part, parts))
+The bounds of each split of a range become named scalars:
+
+before:  %keys_full = loop kv
+           ranges(portion(kv_full_end, kv_split, num_splits) .. portion(kv_full_end, 1 + kv_split, num_splits)) ...
+after:   %kv_full_from = map expr(portion(kv_full_end, kv_split, num_splits))
+         %kv_full_to = map expr(portion(kv_full_end, 1 + kv_split, num_splits))
          %keys_full = loop kv ranges(kv_full_from .. kv_full_to) ...
 
-Work is counted in tiles of UNIT keys, of a tile of queries that has all of them. It steers how keys are dealt, and no
-more: whatever it is, the parts of a sequence have each of its keys once. Where tiles depend on other data than numbers
-of a sequence, work stays the number of its keys.
+Work is counted in tiles of UNIT keys, for one tile with all queries. It only steers how the keys are split: for any
+value, the splits of a sequence have each of its keys once. If the visited tiles depend on data other than one number
+per sequence, the work stays the number of keys.
 """
 
 from __future__ import annotations
@@ -23,9 +29,11 @@ from typing import ClassVar
 import sympy
 
 from attngen.heuristics import UNIT
+from attngen.ir.core import Access, Op, Type
 from attngen.ir.expr import Expr, flattened, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Access, Arg, Gather, Load, Loop, Map, Op, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Gather, Load, Loop, Map
 from attngen.tiles.tiles import visited
 from attngen.transforms.base import Pass
 
@@ -36,25 +44,25 @@ class SplitKV(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        dealing = module.dealing
-        if dealing is None or dealing.kv_split is None:
+        splitting = module.splitting_kernel
+        if splitting is None or splitting.kv_split is None:
             return module
-        module = module.map_kernels(lambda kernel: _named(kernel) if kernel is dealing else kernel)
-        work, numbers = _work(dealing), _numbers(dealing)
+        module = module.map_kernels(lambda kernel: _with_named_bounds(kernel) if kernel is splitting else kernel)
+        work, numbers = _work(splitting), _integer_args(splitting)
         named = {str(s) for s in work.free_symbols}
-        reads = tuple((name, at) for name, at in _of_sequences(dealing).items() if name in named)
+        reads = tuple((name, at) for name, at in _sequence_integers(splitting).items() if name in named)
         if not named <= {"Nk"} | numbers.keys() | dict(reads).keys():
             return module
-        kv_split = replace(dealing.kv_split, work=work, reads=reads)
+        kv_split = replace(splitting.kv_split, work=work, reads=reads)
         named |= {str(s) for _, at in reads for e in at.index for s in e.free_symbols}
-        needed = [arg for arg in dealing.args if arg.name in named & numbers.keys() | {at.tensor for _, at in reads}]
+        needed = [arg for arg in splitting.args if arg.name in named & numbers.keys() | {at.tensor for _, at in reads}]
         return module.map_kernels(
-            lambda kernel: _with(replace(kernel, kv_split=kv_split), needed) if kernel.kv_split else kernel
+            lambda kernel: _with_args(replace(kernel, kv_split=kv_split), needed) if kernel.kv_split else kernel
         )
 
 
-def _named(kernel: Kernel) -> Kernel:
-    """The kernel with the bounds of each part of a range as named scalars."""
+def _with_named_bounds(kernel: Kernel) -> Kernel:
+    """Return the kernel with the bounds of each split of a range as named scalars."""
 
     def change(_: str, op: Op) -> list[Op]:
         if not isinstance(op, Loop) or op.cls == "all":
@@ -76,32 +84,32 @@ def _named(kernel: Kernel) -> Kernel:
     return kernel.rewrite(change)
 
 
-def _numbers(kernel: Kernel) -> dict[str, Arg]:
-    """Its whole numbers that are the same for all sequences."""
+def _integer_args(kernel: Kernel) -> dict[str, Arg]:
+    """Return the kernel's scalar i32 arguments, which are the same for all sequences."""
     return {arg.name: arg for arg in kernel.args if arg.role == "scalar" and arg.type.dtype == "i32"}
 
 
-def _of_sequences(kernel: Kernel) -> dict[str, Access]:
-    """Its whole numbers that are elements of tensors, one of each sequence."""
+def _sequence_integers(kernel: Kernel) -> dict[str, Access]:
+    """Return the kernel's i32 scalars that are loaded from tensors with one element per sequence."""
     whole = [
         op
         for op in kernel.block("entry").ops
         if isinstance(op, (Gather, Load)) and (op.type.dtype, op.type.dims) == ("i32", ())
     ]
     places = {op.name: op.src for op in whole if op.src.index[0] == symbol("b")}
-    known = {symbol(name) for name in ("b", *_numbers(kernel))}
+    known = {symbol(name) for name in ("b", *_integer_args(kernel))}
     return {name: at for name, at in places.items() if all(e.free_symbols <= known for e in at.index)}
 
 
 def _work(kernel: Kernel) -> Expr:
-    """Tiles that a tile with all queries visits."""
+    """Return the number of key tiles that one tile with all queries visits."""
     sizes = {"q_start": sympy.Integer(0), "BLOCK_Q": symbol("Nq"), "BLOCK_KV": sympy.Integer(UNIT)}
     return flattened(visited(kernel).xreplace({symbol(name): e for name, e in sizes.items()}))
 
 
-def _with(kernel: Kernel, needed: list[Arg]) -> Kernel:
-    """The kernel with these tensors and numbers among its arguments: tensors after the others that it reads, numbers
-    at the end."""
+def _with_args(kernel: Kernel, needed: list[Arg]) -> Kernel:
+    """Return the kernel with these tensors and numbers as arguments: tensors after its other inputs, numbers at the
+    end."""
     have = {arg.name for arg in kernel.args}
     more = [arg for arg in needed if arg.name not in have]
     entry, *rest = kernel.blocks

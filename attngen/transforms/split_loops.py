@@ -1,23 +1,24 @@
-"""split-loops: split a loop over all tiles into a loop over the full ones and a loop over the partial ones.
+"""split-loops: split a loop over all tiles into a loop over full tiles and a loop over partial tiles.
 
 before:  %keys = loop kv ranges(0 .. n) body(@step) tiles(a; b; c; d)
-after:   %kv_end = map expr(d) : i32[]        (and %kv_first, %kv_full_first, %kv_full_end: those that are not constants)
+after:   %kv_end = map expr(d) : i32[]        (likewise %kv_first, %kv_full_first, %kv_full_end unless constant)
          %keys_full = loop kv ranges(kv_full_first .. kv_full_end) body(@step) cls(full)
          %keys_partial = loop kv ranges(kv_first .. kv_full_first, kv_full_end .. kv_end) body(@step) cls(partial)
 
-Empty tiles are in neither loop. With several runs of tiles, each loop has a range for each run. A range that is
-provably empty is left out, and so is a loop without ranges. Where programs share the loop before, they share each range
-of those after. Both loops run the same body; what it marks as `partial` applies only in the second. The order of tiles
-does not matter to online softmax or to sums of gradients.
+Empty tiles are in neither loop. With several runs of tiles, each loop has one range per run. Ranges that are provably
+empty are left out, and so are loops without ranges. If programs split the loop among them, they split each new range.
+Both loops run the same body; ops marked `if partial` apply only in the second. The order of tiles does not matter to
+online softmax or to gradient sums.
 
-Where programs add to one tile in turns, the ranges say how many come to it before each. A kernel of which that is not
-known is left out. Where data says where loops start, and its numbers rise, a program counts those:
+Programs that accumulate into one tile in a fixed order (`ordered_add`) get their position in it from the ranges: the
+number of programs that add to the tile earlier. A kernel for which this number is unknown is dropped. If a rising
+tensor says where loops start, the program counts its elements:
 
          %document_q_first_count = count_tiles %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
          ordered_add %DQ_ACC[b, h, q, d_qk] %dq semaphore(%DQ_SEMAPHORE[...])
            order(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
 
-Where blocks are listed, a program's turn is among the listed tiles, up to the last one whose programs come:
+With block lists, the position counts listed tiles, up to the last tile whose program visits this one:
 
 before:  %kv_end_at = list_position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV)) : i32[]
 after:   %kv_end_at = list_position %KV_RANK_row tile(min(..., cdiv(Nk, BLOCK_KV))) : i32[]
@@ -29,11 +30,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir.core import Op, Type
 from attngen.ir.expr import Expr, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Loop, Map, Op, OrderedAdd, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Loop, Map, OrderedAdd
 from attngen.ir.split_axes import part, shared
-from attngen.tiles.order import last_first, leaps, makers_of
+from attngen.tiles.order import ends_jump, last_first_order, order_ops
 from attngen.transforms.base import Pass
 from attngen.transforms.drop_unspecialized import without
 
@@ -44,20 +47,19 @@ class SplitLoops(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        made = module.map_kernels(lambda kernel: _with_turns(module, _split(kernel)))
+        made = module.map_kernels(lambda kernel: _with_order(module, _split(kernel)))
         return without(
-            replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _lacks_turns(kernel)}
+            replace(made, phase=self.phase), {kernel.name for kernel in made.kernels if _lacks_order(kernel)}
         )
 
 
-def _with_turns(module: Module, kernel: Kernel) -> Kernel:
-    """The kernel with the turns of its programs: the ranges of its loops say how many come to a tile before each of
-    them."""
+def _with_order(module: Module, kernel: Kernel) -> Kernel:
+    """Return the kernel with the order of its programs' accumulation, derived from the ranges of its loops."""
     add = next((op for op in kernel.ops() if isinstance(op, OrderedAdd)), None)
     if add is None:
         return kernel
-    turn, before, by_tile = last_first(module, kernel), makers_of(kernel, add), leaps(module, kernel)
-    expr, makers = turn or (None, ())
+    order, before, by_tile = last_first_order(module, kernel), order_ops(kernel, add), ends_jump(module, kernel)
+    expr, makers = order or (None, ())
 
     def change(_: str, op: Op) -> list[Op]:
         if op is add:
@@ -67,8 +69,8 @@ def _with_turns(module: Module, kernel: Kernel) -> Kernel:
     return kernel.rewrite(change)
 
 
-def _lacks_turns(kernel: Kernel) -> bool:
-    """Whether it is not known when the turns of its programs come."""
+def _lacks_order(kernel: Kernel) -> bool:
+    """Whether the order in which the kernel's programs accumulate is unknown."""
     return any(isinstance(op, OrderedAdd) and op.order is None for op in kernel.ops())
 
 
@@ -88,7 +90,7 @@ def _split(kernel: Kernel) -> Kernel:
         partial = [pair for a, b, c, d in runs for pair in (((a, b), (c, d)) if b != c else ((a, d),))]
         for cls, pairs in (("full", full), ("partial", partial)):
             ranges = tuple((lo, hi) for lo, hi in pairs if lo != hi)
-            if ranges or (cls == "partial" and len(loops) == len(bounds)):  # a body has a loop, though it visit nothing
+            if ranges or (cls == "partial" and len(loops) == len(bounds)):  # a body needs a loop, even an empty one
                 ranges = ranges or tuple(partial[:1])
                 ranges = tuple(part(lo, hi, shared_by) for lo, hi in ranges) if shared_by else ranges
                 loop = replace(op, name=f"{op.name}_{cls}", ranges=ranges, carry=carry, cls=cls, tiles=())
@@ -101,8 +103,8 @@ def _split(kernel: Kernel) -> Kernel:
 
 
 def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
-    """The bounds as named scalars, each in terms of earlier ones; and their names (or constants) in the order of the
-    loop."""
+    """Return the bounds as named scalars, each in terms of earlier ones, and their names (or constants) in the loop's
+    order."""
     names: dict[Expr, Expr] = {}
     bounds: list[Map] = []
     for i in range(0, len(loop.tiles), 4):
@@ -120,5 +122,5 @@ def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
 
 
 def _is_value(kernel: Kernel, name: str, bounds: list[Map]) -> bool:
-    """Whether a symbol is an op's result rather than a size, a tile size or a position."""
+    """Whether a symbol is an op's result and not a size, a tile size or a position."""
     return name in {b.name for b in bounds} or (name in kernel.graph and not isinstance(kernel.op(name), Arg))

@@ -1,4 +1,4 @@
-"""use-block-lists: with block sparsity, a loop over tiles visits only the tiles of listed blocks, in rising order.
+"""use-block-lists: with block sparsity, loops visit only the tiles of listed blocks, in rising order.
 
 before:  %keys_full = loop kv ranges(0 .. kv_full_end) ...
 after:   %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[]
@@ -6,12 +6,12 @@ after:   %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[]
          %kv_full_end_at = list_position %KV_RANK_row tile(kv_full_end) : i32[]
          %keys_full = loop kv ranges(0 .. kv_full_end_at) ... listed(%KV_LIST_row)
 
-Lists are sorted, so the listed tiles between two bounds have consecutive positions. What was proven of the ranges still
-holds.
+Lists are sorted, so the listed tiles between two bounds have consecutive positions, and the facts proven about the
+ranges still hold.
 
-Where data says which blocks count, a list has first the full blocks, then the cut ones. One full loop visits the
-former, one partial loop the latter; both run between the ends of the original ranges. An end that is computed of a
-number for each row of a tile is left out, and they run to the end of the list: a block that no row sees is not in it.
+If data determines the blocks, a list has the full blocks first, then the partial ones. One full loop visits the former
+and one partial loop the latter, both between the ends of the original ranges. Bounds reduced from one number per row of
+a tile are ignored, and the loops run to the end of the list: a block that no row sees is not in it.
 
 after:   %kv_end_full_at = list_position %KV_FULL_RANK_row tile(kv_end) : i32[]
          %keys_full = loop kv ranges(0 .. kv_end_full_at) ... cls(full) listed(%KV_LIST_row)
@@ -28,10 +28,13 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
+from attngen.ir.core import Access, Op, Type
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol
-from attngen.ir.graph import Blocks, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Blocks, Module
 from attngen.ir.names import block_lists
-from attngen.ir.ops import AXIS_DIM, AXIS_EXTENT, Access, Base, ListPosition, Load, Loop, Map, Op, Reduce, Type
+from attngen.ir.ops import Base, ListPosition, Load, Loop, Map, Reduce
 from attngen.ir.prove import prove_le
 from attngen.tiles.intervals import with_rows
 from attngen.tiles.ranges import rows_of
@@ -52,9 +55,7 @@ class UseBlockLists(Pass):
 
 def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
     own = kernel.program_axis
-    *ranks, listed = block_lists(
-        own, blocks.data
-    )  # of what comes first in a list; where data makes it, of what follows too
+    *ranks, listed = block_lists(own, blocks.data)  # lists from data have ranks for the full and for the partial blocks
     made: set[str] = set()
     renamed: dict[str, str] = {}
 
@@ -88,7 +89,7 @@ def _listed(kernel: Kernel, blocks: Blocks) -> Kernel:
 
 
 def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
-    """One full loop and one partial loop, in place of all loops over one body. Each runs over the union of their
+    """Return one full and one partial loop that replace all loops over one body. Each runs over the union of their
     ranges."""
 
     def at_most(a: Expr, b: Expr) -> bool:
@@ -97,7 +98,7 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
     var = group[0].var
     whole = [(sympy.Integer(0), cdiv(symbol(AXIS_EXTENT[var]), symbol(AXIS_DIM[var])))]
     bounds = [pair for loop in reversed(group) for pair in loop.ranges if pair[0] != pair[1]]
-    pieces = dict(whole if any(_of_rows(kernel, e) for pair in bounds for e in pair) else bounds)
+    pieces = dict(whole if any(_is_reduced(kernel, e) for pair in bounds for e in pair) else bounds)
     ends = set(pieces.values())
     ranges: list[tuple[Expr, Expr]] = []
     for lo, hi in pieces.items():
@@ -117,14 +118,14 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
     return [full, replace(full, name=f"{group[0].name.rpartition('_')[0]}_partial", cls="partial", carry=carried)]
 
 
-def _of_rows(kernel: Kernel, e: Expr) -> bool:
-    """Whether a bound is computed of a number for each row of a tile."""
+def _is_reduced(kernel: Kernel, e: Expr) -> bool:
+    """Whether a bound is reduced from one number per row of a tile."""
     used = {str(s) for s in e.free_symbols} & set(kernel.graph)
     return any(isinstance(kernel.op(name), Reduce) for one in used for name in nx.ancestors(kernel.graph, one))
 
 
 def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: list[Op]) -> Expr:
-    """A bound's position in the list, as a named scalar that is computed once."""
+    """Return a bound's position in the list, as a named scalar that is computed once."""
     if not (e.is_Integer or e.is_Symbol):  # all tiles of the axis
         tiles = f"{var}_all"
         if tiles not in made:
@@ -139,5 +140,5 @@ def _position(e: Expr, var: str, rank: str, suffix: str, made: set[str], new: li
 
 
 def _head(kernel: Kernel) -> Expr:
-    """The query head by which lists are indexed: that of the queries, which are loaded in the loop or before it."""
+    """Return the query head that indexes the lists: the one of the loaded queries."""
     return next(op.src.index[1] for op in kernel.ops() if isinstance(op, Load) and op.src.tensor == "Q")

@@ -1,2 +1,2 @@
-"""Tuning: schedules that the model left are measured, and the fastest kept in the tables of attngen/schedule, which
-select-tiles reads."""
+"""Tuning: measure the schedules that the cost model does not reject, and keep the fastest in the tables of
+attngen/schedule, which select-tiles reads."""

@@ -1,4 +1,5 @@
-"""Which schedules are worth measuring: the whole grid, less what cannot run, would spill, or is modelled to be slow."""
+"""Candidates for measurement: the whole grid of schedules, except those that cannot run, spill, or are modelled as
+slow."""
 
 from __future__ import annotations
 
@@ -9,32 +10,33 @@ from itertools import product
 from typing import Any
 
 from attngen.heuristics import MANY_ROWS, REACH
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.targets.registry import SPECIALIZERS, backend_of
-from attngen.tiles.sizes import column_choices, lies_in_pages, sizes, streamed_bytes
+from attngen.tiles.sizes import block_d_choices, lies_in_pages, sizes, streamed_bytes
 from attngen.tiles.tiles import count_tiles, evaluate, repeats
 
-MOST = 16  # candidates of a kernel
-SLOWER = 1.6  # times the cheapest's modelled cost, at most
-BYTES = 4  # times the fewest bytes that a schedule loads, at most
+MOST = 16  # most candidates of a kernel
+SLOWER = 1.6  # largest ratio of a candidate's modelled cost to the cheapest one's
+BYTES = 4  # largest ratio of the bytes that a candidate loads to the fewest
 
 WHY_NOT_FIT = "needs more shared memory than there is"
-REGISTERS = "live tiles take more registers than are spared for them"
+REGISTERS = "live tiles take more registers than are reserved for them"
 SPILLS = "is known to spill (spills.txt of its backend)"
 PAGES = "its tiles by descriptor do not lie in pages"
 PRODUCTS = "its products spill where they are not on matrix units"
 STREAMS = f"loads over {BYTES} times the fewest bytes"
-DEEP = "modelled to gain nothing by its deeper ring"
+DEEP = "modelled to gain nothing by its deeper pipeline"
 SLOW = f"modelled at over {SLOWER} times the cheapest"
 MANY = f"not among the {MOST} cheapest"
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is left of a kernel's grid for a device class and element size, cheapest first, and how many were rejected,
-    by reason.
+    """The candidates of a kernel's grid for a device class and element size, cheapest first, and the number of rejected
+    configs by reason.
 
-    divided: rows of kernels that backends divide into roles, which are measured beside those that are kept.
+    warp_specialized: configs of the kernel's warp-specialized variants, which are measured along with the candidates.
     """
 
     kept: tuple[Config, ...]
@@ -43,15 +45,17 @@ class Search:
     warp_specialized: tuple[Config, ...] = ()
 
     @property
-    def rows(self) -> tuple[Config, ...]:
-        """All that is measured, in order: the model's choice, divided kernels, the others from the cheapest on."""
+    def configs(self) -> tuple[Config, ...]:
+        """All configs to measure, in order: the cost model's choice, warp-specialized ones, the others from the
+        cheapest on."""
         return (*self.kept[:1], *self.warp_specialized, *self.kept[1:])
 
 
 def choices(chosen: Config, columns: tuple[int, ...] = (0,)) -> dict[str, tuple[int, ...]]:
-    """What a schedule can choose, by the names of a row's fields; rings of one tile more than the model tries.
+    """Return the choices of a schedule, by the names of a config's fields, with one more pipeline stage than the cost
+    model tries.
 
-    columns: of a sum, that a program may have.
+    columns: the possible widths of a program's slice of head_dim.
     """
     given = backend_of(chosen).choices
     return {
@@ -59,18 +63,17 @@ def choices(chosen: Config, columns: tuple[int, ...] = (0,)) -> dict[str, tuple[
         "block_kv": given.blocks,
         "num_warps": given.warps,
         "num_stages": (*reversed(given.stages), given.stages[0] + 1),
-        "tma": (False, True) if chosen.tma else (False,),  # select-tiles takes it wherever it can be had
+        "tma": (False, True) if chosen.tma else (False,),  # select-tiles chooses TMA if possible
         "columns": columns,
     }
 
 
 def grid(module: Module, kernel: Kernel, chosen: Config) -> Iterator[Config]:
-    """Every schedule that the axes give for the range of rows of one, `chosen` by the model, which is the first."""
+    """Yield `chosen`, the cost model's choice, and then every other schedule of the grid for the same range of rows."""
     yield chosen
-    axes = choices(chosen, column_choices(module, kernel))
-    axes |= (
-        {"block_q": (chosen.block_q,)} if kernel.kv_split else {}
-    )  # it has all rows: with another one keys are read twice, or rows are empty
+    axes = choices(chosen, block_d_choices(module, kernel))
+    # The tile of a split-KV kernel has all rows: with another size keys are read twice, or rows are empty.
+    axes |= {"block_q": (chosen.block_q,)} if kernel.kv_split else {}
     most = module.blocks.size if module.blocks else axes["block_kv"][-1]  # tiles divide blocks
     for values in product(*axes.values()):
         made: dict[str, Any] = dict(zip(axes, values))
@@ -79,9 +82,9 @@ def grid(module: Module, kernel: Kernel, chosen: Config) -> Iterator[Config]:
             yield config
 
 
-def runs(module: Module, kernel: Kernel, rows: Iterable[Config]) -> list[Config]:
-    """Those that fit, and are not known to spill: the rest is for the compiler to say."""
-    backends = ((config, backend_of(config)) for config in rows)
+def runs(module: Module, kernel: Kernel, configs: Iterable[Config]) -> list[Config]:
+    """Return the configs that fit and are not known to spill. Only the compiler can tell more."""
+    backends = ((config, backend_of(config)) for config in configs)
     able = [
         config
         for config, b in backends
@@ -91,11 +94,11 @@ def runs(module: Module, kernel: Kernel, rows: Iterable[Config]) -> list[Config]
 
 
 def warp_specialized(module: Module, kernel: Kernel, chosen: Config) -> tuple[Config, ...]:
-    """Rows of a kernel that backends divide, for the device class and element size of a portable row. `module` is as
-    after the pass dce.
+    """Return the configs of a kernel's warp-specialized variants, for the device class and element size of a portable
+    config. `module` is the module after the pass dce.
 
-    Such kernels read tiles by descriptors, which cost the host of a short call more than they save the device, so few
-    rows have none. Where keys are dealt among programs, calls only ever have few rows, and all have one.
+    Such kernels load by TMA descriptors, whose encoding costs the host of a short call more than they save on the
+    device, so there are none for few rows. Split-KV kernels always have few rows, so they have them for all ranges.
     """
     measured = chosen.max_rows is None or kernel.kv_split is not None
     on_device = (
@@ -116,15 +119,15 @@ def warp_specialized(module: Module, kernel: Kernel, chosen: Config) -> tuple[Co
 
 
 def search(module: Module, kernel: Kernel, chosen: Config) -> Search:
-    """Prune the grid by symbols alone: fit, registers, bytes loaded, and the cost model. `chosen`, the model's own, is
-    kept first.
+    """Prune the grid without compiling: by the resource model, registers, bytes loaded, and the cost model. `chosen`,
+    the cost model's choice, is kept first.
 
-    Of a module and its kernel, which has loops over tiles, as select-tiles meets them.
+    The module and its kernel, which has loops over tiles, are those before select-tiles.
     """
-    rows = tuple(grid(module, kernel, chosen))
+    configs = tuple(grid(module, kernel, chosen))
     rejected: Counter[str] = Counter()
     left = []
-    for config in rows:
+    for config in configs:
         reason = _cannot(module, kernel, config)
         if reason and config != chosen:
             rejected[reason] += 1
@@ -133,13 +136,13 @@ def search(module: Module, kernel: Kernel, chosen: Config) -> Search:
     least = min(_loaded(module, kernel, config) for config in left)
     best = backend_of(chosen).cost.cycles(module, kernel, chosen)
     kept: list[Config] = []
-    for config in sorted(left, key=lambda r: (r != chosen, backend_of(r).cost.cycles(module, kernel, r))):
+    for config in sorted(left, key=lambda c: (c != chosen, backend_of(c).cost.cycles(module, kernel, c))):
         reason = _loses(module, kernel, config, least, best, len(kept)) if config != chosen else None
         if reason:
             rejected[reason] += 1
         else:
             kept.append(config)
-    return Search(tuple(kept), rows, dict(rejected))
+    return Search(tuple(kept), configs, dict(rejected))
 
 
 def _cannot(module: Module, kernel: Kernel, config: Config) -> str | None:
@@ -168,7 +171,7 @@ def _loses(module: Module, kernel: Kernel, config: Config, least: int, best: flo
 
 
 def _loaded(module: Module, kernel: Kernel, config: Config) -> int:
-    """Bytes that the loops over tiles load for one head of many rows."""
+    """Return the bytes that the loops over tiles load for one head of MANY_ROWS rows."""
     tiles = count_tiles(kernel, MANY_ROWS, MANY_ROWS, config.block_q, config.block_kv, reach=REACH)
     return (
         tiles

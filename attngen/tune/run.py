@@ -1,4 +1,4 @@
-"""One run of `attngen tune`: modules and their candidates, the process that measures them, what is kept of it."""
+"""One run of `attngen tune`: modules and their candidates, the process that measures them, and the saved results."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError, suggest
-from attngen.ir.graph import Config
+from attngen.ir.module import Config
 from attngen.schedule.table import Entry, Table
 from attngen.targets.common.base import short_digest
 from attngen.targets.registry import backend_of, maker_of
 from attngen.tiles.classes import Key
-from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, home, outcome
+from attngen.tune.tuner import Cell, Compared, Outcome, Plan, compare, compete, folder_name, outcome
 from attngen.tune.workers import Lost, Worker, share
 
-COMPILE_S = 400.0  # for what is compiled ahead; the rest is compiled as it is measured
+COMPILE_S = 400.0  # limit for compiling ahead; the rest is compiled when it is measured
 
 
 def which_device(asked: str | None, dry_run: bool, results: Path | None) -> tuple[str, bool]:
-    """A name of devices.DEVICES, and whether it is the GPU here: the one that is asked for, or is here, or whose table
-    there is.
+    """Return a name of devices.DEVICES, and whether this machine has the GPU. It is the requested device, else this
+    machine's GPU, else the device of a committed table.
 
-    AttngenError if a GPU is needed and there is none, or another than was asked for, or one that is not known.
+    AttngenError if a GPU is needed and there is none, or it is not the requested one, or it is unknown.
     """
     name = next((known for known in DEVICES if asked and known.lower() == asked.lower()), None)
     if asked and name is None:
@@ -41,8 +41,8 @@ def which_device(asked: str | None, dry_run: bool, results: Path | None) -> tupl
     here = None if dry_run else _device_here()
     if here is None and not dry_run and not (results and results.is_file()):
         raise AttngenError(
-            "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`, which shows what would be measured, "
-            "or `--results` of a run on one"
+            "attngen tune measures on a CUDA device, and there is none; expected one, or `--dry-run`, which shows what "
+            "would be measured, or `--results` of a run on one"
         )
     if here and name and name != here:
         raise AttngenError(f"--device {name} is not the GPU here, which is {here}; expected it, or `--dry-run`")
@@ -65,17 +65,17 @@ def _device_here() -> str | None:
 
 @dataclass(frozen=True)
 class Results:
-    """Outcomes of a run, kept in a file line by line, so that another one goes on where it ended; or in memory
-    alone."""
+    """Outcomes of a run, saved to a file line by line, so that another run can continue; without a path only in
+    memory."""
 
     path: Path | None
     device: str
-    sources: Mapping[tuple[str, str], str]  # digests of kernels, by spec and kernel: others' times do not count
+    sources: Mapping[tuple[str, str], str]  # digests by spec and kernel; times of other sources are ignored
     outcomes: dict[Cell, Outcome]
-    by: dict[str, str]  # what measured the last: gpu, torch, triton
+    by: dict[str, str]  # gpu, torch and triton of the last measurement
 
     def keep(self, found: Outcome, by: Mapping[str, str]) -> None:
-        """Put an outcome in, and write it."""
+        """Add an outcome, and write it to the file."""
         self.outcomes[found.cell] = found
         self.by.update(by)
         if self.path:
@@ -90,7 +90,7 @@ class Results:
 
 
 def read_results(path: Path | None, device: str, plans: Sequence[Plan]) -> Results:
-    """The results in a file, of the plans' kernels as they are now; none where there is no file."""
+    """Return the results in a file for the plans' current kernels; none without a file."""
     sources = _digests(plans)
     found = Results(path, device, sources, {}, {})
     lines = path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []
@@ -114,23 +114,23 @@ def read_results(path: Path | None, device: str, plans: Sequence[Plan]) -> Resul
 
 
 def _digests(plans: Sequence[Plan]) -> dict[tuple[str, str], str]:
-    """The digests of the plans' kernels, by spec and kernel: of one that is divided too, of all its sources."""
+    """Return the digests of the plans' kernels, by spec and kernel, each over the sources of all its variants."""
     found: dict[tuple[str, str], str] = {}
     for plan in plans:
         text, digest = render(plan.module)["kernels.py"], backend_of(plan.module).compiler.source_digest
         found |= {(plan.module.name, kernel.name): digest(text, kernel.name) for kernel in plan.module.kernels}
         sources: dict[tuple[str, str], list[str]] = {}
-        for row, module in plan.warp_specialized.items():
-            maker, (kernel,) = maker_of(row), module.warp_specialized
+        for config, module in plan.warp_specialized.items():
+            maker, (kernel,) = maker_of(config), module.warp_specialized
             sources.setdefault((module.name, kernel.name), []).append(
-                maker.compiler.source_digest(render(module)[maker.file], kernel.name) + home("", row)
+                maker.compiler.source_digest(render(module)[maker.file], kernel.name) + folder_name("", config)
             )
         found |= {of: short_digest([found[of], *texts]) for of, texts in sources.items()}
     return found
 
 
 class Machine:
-    """The GPU: a process that measures, and as many as there are cores that compile for it."""
+    """The GPU: one process that measures, and one per core that compiles for it."""
 
     def __init__(self, folder: Path, specs: Mapping[str, Path], jobs: int | None) -> None:
         from attngen.tune.measure import compile_some, serve
@@ -142,7 +142,7 @@ class Machine:
         self.jobs = jobs or max(1, len(os.sched_getaffinity(0)) - 1)
 
     def start(self) -> dict[str, str]:
-        """What measures: gpu, torch, triton."""
+        """Start the process that measures; return its gpu, torch and triton."""
         try:
             by: dict[str, str] = self.worker.start()
         except Lost as error:
@@ -155,8 +155,7 @@ class Machine:
         return self.worker.ask(request, limit_s)
 
     def faults(self, plans: Sequence[Plan]) -> dict[tuple[str, Config], str]:
-        """Why divided kernels get no certificate, by spec and row, as the ends of sentences; those that get one are
-        not in it."""
+        """Return why warp-specialized kernels get no certificate, by spec and config, as the ends of sentences."""
         work = [(module, config) for plan in plans for config, module in plan.warp_specialized.items()]
         found: dict[tuple[str, Config], str] = {}
         for backend in dict.fromkeys(config.backend for _, config in work):
@@ -164,38 +163,35 @@ class Machine:
                 (module, module.warp_specialized[0], config) for module, config in work if config.backend == backend
             ]
             maker = maker_of(mine[0][-1])
-            files = (self.folder / home(module.name, config) / maker.file for module, _, config in mine)
-            jobs = [maker.compiler.job(*what, file) for what, file in zip(mine, files)]
-            for (module, kernel, config), reading in zip(mine, maker.compiler.compile_all(jobs, self.jobs)):
+            files = (self.folder / folder_name(module.name, config) / maker.file for module, _, config in mine)
+            jobs = [maker.compiler.job(*one, file) for one, file in zip(mine, files)]
+            for (module, kernel, config), report in zip(mine, maker.compiler.compile_all(jobs, self.jobs)):
                 why = (
-                    f"does not compile: {reading}"
-                    if isinstance(reading, str)
-                    else reason(module, kernel, config, reading)
+                    f"does not compile: {report}" if isinstance(report, str) else reason(module, kernel, config, report)
                 )
                 found |= {(module.name, config): why} if why else {}
         return found
 
     def compile_ahead(self, tasks: Sequence[tuple[Cell, Config]]) -> float:
-        """Compile schedules of cells; seconds taken."""
+        """Compile schedules of cells; return the seconds taken."""
         return share(self.compile_some, tasks, self.args, self.jobs, COMPILE_S)
 
 
 @contextmanager
 def machine(plans: Sequence[Plan], specs: Mapping[str, Path], jobs: int | None) -> Iterator[Machine]:
-    """The GPU, with the plans' modules to measure; `specs` are their files by name."""
+    """Return the GPU with the plans' modules to measure; `specs` are their files by name."""
     from attngen.runtime.warp_specialized import CHOICE
 
     with tempfile.TemporaryDirectory(prefix="attngen-tune-") as folder:
         for plan in plans:
             write_module(render(plan.module), Path(folder) / plan.module.name)
-            for row, module in plan.warp_specialized.items():
-                write_module(render(module), Path(folder) / home(module.name, row))
+            for config, module in plan.warp_specialized.items():
+                write_module(render(module), Path(folder) / folder_name(module.name, config))
         kept = dict(os.environ)
         for name in ("TRITON_INTERPRET", CHOICE):
             os.environ.pop(name, None)
-        os.environ["TRITON_CACHE_DIR"] = str(
-            Path(folder) / ".triton"
-        )  # what is compiled ahead is found by the process that measures
+        # The processes that compile and the one that measures share this cache.
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / ".triton")
         found = Machine(Path(folder), specs, jobs)
         try:
             yield found
@@ -206,9 +202,9 @@ def machine(plans: Sequence[Plan], specs: Mapping[str, Path], jobs: int | None) 
 
 
 def tune(plans: Sequence[Plan], gpu: Machine, results: Results, budget_s: float) -> Iterator[tuple[Plan, Outcome]]:
-    """Measure the cells that have no results yet, and keep them: each in its share of the seconds that are left.
+    """Measure the cells without results, each in its share of the remaining seconds, and save their outcomes.
 
-    Divided kernels without a certificate are not measured.
+    Warp-specialized kernels without a certificate are not measured.
     """
     by = gpu.start()
     left = [(plan, cell, found) for plan in plans for cell, found in plan.cells() if cell not in results.outcomes]
@@ -216,29 +212,32 @@ def tune(plans: Sequence[Plan], gpu: Machine, results: Results, budget_s: float)
         [plan for plan in plans if any(plan is one and found.warp_specialized for one, _, found in left)]
     )
     tasks = (
-        (plan.ahead(cell), row) for plan, cell, found in left for row in found.rows if (cell.spec, row) not in faults
+        (plan.ahead(cell), config)
+        for plan, cell, found in left
+        for config in found.configs
+        if (cell.spec, config) not in faults
     )
     gpu.compile_ahead(list(dict.fromkeys(tasks)))
     end = time.perf_counter() + budget_s
     for i, (plan, cell, found) in enumerate(left):
-        without = {row: why for (spec, row), why in faults.items() if spec == cell.spec}
-        made = compete(cell, plan, found.rows, gpu.ask, (end - time.perf_counter()) / (len(left) - i), without)
+        without = {config: why for (spec, config), why in faults.items() if spec == cell.spec}
+        made = compete(cell, plan, found.configs, gpu.ask, (end - time.perf_counter()) / (len(left) - i), without)
         results.keep(made, by)
         yield plan, made
 
 
 def known(plans: Sequence[Plan], results: Results) -> Iterator[tuple[Plan, Outcome]]:
-    """The plans' cells that have results."""
+    """Yield the plans' cells that have results."""
     for plan in plans:
         yield from ((plan, results.outcomes[cell]) for cell, _ in plan.cells() if cell in results.outcomes)
 
 
-def _ahead(gpu: Machine, plan: Plan, cell: Cell, rows: Sequence[Config]) -> float:
-    return gpu.compile_ahead([(plan.ahead(cell), row) for row in rows])
+def _ahead(gpu: Machine, plan: Plan, cell: Cell, configs: Sequence[Config]) -> float:
+    return gpu.compile_ahead([(plan.ahead(cell), config) for config in configs])
 
 
 def compare_all(plans: Sequence[Plan], gpu: Machine, rows: int) -> Iterator[tuple[Cell, Compared | None]]:
-    """Pruned searches beside the whole grid, for one number of rows."""
+    """Compare pruned searches with the whole grid, for one number of rows."""
     gpu.start()
     for plan in plans:
         for cell, found in plan.cells():
@@ -248,10 +247,10 @@ def compare_all(plans: Sequence[Plan], gpu: Machine, rows: int) -> Iterator[tupl
 
 
 def tabled(table: Table, plans: Sequence[Plan], results: Results) -> Table:
-    """The table with the entries that the results give, and what measured them. Of cells that share a key, the first
-    counts.
+    """Return the table with the entries of the results, and their GPU and versions. The first of several cells with one
+    key counts.
 
-    Where the table is of another GPU of the class, it stays so, and the entries say which GPU is theirs.
+    If the table is of another GPU of the class, its header stays, and the entries name their GPU.
     """
     entries: dict[Key, Entry] = {}
     other = bool(table.gpu) and results.by.get("gpu", table.gpu) != table.gpu

@@ -1,4 +1,4 @@
-"""What a run of `attngen tune` says, line by line."""
+"""The lines that a run of `attngen tune` prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from attngen.ir.graph import Config
+from attngen.ir.module import Config
 from attngen.schedule.table import schedule_of, shown
 from attngen.targets.registry import SPECIALIZERS
 from attngen.tune.tuner import Cell, Compared, Outcome, Plan, Tried
@@ -18,27 +18,28 @@ COMPARED = ("module", "kernel", "N", "pruned", "best", "s", "grid", "best", "s",
 
 
 def aligned(cells: Iterable[object], widths: Sequence[int] = WIDTHS) -> str:
-    """Cells in columns; what is longer than its column pushes the rest."""
+    """Return cells aligned in columns; a cell longer than its column shifts the rest."""
     return " ".join(f"{cell!s:<{width}}" for cell, width in zip(cells, (*widths, 0))).rstrip()
 
 
 def candidates(plan: Plan) -> Iterator[str]:
-    """The candidates of each kernel of a module, and how many of its grid were rejected for what."""
+    """Yield the candidates of each kernel of a module, and the numbers of rejected configs by reason."""
     for (kernel, dtype, few), found in plan.searches.items():
         rows = f" up to {found.kept[0].max_rows} rows" if few else ""
-        yield f"{plan.module.name} @{kernel} {dtype}{rows}: {len(found.kept)} of {len(found.grid)}: {', '.join(map(_tile, found.kept))}"
+        kept = ", ".join(map(_tile, found.kept))
+        yield f"{plan.module.name} @{kernel} {dtype}{rows}: {len(found.kept)} of {len(found.grid)}: {kept}"
         if found.warp_specialized:
-            yield f"  and divided into roles: {', '.join(map(_tile, found.warp_specialized))}"
+            yield f"  and warp-specialized: {', '.join(map(_tile, found.warp_specialized))}"
         yield from (
             f"  {count:>4} {reason}" for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1])
         )
 
 
 def measured(plan: Plan, found: Outcome) -> Iterator[str]:
-    """One line for a cell, and one for each reason for which schedules are out."""
+    """Yield one line for a cell, and one for each reason why schedules failed."""
     cell, model, best = found.cell, found.tried[0], _best(plan, found)
-    counted = f"{len(found.tried)}" + (f"/{len(found.tried) + found.left_out}" if found.left_out else "")
-    cells = [cell.spec, cell.kernel, cell.rows, counted, _tile(model.config), _ms(model)]
+    count = f"{len(found.tried)}" + (f"/{len(found.tried) + found.left_out}" if found.left_out else "")
+    cells = [cell.spec, cell.kernel, cell.rows, count, _tile(model.config), _ms(model)]
     if best:
         gain = f"{100 * (model.median / best.median - 1):.1f}%" if model.ms is not None and best != model else ""
         cells += [_tile(best.config), _ms(best), gain]
@@ -57,25 +58,26 @@ def measured(plan: Plan, found: Outcome) -> Iterator[str]:
 
 
 def totals(found: Iterable[tuple[Plan, Outcome]]) -> Iterator[str]:
-    """Rank correlations by kernel; how often, and by how much, the fastest is not what the model takes."""
+    """Yield rank correlations by kernel, and how often and by how much the fastest schedule beats the cost model's
+    choice."""
     known = list(found)
     outcomes = [o for _, o in known]
     for kernel in dict.fromkeys(o.cell.kernel for o in outcomes):
         rhos = [rho for o in outcomes if o.cell.kernel == kernel and (rho := o.correlation()) is not None]
         if rhos:
-            said = f"{statistics.median(rhos):.2f} (median of {len(rhos)}, {min(rhos):.2f} to {max(rhos):.2f})"
-            yield f"@{kernel}: rank correlation of modelled costs and times {said}"
+            found_rho = f"{statistics.median(rhos):.2f} (median of {len(rhos)}, {min(rhos):.2f} to {max(rhos):.2f})"
+            yield f"@{kernel}: rank correlation of modelled costs and times {found_rho}"
     pairs = [(o.tried[0], _best(plan, o)) for plan, o in known]
     gains = [model.median / best.median - 1 for model, best in pairs if best and best != model and model.ms is not None]
     if gains:
-        said = f", by {100 * statistics.median(gains):.1f}% (median), {100 * max(gains):.1f}% at most"
-        yield f"faster than the model's choice in {len(gains)} of {len(outcomes)}{said}"
+        gain = f", by {100 * statistics.median(gains):.1f}% (median), {100 * max(gains):.1f}% at most"
+        yield f"faster than the model's choice in {len(gains)} of {len(outcomes)}{gain}"
     else:
         yield f"nothing faster than the model's choice in {len(outcomes)}"
 
 
 def compared(cell: Cell, found: Compared | None) -> str:
-    """One line for a cell: the pruned search beside the whole grid."""
+    """Return one line for a cell that compares the pruned search with the whole grid."""
     if found is None:
         return aligned([cell.spec, cell.kernel, cell.rows, "nothing ran"])
     cells: list[object] = [cell.spec, cell.kernel, cell.rows]
@@ -88,7 +90,7 @@ def compared(cell: Cell, found: Compared | None) -> str:
 
 
 def _best(plan: Plan, found: Outcome) -> Tried | None:
-    """The fastest of a cell, portable or divided into roles."""
+    """Return the fastest schedule of a cell, portable or warp-specialized."""
     return next(iter(found.warp_specialized(plan)), None) or found.winner(plan)
 
 

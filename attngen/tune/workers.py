@@ -1,4 +1,4 @@
-"""Child processes, which may hang or crash: what else they were to do goes on without them."""
+"""Child processes that may hang or crash without stopping the rest of the work."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-START_S = 180.0  # for a process to say that it is there
+START_S = 180.0  # limit for a process's first answer
 
 
 class Lost(Exception):
-    """A request that its process did not outlive, or did not answer in time."""
+    """A request whose process ended, or did not answer in time."""
 
 
 class Worker:
@@ -26,12 +26,12 @@ class Worker:
         self.connection: Any = None
 
     def ask(self, request: object, limit_s: float) -> Any:
-        """The answer; raises Lost, with the reason, if there is none within the limit."""
+        """Return the answer; raise Lost, with the reason, if there is none within the limit."""
         self.start()
         return self._answer(request, limit_s)
 
     def start(self) -> Any:
-        """Start the process, unless it runs; its first answer, or None."""
+        """Start the process and return its first answer; return None if it already runs."""
         if self.process is not None and self.process.is_alive():
             return None
         context = multiprocessing.get_context("spawn")
@@ -67,8 +67,8 @@ class Worker:
 def share(
     work: Callable[..., None], tasks: Sequence[object], args: Sequence[object], jobs: int, limit_s: float
 ) -> float:
-    """Do tasks in processes, `work(*args, some of the tasks)` in each; seconds taken. What is not done within the
-    limit is left."""
+    """Split tasks among processes, each of which calls `work(*args, its tasks)`; return the seconds taken. Tasks that
+    are not done within the limit are abandoned."""
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     processes = [

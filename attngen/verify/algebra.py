@@ -1,5 +1,4 @@
-"""A normal form of expressions, to compare them by. Its rules are the verifier's own: it shares none with the
-passes."""
+"""A normal form of expressions, by which rules compare them. It shares no code with the passes that it checks."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from attngen.verify.points import agree
 
 LOG2E, LN2 = symbol("LOG2E"), symbol("LN2")
 NUMBERS = {LOG2E: sympy.Float(1 / math.log(2)), LN2: sympy.Float(math.log(2))}
-TOLERANCE = 1e-9  # relative difference of numbers that passes multiplied in another order; fp32 cannot tell them apart
+TOLERANCE = 1e-9  # relative difference of products in different orders, far below the precision of fp32
 COMMUTATIVE = (sympy.Add, sympy.And, sympy.Or, sympy.Min, sympy.Max, *BITS)
 
 
 class power2(sympy.Function):  # noqa: N801
-    """2 ** x, which sympy then knows to be positive."""
+    """2 ** x, as a function that sympy knows to be positive."""
 
     nargs = 1
     is_extended_real = True
@@ -33,7 +32,7 @@ class power2(sympy.Function):  # noqa: N801
 
 
 class inverse(sympy.Function):  # noqa: N801
-    """1 / x for a sum x. `expand` leaves it as it is."""
+    """1 / x for a sum x, as a function that `expand` does not multiply out."""
 
     nargs = 1
     is_extended_real = True
@@ -52,11 +51,10 @@ def normal(e: Any) -> Any:
         return sympy.Rational(float(e))
     if not e.args:
         return e
-    if isinstance(
-        e, TO_INTEGER
-    ):  # its constants are one number, rounded as floats are: 2 * LN2 * log2(x), say, is what it is exactly
+    if isinstance(e, TO_INTEGER):
+        # Constants in a function that rounds are evaluated as floats, so that 2 * LN2 * log2(x) has its exact value.
         whole = e.args[0].replace(log, lambda x: LN2 * log2(x)).xreplace(NUMBERS)
-        return e.func(normal(normal(whole).xreplace(NUMBERS)))  # those, too, of exponents that become ones of 2
+        return e.func(normal(normal(whole).xreplace(NUMBERS)))  # also constants that a change to base 2 has added
     args = [normal(a) for a in e.args]
     if isinstance(e, INEQUALITIES):
         return _compared(args, isinstance(e, (sympy.Ge, sympy.Gt)), isinstance(e, (sympy.Lt, sympy.Gt)))
@@ -74,20 +72,20 @@ def normal(e: Any) -> Any:
 
 
 def _inverse(e: Expr, power: Expr) -> Expr:
-    """A negative power of a sum, as the function `inverse`, which stays as it is. The sum is scaled: its first term
-    gets the factor 1."""
+    """A negative power of a sum, by the function `inverse`. The sum is scaled, so that its first term has the factor
+    1."""
     if e.is_Number:
         return e**power
-    raised = e - 1  # of 1 / (1 + 2**x) and 1 - 1 / (1 + 2**-x), which are equal, one is taken
+    raised = e - 1  # 1 / (1 + 2**x) and 1 - 1 / (1 + 2**-x) are equal: one of them is the normal form
     if isinstance(raised, power2) and raised.args[0].could_extract_minus_sign():
         return (1 - _inverse(1 + power2(-raised.args[0]), sympy.Integer(-1))) ** -power
     first = min(e.args, key=sympy.default_sort_key).as_coeff_Mul()[0]
     return (inverse(sympy.expand(e / first)) / first) ** -power
 
 
-def _compared(args: list[Expr], turned: bool, strict: bool) -> Any:
-    """args[0] <= args[1]; with `strict` it is <, and with `turned` the arguments change places."""
-    less, greater = args[::-1] if turned else args
+def _compared(args: list[Expr], swapped: bool, strict: bool) -> Any:
+    """The comparison args[0] <= args[1]; with `strict` it is <, and with `swapped` the arguments are swapped."""
+    less, greater = args[::-1] if swapped else args
     kind = sympy.Lt if strict else sympy.Le
     if any(a.is_infinite for a in args):
         return kind(less, greater)
@@ -98,7 +96,7 @@ def _compared(args: list[Expr], turned: bool, strict: bool) -> Any:
 
 
 def _in_base_two(e: Any, args: list[Expr]) -> Any:
-    """Exponentials, logarithms, tanh and sigmoid, written to base 2; None for anything else."""
+    """An exponential, logarithm, tanh or sigmoid, written to base 2; None for other expressions."""
     if isinstance(e, (exp2, sympy.exp)):
         return power2(sympy.expand(args[0] if isinstance(e, exp2) else LOG2E * args[0]))
     if isinstance(e, log):
@@ -127,14 +125,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two expressions are equal: in their normal forms, or by their values. What too few points decide is
-    not."""
+    """Whether two expressions are equal in their normal forms or by their values at enough points."""
     return same(normal(a), normal(b)) or agree(a, b) is True
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two conditions join equal comparisons: of integers by their forms, of real numbers by form or by
-    value."""
+    """Whether two conditions are built of equal comparisons: equal in form, or for real numbers in value."""
     if same(a, b):
         return True
     if a.func != b.func or len(a.args) != len(b.args):
@@ -148,7 +144,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _of_reals(e: Any) -> bool:
-    """Whether a part of an expression is a number that is no integer."""
+    """Whether some number in an expression is not known to be an integer."""
     return any(
         x.is_integer is not True for x in sympy.preorder_traversal(e) if not isinstance(x, Boolean) or x.is_Symbol
     )

@@ -1,30 +1,33 @@
-"""Rules of divided kernels over a cache of keys: where tiles come from, and what lies past the end of a sequence."""
+"""Warp-specialized kernels that read a KV cache: where tiles come from, and the rule `zero-out-of-bounds` about rows
+past the end of a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from attngen.ir.dims import AXIS_DIM, SIDES
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, SIDES, Gather, Load
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Gather, Load
 from attngen.ir.pipe import ConsumerWait, ProducerLoad, Wgmma, ZeroOutOfBounds
 
 
 def of_all_columns(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The place of a tile of which an index has the left or the right half of the columns."""
+    """The index of a whole tile, given that of the tile or of the left or right half of its columns."""
     return tuple(symbol("d_v") if str(e) in SIDES else e for e in index)
 
 
-def places(tensor: str, index: tuple[Any, ...], apart: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The place of a tile, or, where halves of the columns are stored apart, those of the halves."""
+def places(tensor: str, index: tuple[Any, ...], in_halves: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the place of a tile as (tensor, index); with `in_halves`, the places of its left and right halves."""
     halves = [tuple(symbol(side) if str(e) == "d_v" else e for e in index) for side in SIDES]
-    yield from ((tensor, half) for half in halves) if apart and index != halves[0] else [(tensor, index)]
+    yield from ((tensor, half) for half in halves) if in_halves and index != halves[0] else [(tensor, index)]
 
 
 def page_of(kernel: Kernel, op: ProducerLoad | Load) -> Any:
-    """Of a tile in a page, where its number is read, and under which condition: at the tile's first row. None where
-    there are no pages."""
+    """Where the page number of a tile is read, and under which condition, for the tile's first row; None if the cache
+    is not paged."""
     ref = op.page if isinstance(op, ProducerLoad) else op.pages
     if ref is None:
         return None
@@ -36,27 +39,28 @@ def page_of(kernel: Kernel, op: ProducerLoad | Load) -> Any:
     )
 
 
-def ends(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Of a cache, rows of keys past the end are cleared by who multiplies scores, before weights are multiplied by
-    them."""
+def zero_out_of_bounds(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The rows of a cached tile past the end of the sequence are zeroed before weights are multiplied by them, since
+    they may hold NaN. The warp group that zeroes rows of a pipeline's tiles does so for all tiles that it reads."""
     if not kernel.reads_cache:
         return
-    clears = [op for op in kernel.ops() if isinstance(op, ZeroOutOfBounds)]
-    cleared = {take.pipeline: op for op in clears if (take := kernel.take_of(op.value))}
-    for role in kernel.warp_groups:
-        ops = list(kernel.within(role.name))
-        mine = {take.pipeline for op in clears if op in ops and (take := kernel.take_of(op.value))}
-        for taken in (op for op in ops if isinstance(op, ConsumerWait) and op.pipeline in mine):
-            if taken.name not in {op.value for op in clears}:
-                yield f"@{role.name} clears rows of tiles of %{taken.pipeline}, and not those of %{taken.name}"
+    zeroing = [op for op in kernel.ops() if isinstance(op, ZeroOutOfBounds)]
+    zeroed = {wait.pipeline: op for op in zeroing if (wait := kernel.wait_of(op.value))}
+    for warp_group in kernel.warp_groups:
+        ops = list(kernel.within(warp_group.name))
+        mine = {wait.pipeline for op in zeroing if op in ops and (wait := kernel.wait_of(op.value))}
+        for tile in (op for op in ops if isinstance(op, ConsumerWait) and op.pipeline in mine):
+            if tile.name not in {op.value for op in zeroing}:
+                yield f"@{warp_group.name} zeroes rows of tiles of %{tile.pipeline}, and not those of %{tile.name}"
     for op in kernel.ops():
-        take = kernel.take_of(op.b) if isinstance(op, Wgmma) else None
-        if not isinstance(op, Wgmma) or take is None or op.over != AXIS_DIM[kernel.loop_axis]:
+        wait = kernel.wait_of(op.b) if isinstance(op, Wgmma) else None
+        if not isinstance(op, Wgmma) or wait is None or op.over != AXIS_DIM[kernel.loop_axis]:
             continue
-        clear = cleared.get(take.pipeline)
-        if clear is None:
-            yield f"%{op.name} multiplies weights by a tile of %{take.pipeline}, and nothing clears rows past the end of the sequence"
+        zero = zeroed.get(wait.pipeline)
+        product = f"%{op.name} multiplies weights by a tile of %{wait.pipeline}"
+        if zero is None:
+            yield f"{product}, and nothing zeroes its rows past the end of the sequence"
             continue
-        ops = list(kernel.block_of(clear).ops)
-        if op in ops and ops.index(op) < ops.index(clear):
-            yield f"%{op.name} multiplies weights by a tile of %{take.pipeline}, of which rows past the end are cleared later"
+        ops = list(kernel.block_of(zero).ops)
+        if op in ops and ops.index(op) < ops.index(zero):
+            yield f"{product}, whose rows past the end are zeroed later"

@@ -1,18 +1,17 @@
-"""Programs that add to one tile in a fixed order: each has its turn, and none waits for ever.
+"""Rules of programs that add to one tile in a fixed order, under a semaphore: none waits for ever.
 
-A program waits for those whose turns come before its own: they own later tiles, or in mirrored heads earlier ones, and
-have lower numbers. If a program has several heads, one after another, those that it waits for have the same ones.
-Programs are started in the order of their numbers, and so each waits for programs that have started. By induction on
-these numbers each ends, however many there is room for at one
-time: the one of the lowest number that is left waits for nobody. Lists of blocks leave some of these programs out, and
-change no order.
+A program waits for the programs that come before it in the order. They have later tiles, or in a reversed group earlier
+ones, and lower program numbers. If a program runs for several heads, one after another, the programs for which it waits
+run for the same heads. Programs start in the order of their numbers, so each waits only for programs that have started.
+By induction on these numbers each program ends, however many run at the same time, because the running one with the
+lowest number waits for nobody. Block lists leave some of these programs out, and change no order.
 
-The two programs of a pair own the same tile, of heads that follow one another. The second one has the higher number,
-and waits for the first, when it has summed all it has: so it waits for a program that has started, too.
+The two programs of a pair have the same tile and consecutive numbers of a head split. The second one has the higher
+number and waits for the first, after it has summed everything: so it waits for a program that has started, too.
 
-Programs that stay draw tiles in this order, each when it starts one, the first one too. So the first tile that is left
-waits for nobody. Either the program that has drawn it has ended its earlier ones; or nobody has drawn it, and a program
-that starts, or ends a tile, does.
+Persistent programs fetch tiles in this order, each when it starts one, also the first one. So the first unfinished tile
+waits for nobody. Either the program that has fetched it has finished its earlier ones; or nobody has fetched it, and a
+program that starts, or finishes a tile, does.
 """
 
 from __future__ import annotations
@@ -21,88 +20,101 @@ from collections.abc import Iterator
 
 import sympy
 
-from attngen.ir.expr import floordiv, mod, symbol, to_text
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Access, Base, CountTiles, ListPosition, Op, OrderedAccumulate, OrderedAdd
+from attngen.ir.core import Access, Op
+from attngen.ir.expr import floordiv, mod, symbol
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Base, CountTiles, ListPosition, OrderedAccumulate, OrderedAdd
 from attngen.ir.split_axes import sharing
-from attngen.tiles.order import either_way, first_first, last_first, makers_of
+from attngen.tiles.order import first_first_order, last_first_order, order_by_direction, order_ops
 
 
-def turns(module: Module, kernel: Kernel) -> Iterator[str]:
-    """The turn of a program is how many come to the tile before it: those of later tiles, or in mirrored heads of
-    earlier ones.
+def semaphore_order(module: Module, kernel: Kernel) -> Iterator[str]:
+    """The order of a program is the number of programs that come to the tile before it: those of later tiles, or in a
+    reversed group those of earlier tiles.
 
-    What it counts in data, for that alone, is how many tiles have started there. With lists of blocks, it is how many
-    tiles the list of the tile has behind the program's own, up to the end that the formula gives.
+    Where data bounds the loops, count_tiles may compute it, as the number of tiles that have started there. With block
+    lists, it is the number of listed tiles after the program's own, up to the end that the formula gives.
     """
     adds = [op for op in kernel.ops() if isinstance(op, OrderedAdd) and op.order is not None]
     counts = [op for op in kernel.ops() if isinstance(op, CountTiles)]
     if not adds:
-        yield from (f"%{op.name} counts tiles, and no program takes turns by that" for op in counts)
+        yield from (f"%{op.name} counts tiles, and no ordered_add uses the count" for op in counts)
         return
-    expected = last_first(module, kernel)
-    if expected is None:
-        yield "it is not known how many programs come to each tile of its loops; expected one range, whose start and end rise"
+    last_first = last_first_order(module, kernel)
+    if last_first is None:
+        yield "the order of its ordered_adds is not known; expected loops of one range, whose start and end rise"
         return
     own = kernel.grid[0]
-    reversed_group = first_first(module, kernel) if own.reversed_group else None
-    if own.reversed_group and reversed_group is None:
-        yield f"its grid is mirrored along {own.var}; expected loops that start later for later tiles, and a known number that ended"
+    first_first = first_first_order(module, kernel) if own.reversed_group else None
+    if own.reversed_group and first_first is None:
+        yield (
+            f"its grid has reversed_group along {own.var}; expected loops that start later for later tiles, and a "
+            f"known number of loops that have ended"
+        )
         return
-    wanted = either_way(reversed_group, expected.expr)
+    expected = order_by_direction(first_first, last_first.expr)
     for op in adds:
-        if op.order != wanted:
-            yield f"%{op.name} has the turn `{to_text(op.order)}`; expected `{to_text(wanted)}`, as many as come there before"
-    known, found = (
-        {_said(op) for op in ops}
-        for ops in (expected.makers, (*counts, *(m for op in adds for m in makers_of(kernel, op))))
+        if op.order != expected:
+            found, order = to_text(op.order), to_text(expected)
+            yield f"%{op.name} has the order `{found}`; expected `{order}`, the number of programs that come before"
+    known, used = (
+        {_describe(op) for op in ops}
+        for ops in (last_first.ops, (*counts, *(m for op in adds for m in order_ops(kernel, op))))
     )
-    yield from (f"{said}, of which no turn is made" for said in sorted(found - known))
-    yield from (f"the turn is made of what the body has not: {said}" for said in sorted(known - found))
+    yield from (f"{text}, which is in no order" for text in sorted(used - known))
+    yield from (f"the order needs an op that the kernel does not have: {text}" for text in sorted(known - used))
     if module.schedules and (own.var != kernel.program_axis or not own.reversed):
-        yield f"its programs take turns from the last tile of {kernel.program_axis} on; expected the grid to start with these, descending"
+        axis = kernel.program_axis
+        yield f"its order starts with the last tile of {axis}; expected a grid that starts with {axis}, reversed"
 
 
-def merges(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Programs along the axis of shares are paired: numbers 0 and 1, 2 and 3, and so on. Both store to the tiles of
-    their pair, in turn.
+def ordered_accumulate(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Programs along a split axis are paired: 0 and 1, 2 and 3, and so on. Both accumulate to the tiles of their pair,
+    one after the other.
 
-    A program stores once to each tensor, at the end, all in one turn, which the last of these ends.
+    A program accumulates to one tile of each tensor, at the end, and the last of these ops releases the semaphore.
     """
     found = [op for op in kernel.ops() if isinstance(op, OrderedAccumulate)]
     if not found:
         return
     axes = sharing(kernel.grid)
-    if len(axes) != 1 or not kernel.adds or any(op not in kernel.block("entry").ops for op in found):
-        yield "its programs merge tiles; expected an axis of programs that share heads, all merges in @entry, and another add"
+    if len(axes) != 1 or not kernel.adds_in_order or any(op not in kernel.block("entry").ops for op in found):
+        yield (
+            "its programs accumulate tiles; expected an axis along which they split heads, all ordered_accumulates in "
+            "@entry, and an ordered_add"
+        )
         return
     number, two = symbol(axes[0].var), sympy.Integer(2)
-    places = [op.semaphore.tensor for op in found if op.semaphore] or [""]
+    tensor = next((op.semaphore.tensor for op in found if op.semaphore), "")
     for op in found:
         if op.order != mod(number, two):
-            yield f"%{op.name} has the turn `{to_text(op.order)}`; expected `{to_text(mod(number, two))}`, the number in its pair"
-        _, place = kernel.accessed(op)
-        wanted = (*place[:-2], symbol(f"{kernel.program_axis}_start"))
-        if op.semaphore != Access(places[0], wanted) or floordiv(number, two) not in place:
-            yield f"%{op.name} has not the place of its pair, [{', '.join(map(to_text, wanted))}], in one tensor of turns"
+            order, expected = to_text(op.order), to_text(mod(number, two))
+            yield f"%{op.name} has the order `{order}`; expected `{expected}`, the program's number in its pair"
+        _, index = kernel.accessed(op)
+        of_pair = (*index[:-2], symbol(f"{kernel.program_axis}_start"))
+        if op.semaphore != Access(tensor, of_pair) or floordiv(number, two) not in index:
+            at = ", ".join(map(to_text, of_pair))
+            yield f"%{op.name} has another semaphore than that of its pair, at [{at}] in one tensor of semaphores"
     tensors = [kernel.accessed(op)[0].name for op in found]
     if len(set(tensors)) < len(tensors) or [op.ends for op in found] != [False] * (len(found) - 1) + [True]:
-        yield "a program merges one tile of each tensor in its turn, and the last merge ends that"
+        yield "a program accumulates to one tile of each tensor, and the last ordered_accumulate has `ends`"
 
 
-def _said(op: Op) -> str:
-    """What an op is that makes a turn."""
+def _describe(op: Op) -> str:
+    """What an op contributes to an order."""
     match op:
         case CountTiles(src=src, most=most):
-            what = f"counts tiles that start at `{to_text(most)}` at most in {_place(src)}"
+            what = f"counts tiles that start at `{to_text(most)}` at most in {_element(src)}"
         case ListPosition(src=src, tile=tile):
             what = f"is the position of the tile `{to_text(tile)}` in %{src}"
         case Base(src=src):
-            what = f"points to {_place(src)}"
+            what = f"points to {_element(src)}"
         case _:
             what = "is no number of tiles"
     return f"%{op.name} {what}"
 
 
-def _place(access: Access) -> str:
+def _element(access: Access) -> str:
     return f"%{access.tensor}[{', '.join(map(to_text, access.index))}]"

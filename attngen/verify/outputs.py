@@ -1,4 +1,4 @@
-"""The rule of what calls give beside the output: kernels that store it compute what its name says."""
+"""The rule `outputs`: kernels compute the optional outputs of a module as defined."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from collections.abc import Iterator
 
 import sympy
 
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Expr, exp2, finite, log2, select, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.names import SUMS
-from attngen.ir.ops import AXIS_DIM, Init, Loop, Reduce, SoftmaxStep, Store, Yield
-from attngen.verify.algebra import equal
-from attngen.verify.combine import LN2, ONE, is_
-from attngen.verify.meaning import LOG2E, Header, Values, softmaxes
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.names import ROW_STATS
+from attngen.ir.ops import Init, Loop, Reduce, SoftmaxStep, Store, Yield
+from attngen.verify.algebra import LN2, LOG2E, equal
+from attngen.verify.combine import ONE, equals
+from attngen.verify.scores import softmaxes
+from attngen.verify.values import Header, Values
 
-KEPT = {
-    "entropy": ("m", "l", "e"),
-    "max_score": ("m",),
-    **dict.fromkeys(SUMS, ("m", "l")),
-}  # what a loop over keys carries of each row for it
+# Output or tensor -> the fields of each row that a loop over keys carries for it.
+CARRIED = {"entropy": ("m", "l", "e"), "max_score": ("m",), **dict.fromkeys(ROW_STATS, ("m", "l"))}
 
 
 def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A forward stores all outputs of the module, made of what its loop over keys carries.
+    """A forward stores all outputs of the module, computed from the fields that its loop over keys carries.
 
-    It stores SUMS, if kernels make weights again of these: the maximum and one over the sum of weights, with the sink.
-    The largest score of a query is the maximum that the softmax keeps, without a sink. The entropy, with its sink, is
-    made of `l`, the sum of weights, and `e`, that of weights times their logarithms to base 2: log2(l) - e / l, in
-    nats. What all queries give a key is the sum of their weights.
+    - The tensors ROW_STATS, from which other kernels recompute weights: the maximum of each row and one over its sum
+      of weights, both with the sink.
+    - max_score, the largest score of a query: the maximum of the softmax, without the sink.
+    - entropy, with the sink and in nats: log2(l) - e / l, from the sum `l` of weights and the sum `e` of weights times
+      their log2.
+    - key_mass: the sum of the weights that all queries give a key.
     """
     stored = {kernel.accessed(op)[0].name: op.value for op in kernel.ops() if isinstance(op, Store)}
     if "KEY_MASS" in stored:
@@ -35,17 +37,17 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
     if not steps or "LSE" not in stored:
         return
-    cached = any(
-        arg.name == "CACHE_SEQLENS" for arg in kernel.args
-    )  # nobody makes weights again of what such a call gives
-    if missing := [name for name in module.row_tensors if name not in stored and not (cached and name in SUMS)]:
-        yield f"it stores no {' and no '.join(missing)}; expected it to, as the header says `outputs`"
+    # No kernel recomputes weights from the outputs of a call with a KV cache.
+    cached = any(arg.name == "CACHE_SEQLENS" for arg in kernel.args)
+    if missing := [name for name in module.row_tensors if name not in stored and not (cached and name in ROW_STATS)]:
+        yield f"it stores no {' and no '.join(missing)}; expected it to, by `outputs` of the header"
         return
     values, last = Values(kernel), kernel.loops[-1]
     given = _yielded(kernel, last)
-    needed = [field for name in (*module.outputs, *stored) for field in KEPT.get(name, ())]
+    needed = [field for name in (*module.outputs, *stored) for field in CARRIED.get(name, ())]
     if lacking := [field for field in needed if field not in given]:
-        yield f"%{last.name} carries no {' and no '.join(lacking)}; expected {', '.join(dict.fromkeys(needed))} of each row"
+        expected = ", ".join(dict.fromkeys(needed))
+        yield f"%{last.name} carries no {' and no '.join(lacking)}; expected {expected} of each row"
         return
     if needed and given["m"] != f"{steps[0].name}.m":
         yield f"%{last.name} carries %{given['m']} as its maximum; expected %{steps[0].name}.m"
@@ -53,20 +55,20 @@ def outputs(module: Module, kernel: Kernel) -> Iterator[str]:
     scale = values.of(steps[0].scale) if steps[0].scale else ONE
     ends = {field: values.of(f"{last.name}.{field}") for field in needed}
     if "max_score" in module.outputs:
-        yield from is_(values, stored["MAX_SCORE"], LN2 * scale * ends["m"])
+        yield from equals(values, stored["MAX_SCORE"], LN2 * scale * ends["m"])
     if "M_ALL" in stored:
         greatest, total = _sums(Header(module, kernel), scale * ends["m"], ends["l"])
-        yield from is_(values, stored["M_ALL"], select(total > 0, greatest, sympy.oo))
-        yield from is_(values, stored["INV_L_ALL"], select(total > 0, 1 / total, 0))
+        yield from equals(values, stored["M_ALL"], select(total > 0, greatest, sympy.oo))
+        yield from equals(values, stored["INV_L_ALL"], select(total > 0, 1 / total, 0))
     if "entropy" in module.outputs:
-        yield from is_(values, given["e"], _next(kernel, values, last, steps[0], scale))
-        yield from is_(
+        yield from equals(values, given["e"], _next(kernel, values, last, steps[0], scale))
+        yield from equals(
             values, stored["ENTROPY"], _entropy(Header(module, kernel), scale * ends["m"], ends["l"], ends["e"])
         )
 
 
 def _sum_of_weights(kernel: Kernel, ref: str) -> Iterator[str]:
-    """The loops sum the weights of each turn over its queries, from 0 on."""
+    """The loops sum the weights of each iteration over its queries, starting from 0."""
     values, last = Values(kernel), kernel.loops[-1]
     weights = {op.name for op, _, _ in softmaxes(kernel, values)}
     sums = [
@@ -77,9 +79,9 @@ def _sum_of_weights(kernel: Kernel, ref: str) -> Iterator[str]:
     field = ref.partition(".")[2]
     start = kernel.op(dict(kernel.loops[0].carry).get(field, ref))
     if ref != f"{last.name}.{field}" or len(sums) != 1 or not isinstance(start, Init) or start.value != 0:
-        yield f"%{ref} is stored in KEY_MASS; expected what the loop over queries sums of their weights, from 0 on"
+        yield f"%{ref} is stored in KEY_MASS; expected the sum of weights of the loop over queries, starting from 0"
         return
-    yield from is_(values, _yielded(kernel, last)[field], values.of(field) + values.of(sums[0].name))
+    yield from equals(values, _yielded(kernel, last)[field], values.of(field) + values.of(sums[0].name))
 
 
 def _yielded(kernel: Kernel, loop: Loop) -> dict[str, str]:
@@ -88,7 +90,7 @@ def _yielded(kernel: Kernel, loop: Loop) -> dict[str, str]:
 
 
 def _next(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep, scale: Expr) -> Expr:
-    """The sum of weights times their logarithms, moved to the new maximum, and that of the tile."""
+    """The next value of `e`: the sum of weights times their log2, rescaled to the new maximum, plus the tile's."""
     p, alpha, greatest = (values.of(f"{step.name}.{field}") for field in ("p", "alpha", "m"))
     term = p * select(p > 0, scale * (values.of(step.s) - greatest), 0)
     sums = [
@@ -102,7 +104,7 @@ def _next(kernel: Kernel, values: Values, loop: Loop, step: SoftmaxStep, scale: 
 
 
 def _sums(header: Header, m: Expr, l: Expr) -> tuple[Expr, Expr]:  # noqa: E741
-    """The maximum of each row, and the sum of its weights at that, with a sink if there is one."""
+    """The maximum of each row and the sum of its weights relative to that, both with the sink if there is one."""
     if header.meaning.sink is None:
         return m, l
     sink = finite(LOG2E * header.here(header.meaning.sink))
@@ -111,7 +113,7 @@ def _sums(header: Header, m: Expr, l: Expr) -> tuple[Expr, Expr]:  # noqa: E741
 
 
 def _entropy(header: Header, m: Expr, l: Expr, e: Expr) -> Expr:  # noqa: E741
-    """Of sums at the maximum m, to which a sink adds a weight."""
+    """The entropy from the sums relative to the maximum m, to which a sink adds one weight."""
     if header.meaning.sink is not None:
         sink = finite(LOG2E * header.here(header.meaning.sink))
         most = sympy.Max(m, sink)

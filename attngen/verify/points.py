@@ -1,10 +1,10 @@
 """Equality of expressions by their values, where their normal forms differ: rigorous enclosures at many points.
 
-Points are drawn from a seed that the expressions give, and structured: positions that are equal, zeros, ones, the
-numbers of the expressions and their neighbours, and points at which the sides of a comparison are equal or differ by 1.
-At each one mpmath's interval arithmetic encloses both values; a number that may have been rounded is an interval, too.
-Enclosures that have no common number refute. Points at which a side is undefined, or its enclosure is wide, say
-nothing.
+Points are random, with a seed that depends on the expressions, and cover special cases: equal positions, zeros, ones,
+the numbers in the expressions and their neighbours, and points at which the sides of a comparison are equal or differ
+by 1. At each point mpmath's interval arithmetic encloses both values; a number that may have been rounded is an
+interval, too. Disjoint enclosures refute equality. Points at which a side is undefined, or its enclosure is wide,
+decide nothing.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from attngen.ir.expr import (
     sigmoid,
     sin,
     sqrt,
-    to_text,
     trunc,
 )
+from attngen.ir.expr_text import to_text
 
-TOLERANCE = 1e-9  # relative error of a number that passes multiplied in another order
-NARROW = 1e-6  # relative width of an enclosure that says that values agree
-DRAWN, ENOUGH = 192, 24  # points; those that have to agree
+TOLERANCE = 1e-9  # relative error of a product that passes may have computed in another order
+NARROW = 1e-6  # relative width up to which overlapping enclosures count as agreement
+POINTS, ENOUGH = 192, 24  # random points, and the number of points at which values must agree
 LARGE = 2**20  # exponents and angles below this are computed
 CONSTANTS = {"LOG2E": 1 / math.log(2), "LN2": math.log(2)}
 Point = dict[str, Any]
 
 
 class Unknown(Exception):
-    """A value that is undefined at a point, or of which interval arithmetic cannot say enough."""
+    """A value is undefined at a point, or its enclosure does not decide a comparison."""
 
 
 def _number(x: float) -> Any:
-    """A number of an expression: exact if it has few bits, else an interval around it."""
+    """The enclosure of a number: exact if the number has few bits, otherwise an interval around it."""
     return iv.mpf(x) if math.isinf(x) or (x * 2**12).is_integer() else _around(x)
 
 
@@ -70,7 +70,7 @@ def _whole(x: Any) -> int:
 
 
 def _monotone(of: Callable[[Any], Any], pad: float = 0.0) -> Callable[[Any], Any]:
-    """A function that does not fall, on the ends of an interval."""
+    """A non-decreasing function of intervals, from one of numbers: it maps the ends."""
     return lambda x: iv.mpf([of(mpmath.mpf(x.a)) - pad, of(mpmath.mpf(x.b)) + pad])
 
 
@@ -79,7 +79,7 @@ def _extreme(of: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def _small(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of numbers up to LARGE: of others it would be computed with as many digits as they have."""
+    """A function limited to arguments below LARGE, which would need too many digits otherwise."""
 
     def checked(x: Any) -> Any:
         if not -LARGE < x.a <= x.b < LARGE:
@@ -153,7 +153,7 @@ _COMPARED: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 def value(e: Any, at: Point) -> Any:
-    """The enclosure of a number, or a bool, at a point. Raises Unknown."""
+    """The enclosure of a number, or the bool of a condition, at a point. Raises Unknown."""
     if e.is_Symbol:
         return at[e.name]
     if e in (sympy.true, sympy.false):
@@ -184,13 +184,13 @@ def value(e: Any, at: Point) -> Any:
 
 
 def _holds(e: Any, at: Point) -> bool:
-    """Whether a condition holds at a point: an element that is one itself where it is not 0. Raises Unknown."""
+    """Whether a condition holds at a point; a symbol that is a condition holds where it is not 0. Raises Unknown."""
     found = value(e, at)
     return found if isinstance(found, bool) else bool(found != 0)
 
 
 def _conditions(e: Any) -> set[Any]:
-    """The symbols that are conditions themselves in an expression."""
+    """The symbols that an expression uses as conditions."""
     found: set[Any] = set()
     for x in sympy.preorder_traversal(e):
         if isinstance(x, (sympy.And, sympy.Or, sympy.Not, select)):
@@ -199,7 +199,7 @@ def _conditions(e: Any) -> set[Any]:
 
 
 def points(*expressions: Any) -> Iterator[Point]:
-    """Points for these expressions, the same ones each time."""
+    """Yield points for these expressions, the same ones in each run."""
     chance = Random("\n".join(map(to_text, expressions)))
     symbols = sorted({s for e in expressions for s in e.free_symbols}, key=str)
     numbers = sorted(
@@ -213,9 +213,9 @@ def points(*expressions: Any) -> Iterator[Point]:
     lines = [
         line for r in relations if not any(a.is_Boolean for a in r.args) for line in _lines(r.lhs - r.rhs, symbols)
     ]
-    for i in range(DRAWN):
+    for i in range(POINTS):
         pool = [chance.randrange((2, 9, 70, 5000)[i % 4]) for _ in range(2)]
-        plain: dict[str, Any] = {s.name: _drawn(s, chance, pool, near, [float(x) for x in numbers]) for s in symbols}
+        plain: dict[str, Any] = {s.name: _sample(s, chance, pool, near, [float(x) for x in numbers]) for s in symbols}
         plain |= {s.name: chance.randrange(2) for s in sorted(flags, key=str)}
         yield {name: _around(CONSTANTS[name]) if name in CONSTANTS else iv.mpf(x) for name, x in plain.items()}
         for x, factor, rest in lines if i < 8 else ():
@@ -234,7 +234,7 @@ def points(*expressions: Any) -> Iterator[Point]:
 
 
 def _lines(difference: Expr, symbols: list[Any]) -> Iterator[tuple[Any, Expr, Expr]]:
-    """The symbols in which a difference is linear with a whole factor: (symbol, factor, what remains)."""
+    """The symbols in which a difference is linear with an integer factor, as (symbol, factor, remaining terms)."""
     total = sympy.expand(difference)
     for x in symbols:
         factor = total.coeff(x)
@@ -243,14 +243,16 @@ def _lines(difference: Expr, symbols: list[Any]) -> Iterator[tuple[Any, Expr, Ex
             yield x, factor, rest
 
 
-def _drawn(s: Any, chance: Random, pool: list[int], near: list[int], numbers: list[float]) -> float:
+def _sample(s: Any, chance: Random, pool: list[int], near: list[int], numbers: list[float]) -> float:
+    """A random value of a symbol: from `pool`, from `near`, which are integers next to those of the expressions, from
+    the numbers of the expressions, or any value of its kind."""
     least = 1 if s.is_positive else 0 if s.is_nonnegative else -4000
     kind = chance.randrange(4)
     if s.is_integer:
-        drawn = (
+        sample = (
             chance.choice(near) if kind == 0 and near else chance.choice(pool) if kind < 3 else chance.randrange(4000)
         )
-        return max(drawn if least >= 0 or chance.random() < 0.7 else -drawn, least)
+        return max(sample if least >= 0 or chance.random() < 0.7 else -sample, least)
     if kind == 0:
         return chance.choice([0.0, 1.0, -1.0, *pool, *numbers])
     return chance.randrange(-4096, 4097) / (1024.0 if kind == 1 else 128.0)
@@ -258,8 +260,7 @@ def _drawn(s: Any, chance: Random, pool: list[int], near: list[int], numbers: li
 
 @cache
 def agree(a: Expr, b: Expr) -> bool | None:
-    """Whether two expressions have the same value: False where a point refutes it, None if too few points say
-    something."""
+    """Whether two expressions have the same value; None if too few points decide it."""
     count = 0
     for at in points(a, b):
         try:

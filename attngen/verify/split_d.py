@@ -1,72 +1,67 @@
-"""The rule of programs that share the columns of a sum: together they have each once, and what is the same for all
-is stored once."""
+"""The rule `split-d`: programs that split the columns of a wide sum have each column once, and store once what is the
+same for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from attngen.heuristics import LEAST_SHARED
-from attngen.ir.expr import cdiv, conjuncts, symbol, to_text
-from attngen.ir.graph import Config, Kernel, Module
-from attngen.ir.ops import (
-    AXIS_EXTENT,
-    COLUMN_DIM,
-    OWN,
-    WHOLE,
-    Load,
-    OrderedAccumulate,
-    OrderedAdd,
-    Scatter,
-    Store,
-    axis_of,
-)
+from attngen.ir.dims import AXIS_EXTENT, COLUMN_DIM, OWN, WHOLE, axis_of
+from attngen.ir.expr import cdiv, conjuncts, symbol
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
+from attngen.ir.ops import Load, OrderedAccumulate, OrderedAdd, Scatter, Store
 from attngen.tiles.sizes import tile_width
 
 
-def columns(module: Module, kernel: Kernel) -> Iterator[str]:
-    """One axis of the grid, behind that of tiles, has a program for each part of the columns, whose size a schedule row
-    gives.
+def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
+    """One axis of the grid, after that of tiles, has a program for each part of the columns (split-D). A config gives
+    the size of a part, BLOCK_D.
 
-    Each program has its own part of what it stores, or else the first one alone stores it. Products over columns are
-    over all of them. What is part of a loaded tile is loaded from where that is. Columns that a part may lack are
-    checked.
+    Each program stores its own columns, and the first one stores what all of them compute. Products sum over all
+    columns. The part of a loaded tile is loaded from the same rows. Columns that a part may lack are checked.
     """
     axes = [axis for axis in kernel.grid if axis.var in OWN]
-    shared = kernel.shared_columns
-    if shared is None:
+    split = kernel.shared_columns
+    if split is None:
         found = {axis_of(e) for op in kernel.ops() for e in op.expressions} & OWN.keys()
         if found or any(isinstance(op, Store) and op.first_along for op in kernel.ops()):
-            yield "it takes a part of columns, or stores something alone, and no axis of the grid is of such parts"
+            yield "it has a part of the columns, or a store of the first program only, and no grid axis splits columns"
         yield from (
-            f"{config.device}: COLUMNS={config.columns}, and its programs do not share columns"
-            for config in _rows(module, kernel)
+            f"{config.device}: BLOCK_D={config.columns}, and its programs do not split columns"
+            for config in _configs(module, kernel)
             if config.columns
         )
         return
-    own = OWN[shared.var]
+    own = OWN[split.var]
     expected = cdiv(symbol(WHOLE[own]), symbol(own))
-    if len(axes) > 1 or shared.extent != expected or kernel.grid[0] is shared:
+    if len(axes) > 1 or split.extent != expected or kernel.grid[0] is split:
         have = ", ".join(axis.var for axis in axes)
-        yield f"its grid has {have} in {to_text(shared.extent)}; expected one such axis, behind tiles, in {to_text(expected)}"
+        extent = to_text(split.extent)
+        yield f"its grid has {have} in {extent}; expected one such axis, after tiles, in {to_text(expected)}"
     for op in kernel.ops():
         if getattr(op, "over", "") == own:
-            yield f"%{op.name} sums {own} columns alone; expected all of {WHOLE[own]}"
-        if isinstance(op, Scatter) and (symbol(f"{shared.var}_start") < 1) not in conjuncts(op.where):
-            yield f"%{op.name} writes what all programs along {shared.var} do; expected `{shared.var}_start < 1` in its condition"
+            yield f"%{op.name} sums {own} columns only; expected all of {WHOLE[own]}"
+        if isinstance(op, Scatter) and (symbol(f"{split.var}_start") < 1) not in conjuncts(op.where):
+            condition = f"`{split.var}_start < 1` in its condition"
+            yield f"%{op.name} writes what all programs along {split.var} write; expected {condition}"
         if isinstance(op, (OrderedAdd, OrderedAccumulate)):
-            yield f"%{op.name} adds to what others store, in turns that parts of columns do not have"
+            yield f"%{op.name} adds in an order, which programs that split columns do not have"
         elif (
             isinstance(op, Store)
             and op.first_along
-            and (op.first_along != shared.var or symbol(shared.var) in op.dst.index)
+            and (op.first_along != split.var or symbol(split.var) in op.dst.index)
         ):
-            yield f"%{op.name} is stored alone along {op.first_along}; expected {shared.var}, and none of its columns"
+            yield f"%{op.name} has first_along({op.first_along}); expected {split.var}, and no index of its columns"
         if isinstance(op, Load) and op.columns_of and not _is_part(kernel, op):
-            yield f"%{op.name} is no part of %{op.columns_of}; expected its columns {shared.var}, at the same rows of the same tensor"
-    yield from _fitting(module, kernel, own)
+            part = f"its columns {split.var}, at the same rows of the same tensor"
+            yield f"%{op.name} is no part of %{op.columns_of}; expected {part}"
+    yield from _sizes(module, kernel, own)
 
 
 def _is_part(kernel: Kernel, op: Load) -> bool:
+    """Whether a load has the program's columns of the tile that `columns_of` names, with the same checks of rows."""
     whole = kernel.op(op.columns_of or "")
     axis = axis_of(op.src.index[-1])
     letters = {
@@ -83,8 +78,8 @@ def _is_part(kernel: Kernel, op: Load) -> bool:
     )
 
 
-def _fitting(module: Module, kernel: Kernel, own: str) -> Iterator[str]:
-    """Rows give a part that is a power of two; where it does not divide the columns, accesses check these."""
+def _sizes(module: Module, kernel: Kernel, own: str) -> Iterator[str]:
+    """Configs give parts that are powers of two. If a part does not divide the columns, accesses check columns."""
     axis, width = next(letter for letter, dim in OWN.items() if dim == own), module.widths[WHOLE[own]]
     accesses = [
         op
@@ -92,16 +87,16 @@ def _fitting(module: Module, kernel: Kernel, own: str) -> Iterator[str]:
         if isinstance(op, (Load, Store)) and axis in (op.dst if isinstance(op, Store) else op.src).axes()
     ]
     unchecked = [op for op in accesses if (axis, "always") not in op.check]
-    for config in _rows(module, kernel):
+    for config in _configs(module, kernel):
         whole = tile_width(width)
         if config.columns & (config.columns - 1) or not min(LEAST_SHARED, whole) <= config.columns <= whole:
-            yield f"{config.device}: COLUMNS={config.columns}; expected a power of two from {LEAST_SHARED} to {whole}"
+            yield f"{config.device}: BLOCK_D={config.columns}; expected a power of two from {LEAST_SHARED} to {whole}"
         elif unchecked and width % config.columns:
             yield (
                 f"%{unchecked[0].name} does not check {axis}, and {config.device} has "
-                f"COLUMNS={config.columns}, which do not divide {width}"
+                f"BLOCK_D={config.columns}, which do not divide {width}"
             )
 
 
-def _rows(module: Module, kernel: Kernel) -> tuple[Config, ...]:
+def _configs(module: Module, kernel: Kernel) -> tuple[Config, ...]:
     return () if kernel.backend else module.configs(kernel.name)

@@ -1,4 +1,4 @@
-"""Types: dimensions agree by name; element types agree with what is loaded, stored and computed."""
+"""The rule `types`: dimensions agree by name; element types agree with what is loaded, stored and computed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,14 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from attngen.ir.expr import (
-    REAL,
-    TO_INTEGER,
-    Expr,
-    cdiv,
-    conjuncts,
-    floordiv,
-    mod,
-    select,
-    symbol,
-    symbol_names,
-    to_text,
-)
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.core import Access, Op, Type
+from attngen.ir.dims import AXIS_DIM, GROUPED, dimension
+from attngen.ir.expr import REAL, TO_INTEGER, Expr, cdiv, conjuncts, floordiv, mod, select, symbol, symbol_names
+from attngen.ir.expr_text import to_text
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import INTEGERS, ROW_AXES
 from attngen.ir.ops import (
-    AXIS_DIM,
-    GROUPED,
-    Access,
     Append,
     Arg,
     Base,
@@ -45,7 +34,6 @@ from attngen.ir.ops import (
     Loop,
     Map,
     Mask,
-    Op,
     OrderedAccumulate,
     OrderedAdd,
     Reduce,
@@ -54,17 +42,15 @@ from attngen.ir.ops import (
     Seed,
     SoftmaxStep,
     Store,
-    Type,
-    dimension,
 )
 
 SCORES = ("BLOCK_Q", "BLOCK_KV")
-POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"))  # and sizes of tiles
+POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"))  # positions and sizes of tiles
 
 
 def types(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Dimensions agree by name: contractions, broadcasts, accesses. Element types are what is loaded, stored and
-    computed."""
+    """Dimensions agree by name, in contractions, broadcasts and accesses. Element types are those of what is loaded,
+    stored and computed."""
     for op in kernel.ops():
         for e in op.expressions:
             if _computes_with_a_condition(e):
@@ -104,13 +90,13 @@ def _loop_errors(kernel: Kernel, op: Loop) -> Iterator[str]:
         if _is_condition(e) or not is_integral(kernel, e, {}):
             yield f"runs to or from `{to_text(e)}`, which is no integer"
     if op.listed and of(op.listed).dtype != "ptr":
-        yield f"visits what %{op.listed} lists, which is no pointer"
+        yield f"visits tiles of the list %{op.listed}, which is no pointer"
 
 
 def _list_position_errors(kernel: Kernel, op: ListPosition) -> Iterator[str]:
     of = kernel.type_of
     if of(op.src).dtype != "ptr" or op.type.dtype != "i32" or op.type.dims:
-        yield "is made of a pointer to ranks, and is one i32"
+        yield "needs a pointer to ranks, and is one i32"
     if _is_condition(op.tile) or not is_integral(kernel, op.tile, {}):
         yield f"`{to_text(op.tile)}` is no integer"
 
@@ -155,7 +141,8 @@ def _dropout_errors(kernel: Kernel, op: Dropout) -> Iterator[str]:
 def _init_errors(kernel: Kernel, op: Init) -> Iterator[str]:
     whole = op.value.is_Integer and -(2**31) <= op.value < 2**31
     if not op.value.is_number or not (op.type.dtype == "f32" or (op.type.dtype == "i32" and whole)):
-        yield f"starts at `{to_text(op.value)}` as {op.type.dtype}; expected a number as f32, or a whole one of 32 bits as i32"
+        value = to_text(op.value)
+        yield f"starts at `{value}` as {op.type.dtype}; expected a number as f32, or an integer of 32 bits as i32"
 
 
 def _softmax_errors(kernel: Kernel, op: SoftmaxStep) -> Iterator[str]:
@@ -197,7 +184,8 @@ def _deinterleave_errors(kernel: Kernel, op: Deinterleave) -> Iterator[str]:
         or op.type.unpadded != (of.dims[0], *columns)
         or op.type.dtype != ("fp16" if paired else of.dtype)
     ):
-        yield f"takes the columns of {of.dtype}[{', '.join(of.dims)}]; expected halves of D_QK or D_V, of its type, or fp16 of pairs"
+        found = f"{of.dtype}[{', '.join(of.dims)}]"
+        yield f"splits the columns of {found}; expected halves of D_QK or D_V, of its type, or fp16 of pairs"
 
 
 def _interleave_errors(kernel: Kernel, op: Interleave) -> Iterator[str]:
@@ -209,26 +197,27 @@ def _interleave_errors(kernel: Kernel, op: Interleave) -> Iterator[str]:
         or a.unpadded != (*op.type.dims[:1], *columns)
         or (a.dtype != op.type.dtype and not paired)
     ):
-        yield f"is of {a.dtype}[{', '.join(a.dims)}] and {b.dtype}[{', '.join(b.dims)}]; expected two tiles alike, of half its columns"
+        found = " and ".join(f"{t.dtype}[{', '.join(t.dims)}]" for t in (a, b))
+        yield f"is of {found}; expected two tiles of one type, of half its columns"
 
 
 def _halved(t: Type) -> tuple[str, ...]:
-    """The dimension of half of a tile's columns."""
+    """The dimension of each half of a tile's columns."""
     return tuple(d.replace("D_", "PAIRS_") for d in t.unpadded[1:])
 
 
 def _gather_errors(kernel: Kernel, op: Gather) -> Iterator[str]:
     source = kernel.op(op.src.tensor)
     if not isinstance(source, Arg) or source.role not in ("in", "scratch") or source.type.dtype != op.type.dtype:
-        yield f"gathers {op.type.dtype} from %{op.src.tensor}, which is no input of that"
+        yield f"gathers {op.type.dtype} from %{op.src.tensor}, which is no input of this type"
     elif len(op.src.index) != len(source.type.dims):
         yield f"%{op.src.tensor} has {len(source.type.dims)} dimensions, the access {len(op.src.index)}"
     if not all(is_integral(kernel, e, dict(op.uses)) for e in op.src.index):
-        yield "is indexed by what is no integer"
+        yield "has an index that is no integer"
     yield from _uses_errors(kernel, op)
 
 
-_SCATTERS = {  # roles and type of the target
+_SCATTERS = {  # operation -> roles and type of the target
     "add": (("out",), "f32"),
     "min": (("out", "scratch"), "i32"),
     "max": (("out",), "i32"),
@@ -240,17 +229,17 @@ def _scatter_errors(kernel: Kernel, op: Scatter) -> Iterator[str]:
     of = kernel.type_of
     target = kernel.op(op.dst.tensor)
     if op.op not in _SCATTERS:
-        yield f"`{op.op}` is no way to write; expected {', '.join(_SCATTERS)}"
+        yield f"`{op.op}` is no operation of a scatter; expected {', '.join(_SCATTERS)}"
         return
     roles, dtype = _SCATTERS[op.op]
     if not isinstance(target, Arg) or target.role not in roles or {target.type.dtype, of(op.value).dtype} != {dtype}:
         target_of = {"out": "an output", "scratch": "scratch memory"}
-        wanted = f"{dtype}, and {' or '.join(target_of[role] for role in roles)} of that"
-        yield f"writes {of(op.value).dtype} to %{op.dst.tensor} by `{op.op}`; expected {wanted}"
+        expected = f"{dtype}, and {' or '.join(target_of[role] for role in roles)} of that"
+        yield f"writes {of(op.value).dtype} to %{op.dst.tensor} by `{op.op}`; expected {expected}"
     elif len(op.dst.index) != len(target.type.dims):
         yield f"%{op.dst.tensor} has {len(target.type.dims)} dimensions, the access {len(op.dst.index)}"
     if not all(is_integral(kernel, e, dict(op.uses)) for e in op.dst.index):
-        yield "is indexed by what is no integer"
+        yield "has an index that is no integer"
     yield from _uses_errors(kernel, op)
 
 
@@ -269,8 +258,8 @@ def _cache_length_errors(kernel: Kernel, op: CacheLength) -> Iterator[str]:
 
 
 def _pages_errors(kernel: Kernel, op: Append | Load) -> Iterator[str]:
-    """Rows by their pages: the page of each, and a tensor of pages. What is appended also has the row of its
-    sequence."""
+    """An access to rows in pages has the page of each row, and a tensor of pages. An append also has each row's index
+    in the sequence."""
     tensor, _ = kernel.accessed(op)
     rows = AXIS_DIM["kv"]
     given = [ref for ref in (op.pages, getattr(op, "rows", None)) if ref]
@@ -278,31 +267,34 @@ def _pages_errors(kernel: Kernel, op: Append | Load) -> Iterator[str]:
         yield f"has pages or rows that are not i32[{rows}]"
     dims = kernel.type_of(tensor.name).dims
     if op.pages and dims[:2] != ("pages", "Hkv"):
-        yield f"takes %{tensor.name} for pages; expected [pages, Hkv, ...]"
+        yield f"accesses %{tensor.name} by pages; expected [pages, Hkv, ...]"
     elif op.pages:
         yield from _table_errors(kernel, op, dims[2])
 
 
 def _table_errors(kernel: Kernel, op: Append | Load, rows: str) -> Iterator[str]:
-    """The number of a row's page is that in the table, where the sequence has the row."""
+    """The page of a row is read from the page table, where the sequence has the row."""
     table = kernel.op(str(op.pages))
     row = symbol(op.rows) if isinstance(op, Append) else symbol("kv_idx")
     inside = [symbol("kv_idx") < symbol("Nk"), *([row >= 0, row < symbol("Nc")] if isinstance(op, Append) else [])]
     at = Access("PAGE_TABLE", (symbol("b"), floordiv(row, dimension(rows))))
     if not isinstance(table, Gather) or table.src != at or set(conjuncts(table.where)) != set(inside):
         where = " and ".join(map(to_text, inside))
-        yield f"takes %{op.pages} for the pages of its rows; expected those of %PAGE_TABLE[b, {to_text(at.index[1])}] where({where})"
+        index = to_text(at.index[1])
+        yield f"has %{op.pages} as pages of its rows; expected those of %PAGE_TABLE[b, {index}] where({where})"
 
 
 def _append_errors(kernel: Kernel, op: Append) -> Iterator[str]:
+    """New rows are stored after those of the cache: at CACHE_SEQLENS[b] + kv_idx."""
     yield from _access_errors(kernel, op)
     rows = kernel.op(op.rows) if op.rows else None
-    before = next((kernel.op(ref) for _, ref in rows.uses), None) if isinstance(rows, Map) else None
-    behind = (
-        isinstance(rows, Map) and isinstance(before, Load) and before.src == Access("CACHE_SEQLENS", (symbol("b"),))
-    )
-    if not behind or rows.expr != symbol(before.name) + symbol("kv_idx") or "Nc" not in kernel.graph:  # type: ignore[union-attr]
-        yield "stores rows elsewhere than behind those of %CACHE_SEQLENS[b], or without a number `Nc` of those for which there is room"
+    fits = False
+    if isinstance(rows, Map):
+        length = next((kernel.op(ref) for _, ref in rows.uses), None)
+        fits = isinstance(length, Load) and length.src == Access("CACHE_SEQLENS", (symbol("b"),))
+        fits = fits and length is not None and rows.expr == symbol(length.name) + symbol("kv_idx")
+    if not fits or "Nc" not in kernel.graph:
+        yield "appends rows elsewhere than after CACHE_SEQLENS[b] rows, or without the capacity `Nc` of a sequence"
 
 
 def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
@@ -317,7 +309,7 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
             or len(index) != 2
             or set(of(op.value).dims) != set(SCORES)
         ):
-            yield "stores sums by distance of a tile of scores to a row of [B, Hq, Td, Nd]"
+            yield "has another form than a store of a tile of scores, summed by distance, to a row of [B, Hq, Td, Nd]"
         return
     paged = isinstance(op, (Append, Load)) and op.pages is not None
     if isinstance(op, (Append, Load)):
@@ -329,8 +321,8 @@ def _access_errors(kernel: Kernel, op: Base | Load | Store) -> Iterator[str]:
         yield f"%{access.tensor} holds {tensor.dtype}, the value is {moved.dtype}"
     tile = of(op.value) if isinstance(op, Store) else op.type
     dims = tuple(AXIS_DIM[a] for a in access.axes())
-    turned = set(access.axes()) == {"q", "kv"}  # a tile of scores may be loaded transposed
-    if not isinstance(op, Base) and tile.unpadded not in (dims, dims[::-1] if turned else dims):
+    of_scores = set(access.axes()) == {"q", "kv"}  # a tile of scores may be loaded transposed
+    if not isinstance(op, Base) and tile.unpadded not in (dims, dims[::-1] if of_scores else dims):
         yield f"the access is of [{', '.join(dims)}], the value of [{', '.join(tile.dims)}]"
     checks = () if isinstance(op, Base) else op.check
     if len({axis for axis, _ in checks}) < len(checks):
@@ -353,9 +345,9 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
         yield f"`{to_text(op.expr)}` is {'a number' if value == 'b1' else 'a condition'}, the value {value}"
     if value == "T" and not op.type.dims:
         yield "a value of no dimensions is of T; expected f32 or i32"
-    for specialization in op.expr.atoms(floordiv, cdiv, mod):
-        if not is_integral(kernel, specialization, dict(op.uses)):
-            yield f"`{to_text(specialization)}` divides what is no integer"
+    for quotient in op.expr.atoms(floordiv, cdiv, mod):
+        if not is_integral(kernel, quotient, dict(op.uses)):
+            yield f"`{to_text(quotient)}` needs integer operands"
     whole = is_integral(kernel, op.expr, dict(op.uses))
     if op.expr.free_symbols and whole != (value == "i32") and (value == "i32" or not dims):
         yield f"`{to_text(op.expr)}` is {'an integer' if whole else 'no integer'}, the value {value}"
@@ -365,33 +357,35 @@ def _map_errors(kernel: Kernel, op: Map) -> Iterator[str]:
 def _ordered_add_errors(kernel: Kernel, op: OrderedAdd | OrderedAccumulate) -> Iterator[str]:
     yield from _access_errors(kernel, op)
     if op.semaphore is None or op.order is None:
-        yield "adds as it comes; expected turns, and a turn"
+        yield "adds in no fixed order; expected a semaphore, and an order"
         return
-    yield from turn_errors(kernel, op.semaphore, op.order)
+    yield from semaphore_errors(kernel, op.semaphore, op.order)
 
 
-def turn_errors(kernel: Kernel, turns: Access, turn: Expr) -> Iterator[str]:
-    """What is wrong with the place where programs count their turns, or with the turn of a program."""
-    declared, index = kernel.through(turns)
+def semaphore_errors(kernel: Kernel, semaphore: Access, order: Expr) -> Iterator[str]:
+    """Errors in the element that is a semaphore, or in the value for which a program waits."""
+    declared, index = kernel.through(semaphore)
     of = kernel.type_of(declared.name)
     if not isinstance(declared, Arg) or declared.role != "sum" or of.dtype != "i32" or len(index) != len(of.dims):
-        yield f"takes turns by %{turns.tensor}; expected one element of a tensor of i32 of role sum"
-    if not all(is_integral(kernel, e, {}) for e in (*turns.index, turn)):
-        yield "has a turn, or a place of turns, that is no integer"
+        yield f"has a semaphore in %{semaphore.tensor}; expected one element of a tensor of i32 of role sum"
+    if not all(is_integral(kernel, e, {}) for e in (*semaphore.index, order)):
+        yield "has an order, or an index of its semaphore, that is no integer"
 
 
 def _uses_errors(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> Iterator[str]:
     whole = dimensions(kernel, op)
     for _, ref in op.uses:
         dims = kernel.type_of(ref).dims
-        if isinstance(op, Map) and GROUPED.get(whole[-1] if whole else "") in dims:  # one for each group of columns
+        if (
+            isinstance(op, Map) and GROUPED.get(whole[-1] if whole else "") in dims
+        ):  # one value for each group of columns
             dims = (*dims[:-1], whole[-1])
         if not set(dims) <= set(whole) or (len(dims) > 1 and dims != tuple(d for d in whole if d in dims)):
             yield f"%{ref} of [{', '.join(dims)}] does not broadcast to [{', '.join(whole)}]"
 
 
 def dimensions(kernel: Kernel, op: Gather | Map | Mask | Scatter) -> tuple[str, ...]:
-    """The dimensions of a result. A scatter has none; for it, those of the value that it adds."""
+    """The dimensions of an op's result, or for a scatter those of the value that it writes."""
     return kernel.type_of(op.value).dims if isinstance(op, Scatter) else op.type.dims
 
 
@@ -405,7 +399,7 @@ def _computes_with_a_condition(e: Any) -> bool:
 
 
 def _numbers_in(e: Any) -> tuple[Any, ...]:
-    """The arguments of an expression that must be numbers."""
+    """The arguments of an expression that must be numbers, not conditions."""
     if isinstance(e, (sympy.And, sympy.Or, sympy.Not)):
         return ()
     return e.args[1:] if isinstance(e, select) else e.args
@@ -421,9 +415,9 @@ def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
 
 @cache
 def _integers_of(e: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """The names that must stand for integers if an expression is to be one, those of conditions by which it chooses
-    among integers, which may stand for anything, and whether all else in it is made of integers."""
-    if isinstance(e, TO_INTEGER):  # they give integers, whatever their arguments are
+    """Return three things: the names that must be integers for an expression to be one; the names in conditions by
+    which it selects among integers, of any type; and whether everything else in it is an integer."""
+    if isinstance(e, TO_INTEGER):  # integers for any arguments
         return (), (), True
     if not e.args:
         return symbol_names(e), (), not e.is_Number or e.is_Integer
@@ -436,7 +430,7 @@ def _integers_of(e: Any) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     return names, tuple(dict.fromkeys(conditions)), not real and all(whole for _, _, whole in parts)
 
 
-# What each kind of op asks of its types, besides what holds for all.
+# The errors in the types of each kind of op.
 _ERRORS: dict[type[Op], Callable[[Kernel, Any], Iterator[str]]] = {
     Dot: _dot_errors,
     Map: _map_errors,

@@ -1,7 +1,7 @@
-"""`make docs-check`: looks at the built site in Chromium, at two widths, light and dark.
+"""`make docs-check`: open the built site in Chromium, at two widths, light and dark.
 
-A page fails where the console says something, where the page asks for what is not the site's, or where it is wider than
-the window. Pictures of all pages are written to the folder that is named. It needs chromium, chromedriver and selenium.
+A page fails if the console prints something, if the page requests a file from elsewhere, or if it is wider than
+the window. Screenshots of all pages are written to the named folder. It needs chromium, chromedriver and selenium.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from selenium import webdriver
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS, HEIGHT, SCHEMES = (400, 1400), 1000, ("light", "dark")
-TALLEST = 12_000  # rows of a picture
+TALLEST = 12_000  # rows of a screenshot
 PAGES = (
     "",
     "getting-started/",
@@ -44,12 +44,12 @@ WIDER = "return [document.documentElement.scrollWidth - window.innerWidth, docum
 
 class _Silent(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Say nothing of each request."""
+        """Do not log requests."""
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address at which a folder is served."""
+    """Serve a folder over HTTP; yields its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Silent, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -59,7 +59,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def _found(*names: str) -> str:
-    """The path of the first of these programs that is on the PATH; an error says that there is none."""
+    """The path of the first of these programs that is on the PATH; exits with an error if there is none."""
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
         sys.exit(
@@ -70,10 +70,10 @@ def _found(*names: str) -> str:
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A Chromium without a window, with a profile of its own that is empty."""
+    """A headless Chromium with an empty profile."""
     with tempfile.TemporaryDirectory() as profile:
         options = webdriver.ChromeOptions()
-        alone = (
+        isolation = (
             "no-first-run",
             "disable-background-networking",
             "disable-component-update",
@@ -85,7 +85,7 @@ def browser() -> Iterator[Any]:
             "no-sandbox",
             "disable-gpu",
             "hide-scrollbars",
-            *alone,
+            *isolation,
             f"user-data-dir={profile}",
         ):
             options.add_argument(f"--{flag}")
@@ -101,7 +101,7 @@ def browser() -> Iterator[Any]:
 
 
 def looked_at(driver: Any, home: str, page: str, width: int, scheme: str, picture: Path) -> list[str]:
-    """What is wrong with a page at a width and in a scheme; a picture of it is written."""
+    """Sentences on what is wrong with a page at a width and in a colour scheme; also writes a screenshot of it."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False},
@@ -111,23 +111,23 @@ def looked_at(driver: Any, home: str, page: str, width: int, scheme: str, pictur
     )
     driver.get(home + page)
     driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 300))")
-    said = [f"the console says: {line['message']}" for line in driver.get_log("browser")]
+    problems = [f"the console says: {line['message']}" for line in driver.get_log("browser")]
     events = [json.loads(line["message"])["message"] for line in driver.get_log("performance")]
-    asked = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
-    said += [f"it asks for {url}" for url in sorted(asked) if not url.startswith((home, "data:", "blob:"))]
+    requested = {e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"}
+    problems += [f"it requests {url}" for url in sorted(requested) if not url.startswith((home, "data:", "blob:"))]
     wider, height = driver.execute_script(WIDER)
     if wider > 0:
-        said.append(f"it is {wider} pixels wider than the window")
+        problems.append(f"it is {wider} pixels wider than the window")
     clip = {"x": 0, "y": 0, "width": width, "height": min(height, TALLEST), "scale": 1}
     taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
     picture.write_bytes(base64.b64decode(taken["data"]))
-    return said
+    return problems
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--pictures", type=Path, default=ROOT / "site-pictures", help="folder for pictures [site-pictures]"
+        "--pictures", type=Path, default=ROOT / "site-pictures", help="folder for screenshots [site-pictures]"
     )
     parser.add_argument(
         "pages", nargs="*", default=PAGES, help="addresses of pages below the site's [a dozen of all kinds]"
@@ -140,13 +140,14 @@ def main(argv: list[str] | None = None) -> int:
             for width in WIDTHS:
                 for scheme in SCHEMES:
                     name = page.strip("/").replace("/", "-").removesuffix(".html") or "home"
-                    said = looked_at(driver, home, page, width, scheme, args.pictures / f"{name}-{width}-{scheme}.png")
-                    wrong += len(said)
-                    for sentence in said:
+                    problems = looked_at(
+                        driver, home, page, width, scheme, args.pictures / f"{name}-{width}-{scheme}.png"
+                    )
+                    wrong += len(problems)
+                    for sentence in problems:
                         print(f"/{page}, {width} wide, {scheme}: {sentence}")
-    print(
-        f"{len(args.pages)} pages at {len(WIDTHS)} widths, light and dark: {wrong or 'nothing'} wrong; pictures in {args.pictures}"
-    )
+    found = f"{wrong or 'nothing'} wrong; pictures in {args.pictures}"
+    print(f"{len(args.pages)} pages at {len(WIDTHS)} widths, light and dark: {found}")
     return int(wrong > 0)
 
 

@@ -1,4 +1,4 @@
-"""The specs of the project, which the site and the tests are about."""
+"""The specs of the project, for the site and the tests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def spec_files(root: Path = ROOT) -> list[Path]:
-    """The files of the project's own specs: those that git knows, so that one which `attngen new` wrote is not among
-    them.
-
-    Where the folder is no checkout, all of them.
-    """
+    """The committed spec files, without those that `attngen new` wrote; all of them where the folder is no checkout."""
     found = sorted((root / "specs").glob("*.yaml"))
     git = ["git", "ls-files", "--", "specs"]
     try:

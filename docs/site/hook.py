@@ -1,5 +1,5 @@
-"""The hook of MkDocs: adds generated pages to those of docs/, and points links to files outside docs/ to their
-pages."""
+"""The hook of MkDocs: adds generated pages to those of docs/, and replaces links to files outside docs/ by links to
+their pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPECS = "Specs"  # the part of the navigation that lists specs
 
 @cache
 def generated() -> dict[str, str]:
-    """All generated files by their place in the site's sources; made once, also by `mkdocs serve`."""
+    """All generated files by their path in the site's sources; made once, also by `mkdocs serve`."""
     files = {
         page: (ROOT / source).read_text(encoding="utf-8") for source, page in OUTSIDE.items() if page != NOTEBOOK_PAGE
     }
@@ -46,5 +46,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links of a page to files of the repository to where the site has them."""
+    """Replace a page's links to files of the repository by links to their pages."""
     return relinked(markdown, page.file.src_uri)

@@ -1,7 +1,7 @@
 """The notebook: as a page, and run from top to bottom.
 
-python -m docs.site.notebook                # runs it; fails if a cell does, or prints what the notebook does not show
-python -m docs.site.notebook --write        # runs it, and has the notebook show what was printed
+python -m docs.site.notebook                # run it; fail if a cell fails, or if the output differs from the stored one
+python -m docs.site.notebook --write        # run it, and store its output in the notebook
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "quickstart.ipynb"
-VARYING = r"sha256:\w+|\d\.\de-\d+"  # in what is printed: digests, and errors, which depend on the machine
+VARYING = r"sha256:\w+|\d\.\de-\d+"  # in the output: digests, and errors, which depend on the machine
 
 
 def notebook_page() -> str:
-    """The notebook (nbformat 4) as Markdown: its cells of text, and its cells of code with what they printed."""
+    """The notebook (nbformat 4) as Markdown: its cells of text, and its cells of code with their output."""
     return "\n".join(part for cell in _read()["cells"] for part in _parts(cell))
 
 
@@ -38,12 +38,12 @@ def _parts(cell: dict[str, Any]) -> list[str]:
 
 
 def _printed(cell: dict[str, Any]) -> str:
-    """What a cell of code printed, as the notebook shows it."""
+    """The stored output of a cell of code."""
     return "".join(line for output in cell["outputs"] for line in output["text"])
 
 
 def run(cells: list[dict[str, Any]]) -> list[str]:
-    """Run cells of code in order, in one namespace; what each printed."""
+    """Run cells of code in order, in one namespace, and return the output of each."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = []
     for number, cell in enumerate(cells, 1):
@@ -55,7 +55,7 @@ def run(cells: list[dict[str, Any]]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="store what is printed")
+    parser.add_argument("--write", action="store_true", help="store the output")
     args = parser.parse_args(argv)
     notebook = _read()
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

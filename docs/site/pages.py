@@ -1,4 +1,4 @@
-"""What pages of the site share: where files of the project are in it, templates, and cells of tables."""
+"""Helpers of the site's pages: where files of the project are in the site, templates, and cells of tables."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "examples/quickstart.ipynb": NOTEBOOK_PAGE,
 }
-# Other paths outside docs/, as patterns, and where the site has what they say.
-TOLD = {
+# Other paths outside docs/, as patterns, and the page of the site that has their content.
+LINK_TARGETS = {
     "specs": "specs/index.md",
     r"specs/(\w+)\.yaml": r"specs/\1.md",
-    "attngen/spec/model.py": "reference/spec.md",
+    "attngen/spec/fields.py": "reference/spec.md",
     "attngen/(masks|scores)": r"reference/\1.md",
     r"attngen/(masks|scores)/(\w+)\.py": r"reference/\1.md#\2",
     "attngen/lang": "reference/language.md",
     "attngen/api.py": "reference/python.md",
     "attngen/cli": "reference/commands.md",
+    "attngen/(ir|transforms|verify)": "reference/ir.md",
 }
 
 
@@ -43,52 +44,53 @@ def _templates() -> jinja2.Environment:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A template of this folder, filled in."""
+    """Render a template of this folder."""
     return _templates().get_template(template).render(values)
 
 
 def cell(text: object) -> str:
-    """Text for a cell of a table: one line, with bars that do not end the cell."""
+    """Text for a cell of a table: one line, with escaped bars."""
     return " ".join(str(text).split()).replace("|", "\\|")
 
 
 def code(text: object) -> str:
-    """Code for a cell of a table: what Markdown has between backticks may have no bar there."""
+    """Code for a cell of a table, as HTML, because Markdown's backticks allow no bar in a table."""
     return f"<code>{escape(str(text)).replace('|', '&#124;')}</code>"
 
 
 def figures_css() -> str:
-    """The style sheet of drawings and formulas: that of the pages of `attngen explain`, with the colours of the
+    """The style sheet of figures and formulas: that of the pages of `attngen explain`, with the colours of the
     reader's scheme."""
     return rendered("figures.css.jinja")
 
 
 def variants_page() -> str:
-    """The table of variants of the README, each name a link to the variant's page, and what it is beside the name."""
+    """The table of variants of the README, with a link from each name to its page, and the description moved next to
+    the name."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     _, _, section = readme.partition("\n## Variants\n")
     table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert table is not None
     heads, _, *variants = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()]
-    rows = [(f"[{name}]({name.strip('`')}.md)", what, *others) for name, *others, what in variants]
+    rows = [(f"[{name}]({name.strip('`')}.md)", meaning, *others) for name, *others, meaning in variants]
     return rendered("variants.md.jinja", heads=[heads[0], heads[-1], *heads[1:-1]], rows=rows)
 
 
 def relinked(markdown: str, place: str) -> str:
-    """The text of the page `place` with its relative links, which hold in the repository, made to hold in the site.
+    """The text of the page `place`, with relative links of the repository replaced by links of the site.
 
-    A link to what the site does not have stays as it is: a strict build refuses it.
+    A link whose target is not in the site stays unchanged: a strict build refuses it.
     """
     source = next((source for source, page in OUTSIDE.items() if page == place), f"docs/{place}")
 
-    def pointed(found: re.Match[str]) -> str:
+    def relink(found: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
-        told = (match.expand(page) for pattern, page in TOLD.items() if (match := re.fullmatch(pattern, path)))
-        target = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else next(told, None))
+        pages = (match.expand(page) for pattern, page in LINK_TARGETS.items() if (match := re.fullmatch(pattern, path)))
+        target = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else next(pages, None))
         return (
             found[0]
             if target is None
             else f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}{found[2] or ''})"
         )
 
-    return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)", pointed, markdown)
+    return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]*)?\)", relink, markdown)

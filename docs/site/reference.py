@@ -1,5 +1,5 @@
-"""The reference: the keys of a spec, masks, scores, expressions, Python and the command line, from the tables that
-attngen itself reads."""
+"""The reference: the keys of a spec, masks, scores, expressions, Python, the command line and the IR, from the tables
+and docstrings of attngen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attngen.builders import build_module
 from attngen.cli import COMMANDS, app
 from attngen.integrations.transformers import register
 from attngen.ir.dtypes import TORCH
-from attngen.ir.graph import Input
+from attngen.ir.module import Input
 from attngen.ir.names import INTEGERS
 from attngen.lang import limits
 from attngen.lang.meanings import FUNCTIONS, OPERATORS
@@ -29,6 +29,7 @@ from attngen.report.mathml import MathML
 from attngen.report.page import SEES, Formula, Group, meaning
 from attngen.scores import Score, score_registry
 from attngen.spec import json_schema, make_spec
+from docs.site.ir_reference import ir_page
 from docs.site.pages import rendered
 
 RANGES = {
@@ -48,6 +49,7 @@ def reference_pages() -> dict[str, str]:
         "reference/language.md": language_page(),
         "reference/python.md": python_page(),
         "reference/commands.md": commands_page(),
+        "reference/ir.md": ir_page(),
     }
 
 
@@ -80,7 +82,7 @@ def _keys(schema: dict[str, Any]) -> Iterator[Key]:
 
 
 def _values(name: str, schema: dict[str, Any]) -> str:
-    """What a schema allows, in a few words."""
+    """The values that a schema allows, in a few words."""
     if name in ("mask", "score"):
         return f"[{'masks' if name == 'mask' else 'modifiers'}]({'masks' if name == 'mask' else 'scores'}.md)"
     if "$ref" in schema:
@@ -109,8 +111,7 @@ def _flow(value: Any) -> str:
 
 
 class Entry(NamedTuple):
-    """A mask or a modifier: what it does, its parameters, the arguments that a call gives for it, and a small
-    example."""
+    """A mask or a modifier: its description, its parameters, its arguments of a call, and a small example."""
 
     name: str
     says: str
@@ -149,8 +150,8 @@ def _entry(key: str, part: type[Part]) -> Entry:
 
 
 def example(part: type[Part]) -> dict[str, Any]:
-    """Small parameters for an example of a mask or modifier: those that it requires; if it needs one of several, all
-    whole numbers."""
+    """Small parameters for an example of a mask or modifier: the required ones, or, if these do not suffice, all
+    integers as well."""
     fields = part.model_json_schema().get("properties", {})
     required = {name: _small(fields[name]) for name, field in part.model_fields.items() if field.is_required()}
     numbers = {name: _small(schema) for name, schema in fields.items() if _whole(schema)}
@@ -160,7 +161,7 @@ def example(part: type[Part]) -> dict[str, Any]:
         except ValidationError:
             continue
         return given
-    raise RuntimeError(f"{part.name}: no example is made of it; expected whole numbers from 4 on to be right")
+    raise RuntimeError(f"{part.name}: cannot make an example of it; expected integers from 4 on to be valid")
 
 
 def _whole(schema: dict[str, Any]) -> bool:
@@ -196,11 +197,11 @@ def language_page() -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------- Python and the command line
+# ---------------------------------------------------------------------------------------------- Python and commands
 
 
 def python_page() -> str:
-    """What `attngen` gives to Python, with its docstrings."""
+    """The public functions of `attngen`, with their docstrings."""
     functions = [(name, getattr(attngen, name)) for name in attngen.__all__ if not name.startswith("_")]
     functions.append(("integrations.transformers.register", register))
     return rendered(

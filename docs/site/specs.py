@@ -22,11 +22,11 @@ from docs.site.committed import ROOT, spec_files
 from docs.site.pages import rendered
 
 SHOWN = ("__init__.py", "kernels.py", "hopper.py")  # of a module's files
-Q_HEADS, GROUPS = 16, 4  # of the calls that pages have numbers for, as in `attngen explain`
+Q_HEADS, GROUPS = 16, 4  # of the calls for which pages show numbers, as in `attngen explain`
 
 
 class SpecPages(NamedTuple):
-    """The page of a spec as Markdown, and what `attngen explain --html` writes of it."""
+    """The page of a spec as Markdown, and the output of `attngen explain --html` for it."""
 
     name: str
     markdown: str

@@ -29,16 +29,29 @@ MASK = "block_sparse(block=128)"
 SHARING = "mha"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 BLOCK = 128
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
-CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls check the promises about their data by default
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
-DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1,))
+FWD = runtime.Kernel(
+    kernels,
+    "fwd",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
+    heads=(1,),
+)
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    heads=(1,),
+)
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
@@ -47,13 +60,26 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1,),
 )
-BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
+BWD = runtime.Kernel(
+    kernels,
+    "bwd",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(1,),
+)
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(1,),
 )
 
@@ -79,8 +105,8 @@ def attention(
             counts; or the result of `attention.plan` for it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
-        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
-            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
+        check: whether to check the promises about the call's data, for which the host waits for the device once; None
+            checks if ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -96,7 +122,9 @@ def attention(
     runtime.check_blocks(q, k, blocks, BLOCK)
     if blocks is block_mask and (CHECKS if check is None else check) and runtime.can_wait(q):
         runtime.check_data("attention", runtime.listed(blocks))
-    out, lse = OPERATORS(shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
+    out, lse = OPERATORS(
+        shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -104,10 +132,11 @@ BlockPlan = runtime.BlockPlan
 
 
 def plan_blocks(block_mask: torch.Tensor) -> BlockPlan:
-    """Make lists of the blocks that count, on the mask's device and without a sync. `attention` takes them as its `block_mask`.
+    """List the blocks that count, on the mask's device and without a sync. `attention` takes the result as its
+    `block_mask`.
 
     Args:
-        block_mask: torch.bool [Tq, Tk], with up to two dimensions before these, that broadcast to B and Hq.
+        block_mask: torch.bool [Tq, Tk], with up to two leading dimensions that broadcast to B and Hq.
 
     Raises:
         ValueError or TypeError: one sentence that says what the mask is and what was expected.
@@ -148,7 +177,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -163,7 +192,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors and Nk <= 8192 and fused > 0:
+    if need_kv and need_q and Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms and Nk <= 8192 and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -250,9 +279,9 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, scale)
 
 
 def _lists(block_mask):
-    """The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers."""
+    """List the visible blocks of each row and column of blocks: how many come before each block, and their indices."""
     of_q_rank, of_q_list = runtime.list_blocks(block_mask)
-    of_kv_rank, of_kv_list = runtime.list_blocks(runtime.turned(block_mask))
+    of_kv_rank, of_kv_list = runtime.list_blocks(runtime.transposed(block_mask))
     return of_q_rank, of_q_list, of_kv_rank, of_kv_list
 
 
@@ -260,5 +289,5 @@ OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float 
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq"),
 )
-OPERATORS = runtime.Operators("block_sparse_mha_43287382f586", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("block_sparse_mha_e2bfb47b54ff", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

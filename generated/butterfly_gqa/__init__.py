@@ -29,16 +29,29 @@ MASK = "causal and block_sparse(block=64, pattern=butterfly)"
 SHARING = "gqa"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
 BLOCK = 64
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
-CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls check the promises about their data by default
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
-DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
+FWD = runtime.Kernel(
+    kernels,
+    "fwd",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
+    heads=(1, 2),
+)
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    heads=(1, 2),
+)
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
@@ -52,7 +65,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(1, 2),
 )
 
@@ -74,12 +94,12 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hkv, Nk, 64], same dtype and device.
         v: [B, Hkv, Nk, 64], same dtype and device.
-        block_mask: torch.bool, broadcast to [B, Hq, ceil(Nq / 64), ceil(Nk / 64)], True where a block of scores
-            counts; or the result of `attention.plan` for it. None means the spec's pattern, `attention.block_pattern`.
+        block_mask: torch.bool, broadcast to [B, Hq, ceil(Nq / 64), ceil(Nk / 64)], True where a block of scores counts;
+            or the result of `attention.plan` for it. None means the spec's pattern, `attention.block_pattern`.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
-        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
-            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
+        check: whether to check the promises about the call's data, for which the host waits for the device once; None
+            checks if ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 64], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -97,7 +117,9 @@ def attention(
     runtime.check_blocks(q, k, blocks, BLOCK)
     if blocks is block_mask and (CHECKS if check is None else check) and runtime.can_wait(q):
         runtime.check_data("attention", runtime.listed(blocks))
-    out, lse = OPERATORS(shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale)
+    out, lse = OPERATORS(
+        shapes, return_lse, q, k, v, blocks.kv_rank, blocks.kv_list, blocks.q_rank, blocks.q_list, scale,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -105,10 +127,11 @@ BlockPlan = runtime.BlockPlan
 
 
 def plan_blocks(block_mask: torch.Tensor) -> BlockPlan:
-    """Make lists of the blocks that count, on the mask's device and without a sync. `attention` takes them as its `block_mask`.
+    """List the blocks that count, on the mask's device and without a sync. `attention` takes the result as its
+    `block_mask`.
 
     Args:
-        block_mask: torch.bool [Tq, Tk], with up to two dimensions before these, that broadcast to B and Hq.
+        block_mask: torch.bool [Tq, Tk], with up to two leading dimensions that broadcast to B and Hq.
 
     Raises:
         ValueError or TypeError: one sentence that says what the mask is and what was expected.
@@ -120,7 +143,7 @@ attention.plan = plan_blocks
 
 
 def block_pattern(n_q: int, n_kv: int, device: torch.device) -> torch.Tensor:
-    """The spec's mask of blocks for so many queries and keys: torch.bool [ceil(n_q / 64), ceil(n_kv / 64)]."""
+    """The spec's mask of blocks for n_q queries and n_kv keys: torch.bool [ceil(n_q / 64), ceil(n_kv / 64)]."""
     return butterfly(-(-n_q // BLOCK), -(-n_kv // BLOCK), device)
 
 
@@ -159,7 +182,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     Nlse = grad_lse.shape[2]
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
@@ -174,7 +197,10 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     # programs among which the query heads of a group are split
-    splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
+    splits = max(
+        1,
+        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))))),
+    )
     if dq.numel():
         DQ(
             q, Nq, B * Hq,
@@ -194,23 +220,23 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
     if dk.numel():
-        dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
-        dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
+        dk_partial, dk_partial_strides = runtime.room_for_splits(dk, splits)
+        dv_partial, dv_partial_strides = runtime.room_for_splits(dv, splits)
         DKDV(
             q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, q_rank, q_list, dk_parts, dv_parts),
+            (q, k, v, grad_out, lse2, delta, q_rank, q_list, dk_partial, dv_partial),
             (scale, Hkv, group, splits, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
-                *q_rank.stride()[:3], *q_list.stride()[:3], *dk_parts_strides, *dv_parts_strides,
+                *q_rank.stride()[:3], *q_list.stride()[:3], *dk_partial_strides, *dv_partial_strides,
             ),
         )
         if splits > 1:
             DKDV_END(
                 q, Nk, B * Hkv,
-                (dk_parts, dv_parts, dk, dv),
+                (dk_partial, dv_partial, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_partial_strides, *dv_partial_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
     return dq, dk, dv
 
@@ -241,9 +267,9 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, scale)
 
 
 def _lists(block_mask):
-    """The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers."""
+    """List the visible blocks of each row and column of blocks: how many come before each block, and their indices."""
     of_q_rank, of_q_list = runtime.list_blocks(block_mask)
-    of_kv_rank, of_kv_list = runtime.list_blocks(runtime.turned(block_mask))
+    of_kv_rank, of_kv_list = runtime.list_blocks(runtime.transposed(block_mask))
     return of_q_rank, of_q_list, of_kv_rank, of_kv_list
 
 
@@ -259,5 +285,5 @@ OPERANDS = "Tensor kv_rank, Tensor kv_list, Tensor q_rank, Tensor q_list, float 
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq"),
 )
-OPERATORS = runtime.Operators("butterfly_gqa_90a5a5cad399", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("butterfly_gqa_b1c36c786493", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

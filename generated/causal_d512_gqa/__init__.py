@@ -29,16 +29,29 @@ MASK = "causal"
 SHARING = "gqa"
 HEAD_DIM_QK = 512
 HEAD_DIM_V = 512
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
 FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV")), heads=(1, 2))
-DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    heads=(1, 2),
+)
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
-DK = runtime.Kernel(kernels, "dk", "BLOCK_KV", described=((1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1, 2, 3))
+DK = runtime.Kernel(
+    kernels,
+    "dk",
+    "BLOCK_KV",
+    described=((1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(1, 2, 3),
+)
 DV = runtime.Kernel(kernels, "dv", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV")), heads=(1, 2, 3))
 DKDV_END = runtime.Kernel(kernels, "dkdv_end", "BLOCK_KV", heads=(0, 1))
 JVP = runtime.Kernel(
@@ -102,7 +115,7 @@ def _forward(q, k, v, scale, shapes=None):
             o_rows, o_rows_strides = runtime.by_group(out, group, fresh=True)
             lse_rows = lse
             PACKED(
-                q, Gq, B * Hkv * -(-HEAD_DIM_V // runtime.schedule(kernels, "packed", q, Gq)["OWN_V"]),
+                q, Gq, B * Hkv * -(-HEAD_DIM_V // runtime.schedule(kernels, "packed", q, Gq)["SPLIT_V"]),
                 (q_rows, k, v, o_rows, lse_rows),
                 (scale, Hkv, Nq, Gq, Nk),
                 (*q_rows_strides[:3], *k_strides, *v_strides, *o_rows_strides[:3], Hkv * Gq, Gq),
@@ -110,7 +123,7 @@ def _forward(q, k, v, scale, shapes=None):
             runtime.copy_back(o_rows, out)
         else:
             FWD(
-                q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "fwd", q, Nq)["OWN_V"]),
+                q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "fwd", q, Nq)["SPLIT_V"]),
                 (q, k, v, out, lse),
                 (scale, Hq, group, Nq, Nk),
                 (*q_strides, *k_strides, *v_strides, *out.stride()[:3], Hq * Nq, Nq),
@@ -124,7 +137,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     Nlse = grad_lse.shape[2]
     q_strides, k_strides, v_strides, out_strides, grad_out_strides, lse_strides, grad_lse_strides = runtime.strides(
         q, k, v, out, grad_out, lse, grad_lse,
@@ -135,10 +148,13 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     # programs among which the query heads of a group are split
-    splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
+    splits = max(
+        1,
+        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))))),
+    )
     if dq.numel():
         DQ(
-            q, Nq, B * Hq * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dq", q, Nq)["OWN_QK"]),
+            q, Nq, B * Hq * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dq", q, Nq)["SPLIT_QK"]),
             (q, k, v, out, grad_out, lse, grad_lse, dq, delta, lse2),
             (scale, Hq, group, Nq, Nk, Nlse),
             (
@@ -154,26 +170,29 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, scale, need_q, need_kv):
             (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
         )
     if dk.numel():
-        dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
-        dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
+        dk_partial, dk_partial_strides = runtime.room_for_splits(dk, splits)
+        dv_partial, dv_partial_strides = runtime.room_for_splits(dv, splits)
         DK(
-            q, Nk, B * Hkv * splits * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dk", q, Nk)["OWN_QK"]),
-            (q, k, v, grad_out, lse2, delta, dk_parts),
+            q, Nk, B * Hkv * splits * -(-HEAD_DIM_QK // runtime.schedule(kernels, "dk", q, Nk)["SPLIT_QK"]),
+            (q, k, v, grad_out, lse2, delta, dk_partial),
             (scale, Hkv, group, splits, Nq, Nk),
-            (*q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk_parts_strides),
+            (
+                *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                *dk_partial_strides,
+            ),
         )
         DV(
-            q, Nk, B * Hkv * splits * -(-HEAD_DIM_V // runtime.schedule(kernels, "dv", q, Nk)["OWN_V"]),
-            (q, k, grad_out, lse2, dv_parts),
+            q, Nk, B * Hkv * splits * -(-HEAD_DIM_V // runtime.schedule(kernels, "dv", q, Nk)["SPLIT_V"]),
+            (q, k, grad_out, lse2, dv_partial),
             (scale, Hkv, group, splits, Nq, Nk),
-            (*q_strides, *k_strides, *grad_out_strides, Hq * Nq, Nq, *dv_parts_strides),
+            (*q_strides, *k_strides, *grad_out_strides, Hq * Nq, Nq, *dv_partial_strides),
         )
         if splits > 1:
             DKDV_END(
                 q, Nk, B * Hkv,
-                (dk_parts, dv_parts, dk, dv),
+                (dk_partial, dv_partial, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_partial_strides, *dv_partial_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
     return dq, dk, dv
 
@@ -190,7 +209,7 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
     tangent_lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if tangent_out.numel():
         JVP(
-            q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "jvp", q, Nq)["OWN_V"]),
+            q, Nq, B * Hq * -(-HEAD_DIM_V // runtime.schedule(kernels, "jvp", q, Nq)["SPLIT_V"]),
             (q, k, v, out, lse, tq, tk, tv, tangent_out, tangent_lse),
             (scale, Hq, group, Nq, Nk),
             (
@@ -203,5 +222,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_d512_gqa_58d3657adbe0", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_d512_gqa_5f6175c83fdf", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -29,10 +29,11 @@ MASK = "causal"
 SHARING = "mqa"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
 FWD = runtime.Kernel(
@@ -74,7 +75,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(3,),
     flags=("DROPOUT",),
 )
@@ -97,9 +105,10 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, 1, Nk, 64], same dtype and device.
         v: [B, 1, Nk, 64], same dtype and device.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
-        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
-            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
+        dropout_p: probability of dropping a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept
+            weights are scaled up.
+        seed: selects the weights to drop: an int, or an int64 tensor of one element on q's device; None samples one
+            from torch's generator of that device. `attention.dropout_mask` returns the weights that a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -122,7 +131,7 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p, which applies only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
@@ -144,12 +153,14 @@ def _forward(q, k, v, seed, dropout_threshold, keep_scale, scale, shapes=None):
 
 
 @runtime.remembered(8)
-def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, keep_scale, scale, need_q, need_kv):
+def _backward(
+    grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, keep_scale, scale, need_q, need_kv,
+):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -160,9 +171,9 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    in_one_pass = 1 if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors
+    use_fused = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
         )
     ) and fused > 0 else 0
     # programs among which the query heads of a group are split
@@ -171,11 +182,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
         (
             group // runtime.divisor(
                 group,
-                min((2 if in_one_pass > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))),
+                min((2 if use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))),
             )
         ),
     )
-    if in_one_pass > 0:
+    if use_fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -246,27 +257,28 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, seed, dropout_threshold, ke
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
-            dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
+            dk_partial, dk_partial_strides = runtime.room_for_splits(dk, splits)
+            dv_partial, dv_partial_strides = runtime.room_for_splits(dv, splits)
             DKDV(
                 q, Nk, B * splits,
-                (q, k, v, grad_out, lse2, delta, seed, dk_parts, dv_parts),
+                (q, k, v, grad_out, lse2, delta, seed, dk_partial, dv_partial),
                 (scale, dropout_threshold, keep_scale, group, splits, Nq, Nk),
                 (
                     *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], *grad_out_strides, Hq * Nq, Nq,
-                    Hq * Nq, Nq, dk_parts_strides[0], dk_parts_strides[2], dk_parts_strides[3], dv_parts_strides[0],
-                    dv_parts_strides[2], dv_parts_strides[3],
+                    Hq * Nq, Nq, dk_partial_strides[0], dk_partial_strides[2], dk_partial_strides[3],
+                    dv_partial_strides[0], dv_partial_strides[2], dv_partial_strides[3],
                 ),
                 (seed is not None,),
             )
             if splits > 1:
                 DKDV_END(
                     q, Nk, B,
-                    (dk_parts, dv_parts, dk, dv),
+                    (dk_partial, dv_partial, dk, dv),
                     (splits, Nk),
                     (
-                        dk_parts_strides[0], dk_parts_strides[2], dk_parts_strides[3], dv_parts_strides[0],
-                        dv_parts_strides[2], dv_parts_strides[3], dk.stride(0), dk.stride(2), dv.stride(0), dv.stride(2),
+                        dk_partial_strides[0], dk_partial_strides[2], dk_partial_strides[3], dv_partial_strides[0],
+                        dv_partial_strides[2], dv_partial_strides[3], dk.stride(0), dk.stride(2), dv.stride(0),
+                        dv.stride(2),
                     ),
                 )
     return dq, dk, dv
@@ -296,5 +308,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, seed, dropout_threshold, keep_scale, sca
 
 OPERANDS = "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("",))
-OPERATORS = runtime.Operators("causal_dropout_mqa_6b14a9de7d12", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_dropout_mqa_efbb1124a46e", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -30,10 +30,11 @@ MASK = "causal"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
 FWD = runtime.Kernel(kernels, "fwd", heads=(1,))
@@ -45,7 +46,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(1,),
 )
 
@@ -94,7 +102,12 @@ def _forward(q, k, v, scale, shapes=None):
     out = runtime.empty_rows(q, HEAD_DIM_V)
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
-        o_acc = runtime.zeros(q, (B, Hq, Nq, HEAD_DIM_V), (Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, 1), torch.float32)
+        o_acc = runtime.zeros(
+            q,
+            (B, Hq, Nq, HEAD_DIM_V),
+            (Hq * Nq * HEAD_DIM_V, Nq * HEAD_DIM_V, HEAD_DIM_V, 1),
+            torch.float32,
+        )
         row_max = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32).fill_(-math.inf)
         row_sum = runtime.zeros(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
         FWD(
@@ -195,5 +208,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("causal_fa1_853c08c3ce61", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_fa1_5adbd0e42e58", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

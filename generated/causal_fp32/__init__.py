@@ -29,14 +29,27 @@ MASK = "causal"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.float32,)
 DROPOUT = False
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
-DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1,))
+FWD = runtime.Kernel(
+    kernels,
+    "fwd",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
+    heads=(1,),
+)
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    heads=(1,),
+)
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
@@ -49,7 +62,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (6, "BLOCK_Q"), (7, "BLOCK_KV"), (8, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (6, "BLOCK_Q"),
+        (7, "BLOCK_KV"),
+        (8, "BLOCK_KV"),
+    ),
     heads=(1,),
 )
 
@@ -115,7 +135,10 @@ def _backward(grad_out, grad_lse, q, k, v, out, m_all, inv_l_all, scale, need_q,
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
     Nlse = grad_lse.shape[2]
-    q_strides, k_strides, v_strides, out_strides, grad_out_strides, m_all_strides, inv_l_all_strides, grad_lse_strides = runtime.strides(
+    (
+        q_strides, k_strides, v_strides, out_strides, grad_out_strides, m_all_strides, inv_l_all_strides,
+        grad_lse_strides,
+    ) = runtime.strides(
         q, k, v, out, grad_out, m_all, inv_l_all, grad_lse,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_q else runtime.nothing(q)
@@ -156,7 +179,10 @@ def _jvp(q, k, v, out, m_all, inv_l_all, tq, tk, tv, scale):
     """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    q_strides, k_strides, v_strides, out_strides, m_all_strides, inv_l_all_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+    (
+        q_strides, k_strides, v_strides, out_strides, m_all_strides, inv_l_all_strides, tq_strides,
+        tk_strides, tv_strides,
+    ) = runtime.strides(
         q, k, v, out, m_all, inv_l_all, tq, tk, tv,
     )
     tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
@@ -176,7 +202,8 @@ def _jvp(q, k, v, out, m_all, inv_l_all, tq, tk, tv, scale):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(
-    OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "m_all", "inv_l_all"), flat=2, kept=("m_all", "inv_l_all"),
+    OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "m_all", "inv_l_all"), flat=2,
+    kept=("m_all", "inv_l_all"),
 )
-OPERATORS = runtime.Operators("causal_fp32_2c0d6964ef19", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_fp32_53bf96c9a0ac", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

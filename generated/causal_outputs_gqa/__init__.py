@@ -29,14 +29,27 @@ MASK = "causal"
 SHARING = "gqa"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
-DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
+FWD = runtime.Kernel(
+    kernels,
+    "fwd",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
+    heads=(1, 2),
+)
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    heads=(1, 2),
+)
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
@@ -50,10 +63,23 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (6, "BLOCK_Q"), (7, "BLOCK_KV"), (8, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (6, "BLOCK_Q"),
+        (7, "BLOCK_KV"),
+        (8, "BLOCK_KV"),
+    ),
     heads=(1, 2),
 )
-KEY_MASS = runtime.Kernel(kernels, "key_mass", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV")), heads=(1, 2))
+KEY_MASS = runtime.Kernel(
+    kernels,
+    "key_mass",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV")),
+    heads=(1, 2),
+)
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
 
 
@@ -77,16 +103,16 @@ def attention(
         v: [B, Hkv, Nk, 64], same dtype and device.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
-        return_entropy: also return the entropy of every query's weights, in nats, [B, Hq, Nq] fp32, differentiable; 0 for one that sees no
-            key.
-        return_max_score: also return the largest score that every query sees, [B, Hq, Nq] fp32, -inf for one that sees no key; or
-            with "head" the largest of each head in the call, [Hq], made of these. No gradient flows through them.
-        return_key_mass: also return the weight that all queries give each key, [B, Hq, Nk] fp32, by a kernel that computes the scores
-            once more. No gradient flows through it.
+        return_entropy: also return the entropy of every query's weights, in nats, [B, Hq, Nq] fp32, differentiable; 0
+            for a query that sees no key.
+        return_max_score: also return the largest score of every query, [B, Hq, Nq] fp32, -inf for a query that sees no
+            key; or with "head" the largest score of each head in the call, [Hq]. No gradient flows through them.
+        return_key_mass: also return the sum of all queries' weights on each key, [B, Hq, Nk] fp32, by a kernel that
+            recomputes the scores. No gradient flows through it.
 
     Returns:
-        [B, Hq, Nq, 64], laid out as q is; with it, in a tuple, what is asked for, in the order of these arguments. A query that sees no key
-        gets zeros, LSE -inf and zero gradients.
+        [B, Hq, Nq, 64], laid out as q is; in a tuple with the other outputs that the call requests, in the order of
+        these arguments. A query that sees no key gets zeros, LSE -inf and zero gradients.
 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -160,7 +186,7 @@ def _backward(grad_out, grad_lse, grad_entropy, q, k, v, out, lse, entropy, scal
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     Nlse = grad_lse.shape[2]
     Nentropy = grad_entropy.shape[2]
     (
@@ -176,7 +202,10 @@ def _backward(grad_out, grad_lse, grad_entropy, q, k, v, out, lse, entropy, scal
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     dentropy2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     # programs among which the query heads of a group are split
-    splits = max(1, (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))))))
+    splits = max(
+        1,
+        (group // runtime.divisor(group, min(group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))))),
+    )
     if dq.numel():
         DQ(
             q, Nq, B * Hq,
@@ -199,23 +228,23 @@ def _backward(grad_out, grad_lse, grad_entropy, q, k, v, out, lse, entropy, scal
             ),
         )
     if dk.numel():
-        dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
-        dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
+        dk_partial, dk_partial_strides = runtime.room_for_splits(dk, splits)
+        dv_partial, dv_partial_strides = runtime.room_for_splits(dv, splits)
         DKDV(
             q, Nk, B * Hkv * splits,
-            (q, k, v, grad_out, lse2, delta, dentropy2, dk_parts, dv_parts),
+            (q, k, v, grad_out, lse2, delta, dentropy2, dk_partial, dv_partial),
             (scale, Hkv, group, splits, Nq, Nk),
             (
                 *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, Hq * Nq, Nq,
-                *dk_parts_strides, *dv_parts_strides,
+                *dk_partial_strides, *dv_partial_strides,
             ),
         )
         if splits > 1:
             DKDV_END(
                 q, Nk, B * Hkv,
-                (dk_parts, dv_parts, dk, dv),
+                (dk_partial, dv_partial, dk, dv),
                 (Hkv, splits, Nk),
-                (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
+                (*dk_partial_strides, *dv_partial_strides, *dk.stride()[:3], *dv.stride()[:3]),
             )
     return dq, dk, dv
 
@@ -225,7 +254,10 @@ def _jvp(q, k, v, out, lse, entropy, tq, tk, tv, scale):
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    q_strides, k_strides, v_strides, out_strides, lse_strides, entropy_strides, tq_strides, tk_strides, tv_strides = runtime.strides(
+    (
+        q_strides, k_strides, v_strides, out_strides, lse_strides, entropy_strides, tq_strides, tk_strides,
+        tv_strides,
+    ) = runtime.strides(
         q, k, v, out, lse, entropy, tq, tk, tv,
     )
     tangent_out = runtime.empty_rows(q, HEAD_DIM_V)
@@ -262,7 +294,9 @@ def _key_mass(q, k, lse, scale):
 
 
 OPERANDS = "float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "entropy", "max_score"), flat=1)
-OPERATORS = runtime.Operators("causal_outputs_gqa_0f0d1143d543", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+SIGNATURE = runtime.Signature(
+    OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "entropy", "max_score"), flat=1,
+)
+OPERATORS = runtime.Operators("causal_outputs_gqa_5100ac87d855", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 MASS = OPERATORS.define_key_mass("(Tensor q, Tensor k, Tensor lse, float scale) -> Tensor", _key_mass)

@@ -29,10 +29,11 @@ MASK = "causal and key_padding"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
 FWD = runtime.Kernel(
@@ -73,7 +74,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(3,),
     flags=("DROPOUT",),
 )
@@ -99,10 +107,12 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         key_padding: torch.bool [B, Nk], True where a key may be attended to.
-        plan: the result of `attention.plan` for key_padding, given in place of it. Calls with the same can share it.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
-        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
-            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
+        plan: the result of `attention.plan` for key_padding, passed in place of it. Calls with the same inputs can
+            share it.
+        dropout_p: probability of dropping a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept
+            weights are scaled up.
+        seed: selects the weights to drop: an int, or an int64 tensor of one element on q's device; None samples one
+            from torch's generator of that device. `attention.dropout_mask` returns the weights that a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -144,7 +154,7 @@ def attention(
 
 
 class Plan(NamedTuple):
-    """What the kernels read of key_padding."""
+    """The tensors that kernels read of key_padding."""
 
     key_padding: torch.Tensor
     key_padding_first: torch.Tensor
@@ -153,7 +163,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(key_padding: torch.Tensor) -> Plan:
-    """Compute what the kernels read of key_padding, once for all calls that share it; without a sync."""
+    """Compute the tensors that kernels read of key_padding, once for all calls that share them; without a sync."""
     return Plan(key_padding.contiguous(), *key_span(key_padding))
 
 
@@ -164,14 +174,14 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p, which applies only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
 def _forward(
-    q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold, keep_scale,
-    scale, shapes=None,
+    q, k, v, key_padding, key_padding_first, key_padding_run, key_padding_end, seed, dropout_threshold,
+    keep_scale, scale, shapes=None,
 ):
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
@@ -190,13 +200,13 @@ def _forward(
 
 @runtime.remembered(12)
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, seed,
-    dropout_threshold, keep_scale, scale, need_q, need_kv,
+    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end,
+    seed, dropout_threshold, keep_scale, scale, need_q, need_kv,
 ):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -207,15 +217,11 @@ def _backward(
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if (
-        need_kv
-        and need_q
-        and (
-            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
-            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
+    if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
         )
-        and fused > 0
-    ):
+    ) and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -335,5 +341,12 @@ OPERANDS = (
     "Tensor? seed, int dropout_threshold, float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B", ""))
-OPERATORS = runtime.Operators("causal_padding_dropout_mha_c6a9eae02648", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators(
+    "causal_padding_dropout_mha_f393bb32e899",
+    SIGNATURE,
+    _forward,
+    _backward,
+    _jvp,
+    INTERPRETED,
+)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -29,15 +29,28 @@ MASK = "causal and key_padding(lengths=True)"
 SHARING = "gqa"
 HEAD_DIM_QK = 128
 HEAD_DIM_V = 128
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
-CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls check the promises about their data by default
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1, 2))
-DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1, 2))
+FWD = runtime.Kernel(
+    kernels,
+    "fwd",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
+    heads=(1, 2),
+)
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    heads=(1, 2),
+)
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
@@ -59,7 +72,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(1, 2),
 )
 PACKED = runtime.Kernel(kernels, "packed", "BLOCK_Q", heads=(1, 2))
@@ -85,8 +105,8 @@ def attention(
         kv_lengths: torch.int32 or torch.int64 [B], number of keys of each sequence that count, from the first.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(128).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
-        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
-            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
+        check: whether to check the promises about the call's data, for which the host waits for the device once; None
+            checks if ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 128], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -164,7 +184,7 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
     B, Hq, Nq = q.shape[:3]
     Hkv, Nk = k.shape[1:3]
     group = Hq // max(Hkv, 1)
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -175,9 +195,9 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    in_one_pass = 1 if need_kv and need_q and (
-        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors) or (
-            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors
+    use_fused = 1 if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
         )
     ) and fused > 0 else 0
     # programs among which the query heads of a group are split
@@ -186,11 +206,11 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
         (
             group // runtime.divisor(
                 group,
-                min((2 if in_one_pass > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * processors)))),
+                min((2 if use_fused > 0 else group), group, max(1, ((B * Hkv * Nk * group) // (512 * num_sms)))),
             )
         ),
     )
-    if in_one_pass > 0:
+    if use_fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -260,23 +280,23 @@ def _backward(grad_out, grad_lse, q, k, v, out, lse, kv_lengths, scale, need_q, 
                 (*out_strides, *grad_out_strides, *lse_strides, *grad_lse_strides, Hq * Nq, Nq, Hq * Nq, Nq),
             )
         if dk.numel():
-            dk_parts, dk_parts_strides = runtime.room_for_splits(dk, splits)
-            dv_parts, dv_parts_strides = runtime.room_for_splits(dv, splits)
+            dk_partial, dk_partial_strides = runtime.room_for_splits(dk, splits)
+            dv_partial, dv_partial_strides = runtime.room_for_splits(dv, splits)
             DKDV(
                 q, Nk, B * Hkv * splits,
-                (q, k, v, grad_out, lse2, delta, kv_lengths, dk_parts, dv_parts),
+                (q, k, v, grad_out, lse2, delta, kv_lengths, dk_partial, dv_partial),
                 (scale, Hkv, group, splits, Nq, Nk),
                 (
-                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq, *dk_parts_strides,
-                    *dv_parts_strides,
+                    *q_strides, *k_strides, *v_strides, *grad_out_strides, Hq * Nq, Nq, Hq * Nq, Nq,
+                    *dk_partial_strides, *dv_partial_strides,
                 ),
             )
             if splits > 1:
                 DKDV_END(
                     q, Nk, B * Hkv,
-                    (dk_parts, dv_parts, dk, dv),
+                    (dk_partial, dv_partial, dk, dv),
                     (Hkv, splits, Nk),
-                    (*dk_parts_strides, *dv_parts_strides, *dk.stride()[:3], *dv.stride()[:3]),
+                    (*dk_partial_strides, *dv_partial_strides, *dk.stride()[:3], *dv.stride()[:3]),
                 )
     return dq, dk, dv
 
@@ -306,5 +326,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_lengths, scale):
 
 OPERANDS = "Tensor kv_lengths, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B",))
-OPERATORS = runtime.Operators("causal_padding_gqa_b77aba91f37d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_gqa_c6d162235506", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

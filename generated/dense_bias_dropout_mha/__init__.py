@@ -31,10 +31,11 @@ SCORE = "dense_bias"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
 FWD = runtime.Kernel(
@@ -75,7 +76,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(3,),
     flags=("DROPOUT",),
 )
@@ -100,9 +108,10 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         bias: of the dtype of q, [B or 1, Hq or 1, Nq, Nk], what is added to the scores, differentiable.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
-        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
-            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
+        dropout_p: probability of dropping a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept
+            weights are scaled up.
+        seed: selects the weights to drop: an int, or an int64 tensor of one element on q's device; None samples one
+            from torch's generator of that device. `attention.dropout_mask` returns the weights that a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -128,7 +137,7 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p, which applies only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
@@ -152,16 +161,19 @@ def _forward(q, k, v, bias, seed, dropout_threshold, keep_scale, scale, shapes=N
 
 @runtime.remembered(9)
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, bias, seed, dropout_threshold, keep_scale, scale, need_q, need_kv,
-    need_inputs,
+    grad_out, grad_lse, q, k, v, out, lse, bias, seed, dropout_threshold, keep_scale, scale, need_q,
+    need_kv, need_inputs,
 ):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
-    out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides, bias_strides = runtime.strides(
+    (
+        out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides,
+        bias_strides,
+    ) = runtime.strides(
         out, grad_out, lse, grad_lse, q, k, v, bias,
     )
     dq = runtime.empty_rows(q, HEAD_DIM_QK) if need_inputs or need_q else runtime.nothing(q)
@@ -175,16 +187,11 @@ def _backward(
     ) if need_inputs else runtime.nothing(q, 4, q.dtype)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if (
-        need_kv
-        and need_q
-        and (Nk % 8) == 0
-        and (
-            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
-            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
+    if need_kv and need_q and (Nk % 8) == 0 and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
         )
-        and fused > 0
-    ):
+    ) and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -284,5 +291,5 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("B Hq Nq Nk", ""),
     shards=("B", "Hq", "Nq"),
 )
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_2681187a8dfe", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_8449539a07b8", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

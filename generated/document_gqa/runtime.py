@@ -1,4 +1,4 @@
-"""The runtime: checks, allocation, launches and autograd. It is the same file in every module that attngen generates."""
+"""The runtime: checks, allocation, launches and autograd, the same in every module that attngen generates."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 import triton
 
-# -------------------- Private interfaces of torch and Triton that save a call's time, each beside a public way.
+# -------------------- Private interfaces of torch and Triton that make calls faster, each with a public fallback.
 
 def _first(private: Callable[[], Any], public: Any) -> Any:
-    """What `private` returns; `public` if this version of torch or Triton does not have it."""
+    """Return the result of `private`, or `public` if this version of torch or Triton does not have it."""
     try:
         return private()
     except Exception:
@@ -41,20 +41,20 @@ def _first(private: Callable[[], Any], public: Any) -> Any:
 
 
 def _called(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """The function, after one call that shows that it works."""
+    """Return the function after one call that shows that it works."""
     function(*args)
     return function
 
 
 def _entered(guard: Callable[[], Any]) -> Callable[[], Any]:
-    """The context manager's class, after it was entered once to show that it works."""
+    """Return the context manager's class after entering it once to show that it works."""
     with guard():
         return guard
 
 
 def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
-    """The function that makes guards, after it made one of an fp32 tensor of one dimension to show that they tell
-    tensors apart."""
+    """Return the function that makes guards, after a check with an fp32 tensor of one dimension that guards distinguish
+    tensors."""
     make: Any = torch._C._dynamo.guards.TensorGuards
 
     def guard_of(*tensors: torch.Tensor) -> Callable[..., bool]:
@@ -72,7 +72,12 @@ def _guards(like: torch.Tensor) -> Callable[..., Callable[..., bool]]:
 
 # Makes an uninitialised tensor of (shape, strides, dtype) on the CPU, or on the current CUDA device.
 empty_cpu = _first(
-    lambda: _called(torch._C._dynamo.guards._empty_strided_cpu, (1,), (1,), torch.float32),  # type: ignore[attr-defined]
+    lambda: _called(
+        torch._C._dynamo.guards._empty_strided_cpu,  # type: ignore[attr-defined]
+        (1,),
+        (1,),
+        torch.float32,
+    ),
     lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
 )
 empty_cuda = _first(
@@ -92,22 +97,22 @@ autocast_is_on = _first(
 )
 # Whether torch.jit is tracing.
 is_tracing = _first(lambda: _called(torch._C._is_tracing), torch.jit.is_tracing)  # type: ignore[attr-defined]
-# Whether a transform of torch.func or a dispatch mode is active. No public interface tells; without the private ones
+# Whether a transform of torch.func, or a dispatch mode, is active. No public interface exists; without the private ones
 # the answer is yes.
 transforms_are_active = _first(lambda: _called(torch._C._are_functorch_transforms_active), lambda: True)
 dispatch_modes = _first(lambda: _called(torch._C._len_torch_dispatch_stack), lambda: 1)
-# Makes a guard of tensors: a function that says whether as many others are like them, in class, layout, dtype, device,
-# `requires_grad` and number of dimensions, and under the same modes; sizes and strides may differ. It never knows one
-# tensor twice. It ends the process if a tensor has no sizes, as nested ones have none. Where `guard_of` is None,
-# tensors have to be looked at one by one.
+# Makes a guard of tensors: a function that returns whether as many other tensors have the same class, layout, dtype,
+# device, `requires_grad` and number of dimensions, under the same modes; sizes and strides may differ. It returns False
+# if a tensor is passed twice. It aborts the process if a tensor has no sizes, such as a nested tensor. If `guard_of` is
+# None, tensors have to be checked one by one.
 guard_of = _first(lambda: _guards(torch.empty(1, device="cpu", dtype=torch.float32)), None)
-# In this context operators run and autograd records nothing. Where it is None, derivatives are registered by
+# In this context operators run and autograd records nothing. If it is None, derivatives are registered by
 # torch.library.
 below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), None)
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be wanted: a dual level is open or, by the public way, a tensor has a
+    """Whether forward-mode derivatives may be needed: a dual level is open or, by the public fallback, a tensor has a
     tangent."""
     try:
         return bool(forward_ad._current_level >= 0)
@@ -116,12 +121,12 @@ def in_forward_ad(*tensors: object) -> bool:
 
 
 def has_tangents(*tensors: object) -> bool:
-    """Whether some of these have tangents, of forward mode, while a dual level is open."""
+    """Whether some of these have forward-mode tangents while a dual level is open."""
     return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def apply_of(function: Any) -> Callable[..., Any]:
-    """An autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
+    """Return an autograd function's `apply` for plain calls, without its check for transforms of torch.func."""
     found: Callable[..., Any] = _first(lambda: super(torch.autograd.Function, function).apply, function.apply)
     return found
 
@@ -131,17 +136,17 @@ def hooks_look_on() -> bool:
     try:
         hooks = triton.knobs.runtime
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
-    except AttributeError:  # a hook that is set by assignment has no calls
+    except AttributeError:  # a hook that is set by assignment has no `calls`
         return True
 
 
 def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
-    """What a direct launch of a compiled kernel, with arguments such as these, needs; None where this version of Triton
-    lacks some of it.
+    """Return what a direct launch of a compiled kernel, with arguments such as these, needs; None if this version of
+    Triton lacks some of it.
 
-    (function that gives a device's stream, launcher, what it takes after the stream, whether it takes the arguments as
-    one tuple, function that makes of arguments with descriptors those that the launcher takes, or None if it takes them
-    as they are).
+    It is (function that returns a device's stream, launcher, its arguments after the stream, whether it takes the
+    kernel's arguments as one tuple, function that encodes descriptors among the kernel's arguments for the launcher, or
+    None if it takes them as they are).
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
@@ -152,8 +157,8 @@ def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
 
 
 def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
-    """What a launcher for CUDA calls for a kernel that needs no memory of its own, in the forms of Triton 3.6 and of
-    3.7 and later."""
+    """Return what a CUDA launcher calls for a kernel that needs no scratch memory, in the forms of Triton 3.6 and of
+    3.7 and later; None for other launchers."""
     try:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
@@ -170,10 +175,10 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
 
 
 def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
-    """The last four of `parts_of`.
+    """Return the last four items of `parts_of`.
 
-    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. Here are the
-    wrapped launcher, and a copy of the function that gives back what it would launch with.
+    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. This returns
+    the wrapped launcher, and a copy of the function that returns the arguments of the launch instead of launching.
     """
     first = (1, 1, 1, 0, *before)
     try:
@@ -186,16 +191,17 @@ def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[
             return list(copied(*first, args)[-1] if packed else copied(*first, *args)[len(first) :])
 
         encode(args)
-    except Exception:  # nothing is wrapped, or in another way
+    except Exception:  # the launcher is not wrapped, or in another form
         return run, before, packed, None
     return launcher, before, packed, encode
 
 
-# -------------------- Calls of DTensors: each rank computes its sequences, heads or queries; the forward communicates nothing.
+# -------------------- Calls with DTensors: each rank computes its sequences, heads or queries; the forward needs no
+# communication.
 
-# What dimensions 0, 1 and 2 of q are called. The same names stand for the dimensions of the other tensors.
+# Names of dimensions 0, 1 and 2 of q. The dimensions of the other tensors have the same names.
 _DIMS = ("B", "Hq", "Nq")
-_SAID = {"B": "sequences", "Hq": "heads", "Nq": "queries"}
+_WORDS = {"B": "sequences", "Hq": "heads", "Nq": "queries"}
 _KV = ("B", "Hkv", "Nk")
 
 
@@ -206,7 +212,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def check_local(argument: str, x: torch.Tensor) -> None:
-    """Raise NotImplementedError if x is a DTensor, of which an argument of the call cannot be had."""
+    """Raise NotImplementedError if x is a DTensor in a call with an argument that is not available for DTensors."""
     if is_dtensor(x):
         raise NotImplementedError(
             f"attention: {argument} is not known of DTensors; expected a call of local tensors: to_local()"
@@ -214,8 +220,8 @@ def check_local(argument: str, x: torch.Tensor) -> None:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """x; of a DTensor, a tensor with its global sizes, its dtype and device that has no memory, as plans read sizes
-    alone."""
+    """Return x; for a DTensor, a tensor with its global sizes, dtype and device over one row of memory, because plans
+    read only sizes."""
     return torch.empty(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape) if is_dtensor(x) else x
 
 
@@ -226,11 +232,12 @@ def on_shards(
     dims: Sequence[Sequence[str]],
     numbers: Sequence[Any],
 ) -> list[torch.Tensor]:
-    """The results of `call(*tensors, *numbers)` as DTensors that are placed as q is: each rank calls it with its parts.
+    """Return the results of `call(*tensors, *numbers)` as DTensors with q's placements: each rank calls it with its
+    shards.
 
-    shards: the dimensions of q that may be sharded. tensors: q, k, v and operands: DTensors, or of operands tensors
-    that all ranks have whole. dims: the names of the dimensions of each operand. Gradients of what several ranks read
-    are summed over these.
+    shards: the dimensions of q that may be sharded. tensors: q, k and v, which are DTensors, and operands, which are
+    DTensors or replicated tensors. dims: the names of the dimensions of each operand. The gradient of a tensor that
+    several ranks read is summed over these ranks.
 
     Raises:
         ValueError or TypeError: one sentence that says how the tensors are placed and what was expected.
@@ -247,18 +254,7 @@ def on_shards(
     mesh: Any = q.device_mesh
     one_head = k.shape[1] == 1
     split = [_split(placement, shards) for placement in q.placements]
-    for dim in dict.fromkeys(filter(None, split)):
-        ranks = 1
-        for of_mesh, name in enumerate(split):
-            ranks *= mesh.size(of_mesh) if name == dim else 1
-        for name, x in (("q", q), ("k", k)):
-            whole = name == "k" and (dim == "Nq" or (dim == "Hq" and one_head))
-            count = x.shape[_DIMS.index(dim)]
-            if count % ranks and not whole:
-                raise ValueError(
-                    f"attention: {name} has {count} {_SAID[dim]}, sharded over {ranks} ranks; expected a multiple of {ranks}, so that each "
-                    "rank has the keys of its queries"
-                )
+    _check_even(q, k, split, mesh)
 
     def part(at: int, x: Any) -> torch.Tensor | None:
         if x is None:
@@ -268,7 +264,7 @@ def on_shards(
         summed: list[Any] = []
         for dim in split:
             of_x = "Hkv" if dim == "Hq" and dim not in names and not one_head else dim
-            shard = of_x in names and (at < 3 or x.shape[names.index(of_x)] > 1)  # one for all ranks is whole on each
+            shard = of_x in names and (at < 3 or x.shape[names.index(of_x)] > 1)  # a dimension of 1 is replicated
             placed.append(Shard(names.index(of_x)) if shard else Replicate())
             summed.append(Partial() if dim and not shard else placed[-1])
         if not is_dtensor(x):
@@ -285,8 +281,28 @@ def on_shards(
     return [DTensor.from_local(x, mesh, q.placements, run_check=False) for x in results]
 
 
+def _check_even(q: Any, k: Any, split: Sequence[str], mesh: Any) -> None:
+    """Raise ValueError if the ranks do not get equal numbers of sequences, heads or queries.
+
+    split: the dimension of q that each dimension of the mesh shards; empty where it replicates.
+    """
+    one_head = k.shape[1] == 1
+    for dim in dict.fromkeys(filter(None, split)):
+        ranks = 1
+        for of_mesh, name in enumerate(split):
+            ranks *= mesh.size(of_mesh) if name == dim else 1
+        for name, x in (("q", q), ("k", k)):
+            whole = name == "k" and (dim == "Nq" or (dim == "Hq" and one_head))
+            count = x.shape[_DIMS.index(dim)]
+            if count % ranks and not whole:
+                raise ValueError(
+                    f"attention: {name} has {count} {_WORDS[dim]}, sharded over {ranks} ranks; expected a multiple of "
+                    f"{ranks}, so that each rank has the keys of its queries"
+                )
+
+
 def _split(placement: Any, shards: Sequence[str]) -> str:
-    """The dimension of q that a placement shards; empty where all ranks have the same. ValueError for other
+    """Return the dimension of q that a placement shards; empty text if it replicates. Raise ValueError for other
     placements."""
     if placement.is_replicate():
         return ""
@@ -294,7 +310,7 @@ def _split(placement: Any, shards: Sequence[str]) -> str:
     if dim is not None and dim % 4 < 3 and _DIMS[dim % 4] in shards:
         return _DIMS[dim % 4]
     possible = (
-        " or ".join(f"Shard({_DIMS.index(name)}) ({_SAID[name]})" for name in _DIMS if name in shards) or "no Shard"
+        " or ".join(f"Shard({_DIMS.index(name)}) ({_WORDS[name]})" for name in _DIMS if name in shards) or "no Shard"
     )
     why = (
         "; the mask or the scores count positions, heads or sequences, from 0 on each rank"
@@ -306,13 +322,13 @@ def _split(placement: Any, shards: Sequence[str]) -> str:
 
 # -------------------- Memory: which tensors kernels can read in place, and how results are laid out.
 
-MAX_ROW_STRIDE = 2**23  # in elements. Offsets inside a tile have 32 bits, and a tile has at most 256 rows
+MAX_ROW_STRIDE = 2**23  # in elements: offsets inside a tile have 32 bits, and a tile has at most 256 rows
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous or too far apart, or
-    its sign is lazy."""
+    """Return x [B, H, N, D], or a copy if kernels cannot read it in place: its rows are not contiguous, the stride
+    between them is too large, or its sign is lazy."""
     if x.is_neg():
         x = x.resolve_neg()
     _, _, step, of_column = x.stride()
@@ -322,13 +338,13 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
 
 def strides(*tensors: torch.Tensor) -> list[tuple[int, ...]]:
-    """The strides of each tensor, without that of the last dimension."""
+    """Return the strides of each tensor, without that of the last dimension."""
     return [x.stride()[:-1] for x in tensors]
 
 
 def rows_layout(x: torch.Tensor, width: int) -> Layout:
-    """Shape and strides of a new [B, H, N, width]. Its dimensions are ordered in memory as x's are, unless rows were
-    too far apart."""
+    """Return shape and strides of a new [B, H, N, width]. Its dimensions have the order in memory of x's dimensions,
+    unless the stride between rows would be too large."""
     b, h, n, _ = x.shape
     if x.is_contiguous():
         return (b, h, n, width), (h * n * width, n * width, width, 1)
@@ -336,7 +352,7 @@ def rows_layout(x: torch.Tensor, width: int) -> Layout:
 
 
 def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) -> Layout:
-    """What `rows_layout` gives for a tensor that is not contiguous, of this shape and these strides."""
+    """Return `rows_layout` of a tensor with this shape and these strides, which is not contiguous."""
     shape = shape[:3]
     order = sorted(range(3), key=steps.__getitem__, reverse=True)
     if width * math.prod(shape[d] for d in order[order.index(2) + 1 :]) > MAX_ROW_STRIDE:
@@ -348,18 +364,18 @@ def _ordered_layout(shape: tuple[int, ...], steps: tuple[int, ...], width: int) 
     return (*shape, width), tuple(strides)
 
 
-_known_layout = functools.lru_cache(maxsize=1024)(_ordered_layout)  # of the sizes that calls have had
+_known_layout = functools.lru_cache(maxsize=1024)(_ordered_layout)
 
 
 def empty(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor on the device of x, which has to be the current device."""
+    """Return an uninitialised tensor on the device of x, which has to be the current device."""
     made: torch.Tensor = (empty_cuda if x.is_cuda else empty_cpu)(shape, steps, dtype)
     return made
 
 
 class Notes(threading.local):
-    """What a host program does in this thread while `taken` is entered: its launches, and the tensors that it fills
-    with 0."""
+    """Records what a host program does in this thread while `taken` is entered: its launches, and the tensors that it
+    fills with 0."""
 
     on = False
     launches: list[Any] = []
@@ -367,7 +383,7 @@ class Notes(threading.local):
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-        """Note what is done, as (launches, tensors). Nothing is kept of it here afterwards: the tensors would not be
+        """Record into the lists (launches, tensors). The lists are dropped here afterwards, so that the tensors can be
         freed."""
         self.on, self.launches, self.zeros = True, [], []
         try:
@@ -380,7 +396,7 @@ NOTES = Notes()
 
 
 def zeros(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What `empty` gives, filled with 0."""
+    """Return a tensor like that of `empty`, filled with 0."""
     made = empty(x, shape, steps, dtype).zero_()
     if NOTES.on:
         NOTES.zeros.append(made)
@@ -388,7 +404,7 @@ def zeros(x: torch.Tensor, shape: tuple[int, ...], steps: tuple[int, ...], dtype
 
 
 def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised [B, H, N, width], of the dtype of x unless another is given, laid out as `rows_layout` says."""
+    """Return an uninitialised [B, H, N, width] with the layout of `rows_layout`, and the dtype of x by default."""
     dtype = dtype or x.dtype
     if not x.is_contiguous():
         return empty(x, *_known_layout(x.shape, x.stride(), width), dtype)
@@ -401,20 +417,20 @@ def empty_rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) ->
 
 
 def nothing(x: torch.Tensor, dimensions: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor without elements, of the dtype of x unless another is given."""
+    """Return a tensor without elements, with the dtype of x by default."""
     return x.new_empty((0,) * dimensions, dtype=dtype or x.dtype)
 
 
 @functools.cache
 def no_rows(device: torch.device) -> torch.Tensor:
-    """In place of a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16, as those of
-    most tensors are."""
+    """Return a placeholder for a gradient of the LSE that is zero: [1, 1, 0] fp32. Its strides are multiples of 16 like
+    those of most tensors."""
     return torch.empty_strided((1, 1, 0), (16, 16, 1), dtype=torch.float32, device=device)
 
 
 def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes the device of its first argument, a tensor, the current device while it runs: Triton
-    launches there."""
+    """Wrap a function so that the device of its first argument, a tensor, is the current device while it runs, because
+    Triton launches there."""
 
     def run(x: torch.Tensor, *args: Any) -> Any:
         if not x.is_cuda or x.get_device() == current_device():
@@ -428,12 +444,12 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def by_group(
     x: torch.Tensor, group: int, fresh: bool = False, shaped: bool = False
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a group,
-    head after head.
+    """Return (tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a
+    group, head after head.
 
     The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an
-    uninitialised one. With `shaped` it has these sizes and strides, as descriptors ask; kernels that address rows by
-    strides do without, which takes less time.
+    uninitialised tensor. With `shaped` it has these sizes and strides, as descriptors need; kernels that address rows
+    by strides do not need that, and it takes time.
     """
     n, strides = x.shape[2], x.stride()
     if (n > 1 and strides[1] != strides[2] * n) or strides[1] > MAX_ROW_STRIDE * n:
@@ -444,13 +460,13 @@ def by_group(
 
 
 def copy_back(x: torch.Tensor, to: torch.Tensor) -> None:
-    """Copy x to another tensor of its shape, unless both are the same tensor."""
+    """Copy x to `to`, unless both are the same tensor."""
     if x is not to:
         to.copy_(x)
 
 
 def room_for_splits(x: torch.Tensor, splits: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """(tensor, strides) to write the parts of x [B, Hkv, Nk, D] that the splits have as [B, Hkv, splits, Nk, D].
+    """Return (tensor, strides) of a buffer [B, Hkv, splits, Nk, D] for partial results of x [B, Hkv, Nk, D].
 
     With one split the tensor is x itself.
     """
@@ -462,16 +478,16 @@ def room_for_splits(x: torch.Tensor, splits: int) -> tuple[torch.Tensor, tuple[i
     return empty(x, (b, h, splits, n, d), (*steps, 1), x.dtype), steps
 
 
-# -------------------- Checks of a call's arguments. The first wrong one raises an error of one sentence.
+# -------------------- Checks of a call's arguments. The first invalid one raises an error of one sentence.
 
-MAX_ROWS = 2**29 - 1  # then a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
+MAX_ROWS = 2**29 - 1  # so that a sum of a position, a length and a mask's parameter (below 2**30) fits in 32 bits
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _HEADS = {"mha": "as many", "mqa": "one K/V head", "gqa": "a multiple of the K/V heads"}
 _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 
 def kind(x: object) -> str:
-    """What an argument is, in the words of an error."""
+    """Return the kind of an argument, for error texts."""
     if is_dtensor(x):
         return "DTensor"
     if isinstance(x, torch.Tensor):
@@ -480,18 +496,18 @@ def kind(x: object) -> str:
 
 
 def is_watched() -> bool:
-    """Whether something besides autograd sees calls: a compiler, a tracer, a transform or a mode."""
+    """Whether a compiler, a tracer, a transform or a dispatch mode sees calls."""
     return torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or bool(dispatch_modes())
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the three are no subclasses of tensors, and seen by autograd at most."""
+    """Whether none of the three is of a tensor subclass, and only autograd may see the call."""
     return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
 
 
 def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-    """The number of the device that three plain tensors of one kind are on, -1 where devices have none; None if they
-    are no such three."""
+    """Return the number of the device of three dense tensors of one dtype, -1 if the device has no number; None if they
+    differ in kind or device, are of a tensor subclass, or are negated views."""
     if not (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
@@ -504,19 +520,19 @@ def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
     return number if q.device == k.device == v.device else None
 
 
-# The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, of k and of v, each without the last dimension.
+# The sizes B, Hq, Hkv, Nq and Nk of a call; then the strides of q, k and v, each without the last dimension.
 Shapes = tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def shapes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes:
-    """The sizes and strides of q, k and v."""
+    """Return the sizes and strides of q, k and v."""
     (b, hq, nq, _), (_, hk, nk, _) = q.shape, k.shape
     return b, hq, hk, nq, nk, q.stride()[:3], k.stride()[:3], v.stride()[:3]
 
 
 class Rules:
-    """What a module accepts as q, k and v: sharing of heads, head dimensions, element types. Interpreted modules
-    accept CPU tensors too."""
+    """Checks of q, k and v: sharing of heads, head dimensions, element types. Interpreted modules accept CPU tensors
+    too."""
 
     def __init__(
         self, sharing: str, width_qk: int, width_v: int, dtypes: tuple[torch.dtype, ...], interpreted: bool
@@ -524,16 +540,15 @@ class Rules:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
-        # Guards of tensors that kernels take, each with the number of their device; and the one that was made or taken
-        # up last.
+        # Guards of valid tensors, each with the number of their device; and the guard that was made or used last.
         self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
         self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
     def admit(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
-        """q, k and v, cast to the dtype of torch.autocast where that is on; and their shapes if kernels can read them
-        in place, else None.
+        """Return q, k and v, cast to the dtype of torch.autocast if that is on; and their shapes if kernels can read
+        them in place, else None.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -548,17 +563,12 @@ class Rules:
         return q, k, v, shapes
 
     def _fit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Shapes | None:
-        """The shapes of plain tensors of one kind that are valid, readable in place and on the current device, else
-        None: the fast way to what `check` says in sentences."""
+        """Return the shapes of plain tensors that are valid, readable in place and on the current device, else None.
+        This is the fast form of `check`."""
         try:
             (b, hq, nq, d), (bk, hk, nk, dk), of_v = q.shape, k.shape, v.shape
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # no tensors, not of four dimensions, sparse, nested
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # not tensors, not 4D, or sparse or nested ones
             return None
         knows, device = self.last
         if not knows(q, k, v):
@@ -584,14 +594,15 @@ class Rules:
         return None
 
     def _device_of_unknown(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-        """What `_device_of` says of tensors that the last guard does not know; None too if the module is not for their
-        dtype or device.
+        """Return `_device_of` tensors that do not pass the last guard; None also if the module is not for their dtype
+        or device.
 
-        It makes a guard for the next such tensors, or takes up the one that was made."""
+        This makes a guard for such tensors, or selects the existing one.
+        """
         device = _device_of(q, k, v)
         if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
             return None
-        if guard_of is not None and not (q is k or q is v or k is v):  # no guard knows one tensor twice
+        if guard_of is not None and not (q is k or q is v or k is v):  # guards do not support a tensor passed twice
             about = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad
             guard = self.guards.get(about)
             if guard is None or not guard[0](q, k, v):  # it may have been made of a Parameter, or in inference mode
@@ -600,8 +611,8 @@ class Rules:
         return device
 
     def autocast(self, x: torch.Tensor) -> torch.Tensor:
-        """x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does the
-        same."""
+        """Return x, cast to the dtype of torch.autocast if that is on and the module was built for the dtype. SDPA does
+        the same."""
         if (
             isinstance(x, torch.Tensor)
             and x.device.type in ("cuda", "cpu")
@@ -613,7 +624,7 @@ class Rules:
         return x
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong with q, k and v."""
+        """Raise ValueError or TypeError, in one sentence, for the first problem of q, k and v."""
         self.check_queries_and_keys(q, k)
         self._check_rows(q, "v", v, self.width_v, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_v}]")
         if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
@@ -628,15 +639,15 @@ class Rules:
         self.check_device("q", q)
 
     def check_device(self, name: str, x: torch.Tensor) -> None:
-        """Raise ValueError, in one sentence, if kernels cannot run where a tensor is."""
+        """Raise ValueError, in one sentence, if kernels cannot run on a tensor's device."""
         if x.device.type not in self.devices:
             raise ValueError(
-                f"attention: {name} is on {x.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment before "
-                "Triton is imported, to run on the CPU in Triton's interpreter"
+                f"attention: {name} is on {x.device}; expected a CUDA device, or TRITON_INTERPRET=1 in the environment "
+                "before Triton is imported, to run on the CPU in Triton's interpreter"
             )
 
     def check_queries_and_keys(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Check q and k, each by itself, as `check` does."""
+        """Check q and k separately, as `check` does."""
         self._check_rows(q, "q", q, self.width_qk, f"[B, Hq, Nq, {self.width_qk}]")
         self._check_rows(q, "k", k, self.width_qk, f"[B, {_KV_HEADS[self.sharing]}, Nk, {self.width_qk}]")
 
@@ -660,7 +671,7 @@ class Rules:
             )
 
     def check_scale(self, scale: float) -> float:
-        """The factor on the scores, as a float. (For an int, Triton would compile another kernel.)"""
+        """Return the factor on the scores as a float. (For an int, Triton would compile another kernel.)"""
         none = f"or None for 1/sqrt({self.width_qk})"
         if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
             raise TypeError(f"attention: scale is a {type(scale).__name__}; expected a number, {none}")
@@ -670,7 +681,7 @@ class Rules:
 
 
 def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is wrong."""
+    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is invalid."""
     if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
         raise TypeError(
             f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}"
@@ -692,7 +703,7 @@ def check_input(
     meaning: str,
     more: tuple[torch.dtype, ...] = (),
 ) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is wrong. `more`: other
+    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is invalid. `more`: other
     allowed dtypes."""
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
         raise TypeError(
@@ -725,15 +736,15 @@ _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 def take_input(
     q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str
 ) -> torch.Tensor:
-    """A checked input, as kernels read it: of `dtype`, contiguous, and with dimensions of length 1 expanded to the
-    call's.
+    """Check an input, and return it as kernels read it: of `dtype`, contiguous, and with dimensions of length 1
+    expanded to the call's.
 
-    A convertible dtype is converted, by an operation that autograd records: the gradient comes back in the given dtype.
-    An int64 beyond the numbers of int32 becomes the largest or the least of them: to refuse it, the host would have to
-    wait for the device.
+    A convertible dtype is converted by an operation that autograd records, so the gradient has the given dtype. Numbers
+    beyond int32 are clamped to the largest or least int32: to refuse them, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
-    if is_dtensor(x) and not x.is_floating_point():  # what the mask reads is small, and functions derive from all of it
+    # An integer input of the mask is small, and functions derive tensors from all of it.
+    if is_dtensor(x) and not x.is_floating_point():
         x = x.full_tensor()  # type: ignore[attr-defined]
     if x.dtype == torch.int64 and dtype == torch.int32:
         x = x.clamp(-_LARGEST, _LARGEST)
@@ -749,9 +760,9 @@ def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes])
         check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")
 
 
-# -------------------- Calls over a cache of keys and values: their checks, and what they run.
+# -------------------- Calls with a KV cache: their checks, and how they run.
 
-OF_NUMPY = (torch.float16, torch.float32)  # which Triton's interpreter can multiply
+OF_NUMPY = (torch.float16, torch.float32)  # dtypes that Triton's interpreter can multiply
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -759,12 +770,12 @@ def _error(error: type[Exception], name: str, given: str, expected: str) -> Exce
     return error(f"attention.with_kvcache: {name} {given}; expected {expected}")
 
 
-GROUP = 128  # columns of a latent that have one factor
+GROUP = 128  # number of columns of a latent that share a factor
 _NEAR = f"contiguous rows, at most {MAX_ROW_STRIDE} elements apart"
 
 
 def _kind_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """All that is checked of a tensor of factors."""
+    """Return everything about a tensor of factors that is checked."""
     return type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg()
 
 
@@ -773,13 +784,13 @@ def _is_dense(x: object) -> bool:
 
 
 def _is_near(x: torch.Tensor, rows: int) -> bool:
-    """Whether kernels can read the rows of a tensor, which its dimension `rows` counts."""
+    """Whether kernels can read the rows of a tensor, which lie along its dimension `rows`."""
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
 
 
 def _repeats_elements(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor are one in memory, as those of an expanded one; or its dimensions do not lie
-    inside one another."""
+    """Whether elements of a tensor share memory, such as those of an expanded one; or its dimensions are not nested in
+    memory."""
     end = 0
     for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
         if step <= end:
@@ -789,11 +800,11 @@ def _repeats_elements(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, neither of which repeats elements, have one in common. Of tensors with other strides,
-    whether the first is.
+    """Whether two tensors, neither of which repeats elements, share an element. For tensors with different strides,
+    whether their first elements are the same.
 
-    Elements i of x and j of y are one where the sum of (i - j) * strides is the distance of y from x. As dimensions lie
-    inside one another, the difference in the widest is one of two, and so on.
+    Elements i of x and j of y are the same if the sum of (i - j) * strides is the distance of y from x. Because
+    dimensions are nested in memory, the difference along the widest dimension has two possible values, and so on.
     """
     dims = [(a, b, n, m) for a, b, n, m in zip(x.stride(), y.stride(), x.shape, y.shape) if n > 1 or m > 1]
     distance = y.data_ptr() - x.data_ptr()
@@ -806,15 +817,15 @@ def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _distance(caches: Tensors) -> tuple[int, int]:
-    """How many bytes the last cache starts after the first, and how many are enough for two of their sizes to share
-    none."""
+    """Return by how many bytes the last cache starts after the first, and how many bytes suffice so that two caches of
+    their sizes do not overlap."""
     ends = (sum(step * (n - 1) for n, step in zip(x.shape, x.stride())) + 1 for x in caches)
     return caches[-1].data_ptr() - caches[0].data_ptr(), max(ends) * caches[0].element_size() if len(caches) > 1 else 0
 
 
 def without_backward(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if gradients or tangents of some of these are wanted of a call
-    over a cache."""
+    """Raise NotImplementedError, in one sentence, if a call with a KV cache needs gradients or tangents of some of
+    these."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise NotImplementedError("attention.with_kvcache has no backward; expected a call under torch.no_grad()")
     if in_forward_ad(*tensors) and has_tangents(*tensors):
@@ -822,14 +833,13 @@ def without_backward(*tensors: Any) -> None:
 
 
 class CacheRules:
-    """What a module accepts as a cache, and as new keys and values.
+    """Checks of caches, and of new keys and values.
 
-    page: keys of a page; 0 where a call's tensors say it, and None where a cache has no pages.
+    page: keys of a page; 0 if a call's tensors decide it, and None if a cache has no pages.
     latent: values are columns of the keys, so that there is one cache for both.
-    dtype: of the caches, where it is not that of q. These have factors then: one for each `scale`, which is a "head",
-    or a "page" and head;
-        or, of latents, a key and GROUP `columns` of it. These are in the cache: a row of bytes has numbers, factors and
-        rotated columns.
+    dtype: dtype of the caches, if it is not that of q. These have factors then, as `scale` says: one for each "head",
+    or for each "page" and head. For latents it is "columns": one for GROUP columns of a key, stored in the cache, whose
+    rows of bytes have numbers, factors and rotated columns.
     """
 
     def __init__(
@@ -837,26 +847,19 @@ class CacheRules:
     ) -> None:
         self.rules, self.page, self.dtype, self.scale = rules, page, dtype, scale
         self.widths = {"k": rules.width_qk} | ({} if latent else {"v": rules.width_v})
-        self.new = dict(self.widths)  # columns of new keys and values
-        self.whole = 2 if dtype else 1  # bytes by which rows must lie apart, as kernels read them
+        self.new = dict(self.widths)  # head dimensions of new keys and values
+        self.whole = 2 if dtype else 1  # row strides must be multiples of this, because kernels read as many as one
         if scale == "columns":
-            self.ends = (
-                rules.width_v,
-                rules.width_v + 4 * (rules.width_v // GROUP),
-            )  # of numbers and of factors, in bytes
+            # The ends of numbers and of factors in a row, in bytes.
+            self.ends = (rules.width_v, rules.width_v + 4 * (rules.width_v // GROUP))
             self.widths, self.whole = {"k": self.ends[1] + 2 * (rules.width_qk - rules.width_v)}, 4
         rows = "B, S" if page is None else f"pages, {page or 'page_size'}"
         self.shapes = {f"{name}_cache": f"[{rows}, Hkv, {width}]" for name, width in self.widths.items()}
-        self.last: tuple[Callable[..., bool], list[Layout]] = (
-            (lambda *tensors: False),
-            [],
-        )  # of the last call that was valid
-        self.last_scales: list[Any] = []  # of the same
-        self.distance = (
-            0,
-            0,
-            # of the same: bytes between two caches that it stored in, and so many that they share none, wherever they lie
-        )
+        # The last valid call: a guard and the layouts of its tensors; its factors; and, if it stored keys, the bytes
+        # between its caches and how many bytes suffice so that they do not overlap.
+        self.last: tuple[Callable[..., bool], list[Layout]] = (lambda *tensors: False), []
+        self.last_scales: list[Any] = []
+        self.distance = (0, 0)
 
     def admit(
         self,
@@ -868,11 +871,12 @@ class CacheRules:
         scales: Tensors = (),
         inputs: tuple[Any, ...] = (),
     ) -> tuple[torch.Tensor, Tensors, Tensors]:
-        """q as kernels read it, the caches with heads before rows; and new keys and values, nothing if there are none.
+        """Return q as kernels read it; the caches with heads before rows; and new keys and values, () if there are
+        none.
 
         caches: of keys, and of values unless these are columns of the keys; new: new keys, and values, in the same
-        order; scales: the factors of caches of 8 bits. inputs: what mask and scores read, of which a gradient may be
-        wanted. Of a cache of 8 bits, kernels have two numbers as one of 16 bits.
+        order; scales: the factors of 8-bit caches; inputs: tensors that mask and scores read, which may require a
+        gradient. Kernels read two numbers of an 8-bit cache as one of 16 bits.
 
         Raises:
             ValueError, TypeError or NotImplementedError: one sentence that names the argument, what it is and what was
@@ -899,7 +903,7 @@ class CacheRules:
         return q, tuple(cache.transpose(1, 2) for cache in caches), given_new
 
     def _parts_of_rows(self, rows: torch.Tensor, dtype: torch.dtype) -> Tensors:
-        """Pairs of numbers as integers of 16 bits, the rotated columns, and the factors, of rows of bytes."""
+        """Split rows of bytes into pairs of numbers as 16-bit integers, the rotated columns, and the factors."""
         numbers, factors = self.ends
         return (
             rows[..., :numbers].view(torch.int16),
@@ -908,13 +912,12 @@ class CacheRules:
         )
 
     def _knows(self, *tensors: Any) -> bool:
-        """Whether the tensors of a call are as those of the last valid one: in kind, sizes and strides, and with
-        caches at multiples of 16 bytes, which share no memory if they are stored in. It is the fast way to what
-        `_check` says in sentences."""
+        """Whether the tensors of a call are like those of the last valid call: in kind, sizes and strides, and with
+        caches at multiples of 16 bytes that do not overlap if keys are stored. This is the fast form of `_check`."""
         like, layouts = self.last
         try:
             alike = [(x.shape, x.stride()) for x in tensors] == layouts
-        except (AttributeError, TypeError, RuntimeError):  # no tensors, sparse, nested
+        except (AttributeError, TypeError, RuntimeError):  # not tensors, or sparse or nested ones
             return False
         caches = tensors[1 : 1 + len(self.widths)]
         odd = any(x.storage_offset() % self.whole for x in caches)
@@ -925,14 +928,14 @@ class CacheRules:
         return not any(start % 16 for start in starts) and (between == known or abs(between) >= enough)
 
     def _knows_scales(self, scales: Tensors) -> bool:
-        """Whether factors are as those of the last valid call; one tensor may be both."""
+        """Whether factors are like those of the last valid call. One tensor may be passed for both."""
         try:
             return [_kind_of(x) for x in scales] == self.last_scales
         except (AttributeError, TypeError, RuntimeError):
             return False
 
     def _remember(self, *tensors: torch.Tensor) -> None:
-        """Know such tensors from now on. No guard knows one tensor twice."""
+        """Store a guard of the tensors of a valid call. Guards do not support a tensor that is passed twice."""
         if guard_of is not None and len(set(map(id, tensors))) == len(tensors) and not is_watched():
             self.last = guard_of(*tensors), [(x.shape, x.stride()) for x in tensors]
 
@@ -944,7 +947,7 @@ class CacheRules:
         page_table: torch.Tensor | None,
         new: tuple[torch.Tensor | None, ...],
     ) -> None:
-        """Raise ValueError or TypeError, in one sentence, for the first thing that is wrong."""
+        """Raise ValueError or TypeError, in one sentence, for the first invalid argument."""
         self._check_queries(q)
         self._check_cache(q, caches)
         self._check_numbers("cache_seqlens", cache_seqlens, q, [q.shape[0]], "[B]")
@@ -1031,7 +1034,7 @@ class CacheRules:
             raise _error(
                 ValueError, name, given, f"{numbers}, as kernels read {self.whole} elements as one: call .clone()"
             )
-        unit = 16 // x.element_size()  # by which a copy engine reads rows
+        unit = 16 // x.element_size()  # TMA needs rows at multiples of 16 bytes
         if x.data_ptr() % 16 or any(step % unit for n, step in zip(x.shape[:3], x.stride()) if n > 1):
             raise _error(
                 ValueError,
@@ -1048,7 +1051,7 @@ class CacheRules:
             )
 
     def _check_stored(self, caches: Tensors, page_table: torch.Tensor | None) -> None:
-        """Raise ValueError, in one sentence, if keys that are stored would overwrite others."""
+        """Raise ValueError, in one sentence, if stored keys would overwrite others."""
         for name, x in zip(self.shapes, caches):
             if x.numel() and _repeats_elements(x):
                 given = f"has strides {list(x.stride())}, by which elements share memory"
@@ -1107,11 +1110,11 @@ def over_cache(
     decode: Any,
     interpreted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call over a cache: run the host program `append`, if there are new keys, and then `decode`.
+    """Run a call with a KV cache, and return (out, lse): the host program `append`, if there are new keys, and then
+    `decode`.
 
-    caches: of keys, and of values; new: new ones. of_cache: the lengths; the table of pages, and the factors, where
-    there are any.
-    operands: the other arguments of `decode`.
+    caches: of keys, and of values; new: new keys and values. of_cache: the lengths, and the page table and the factors
+    if there are any. operands: the other arguments of `decode`.
     """
     appended, dtype = 0, q.dtype
     if new:
@@ -1123,21 +1126,23 @@ def over_cache(
     return out.to(dtype), lse
 
 
-# -------------------- Kernels whose warps have roles, of Gluon: whether this machine can run them, and the counters that they share.
+# -------------------- Warp-specialized kernels in Gluon: whether this machine can run them, and the tile counters that
+# programs share.
 
-CHOICE = "ATTNGEN_BACKEND"  # in the environment: `triton`, or the name of a file of such kernels
-# Versions of Triton under which machine code of such kernels was read (docs/versions.md): no product is serialised, and
-# nothing writes an operand of a product before its wait. ptxas of 3.6 to 3.8 can do that (triton#11781). Other versions
-# are not known to keep to it.
+CHOICE = "ATTNGEN_BACKEND"  # environment variable: `triton`, or the name of a file of warp-specialized kernels
+# Versions of Triton for which the machine code of these kernels was inspected (docs/versions.md): no wgmma is
+# serialized, and nothing writes an operand of a wgmma before its wait. The ptxas of Triton 3.6 to 3.8 can do that
+# (triton#11781). Other versions were not inspected.
 TRUSTED = ("3.6", "3.7", "3.8", "3.9")
 
 
 @functools.cache
-def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
-    """The file of a module's divided kernels; None where this Triton cannot run them, or the environment says `triton`.
+def warp_specialized(kernels: ModuleType, backend: str) -> ModuleType | None:
+    """Return the file of a module's warp-specialized kernels; None if this Triton is not trusted to compile them, or
+    the environment says `triton`.
 
-    Raises ValueError if the environment asks for what the module does not have. Warns once of a Triton that is not
-    trusted.
+    Raise ValueError if the environment asks for a backend that the module does not have. Warn once of a Triton that is
+    not trusted.
     """
     asked = os.environ.get(CHOICE, "")
     if asked not in ("", "triton", backend):
@@ -1148,29 +1153,28 @@ def divided(kernels: ModuleType, backend: str) -> ModuleType | None:
         return None
     try:
         found = ".".join(version("triton").split(".")[:2])
-    except PackageNotFoundError:  # a Triton of another name
+    except PackageNotFoundError:  # Triton is installed under another name
         found = ""
     if found and found not in TRUSTED:
-        about = f"Triton {found} is not one of {', '.join(TRUSTED)}, whose machine code of its kernels for {backend} was read"
-        warnings.warn(f"attention: {about}: portable kernels are used", stacklevel=2)
+        known = f"{', '.join(TRUSTED)}, whose machine code of its kernels for {backend} was read"
+        warnings.warn(f"attention: Triton {found} is not one of {known}: portable kernels are used", stacklevel=2)
         return None
     return importlib.import_module(f"{kernels.__name__.rpartition('.')[0]}.{backend}")
 
 
-_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # of each device and stream
-_OF_GRAPHS: dict[
-    int, Iterator[torch.Tensor]
-] = {}  # of each device: those that no graph has yet. Graphs need this module while they run.
-# Launches of this module that graphs capture, on a device, whose counters are 0 already. Later ones, and those before
-# any other launch, set theirs to 0 with a kernel of the graph.
+_COUNTERS: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+# By device: counters that no graph has taken yet. This module has to stay alive while graphs run.
+_OF_GRAPHS: dict[int, Iterator[torch.Tensor]] = {}
+# Number of captured launches of this module, per device, whose counters are zeroed in advance. Later launches, and
+# launches that are captured before any other launch, zero theirs with a kernel of the graph.
 CAPTURED = 2**14
 
 
 def counter_of(device: int) -> torch.Tensor:
-    """Numbers by which the programs of a launch share its tiles: the first two are 0 before the launch and after it.
+    """Return the tile counter of a launch: its first two numbers are 0 before the launch and after it.
 
-    Launches on one stream follow each other and take the same. One that a graph captures gets its own: the graph may
-    run beside others.
+    Launches on a stream run one after the other and share a counter. A launch that a graph captures gets its own,
+    because the graph may run concurrently with others.
     """
     if torch.cuda.is_current_stream_capturing():
         for found in _OF_GRAPHS.get(device, ()):
@@ -1181,16 +1185,16 @@ def counter_of(device: int) -> torch.Tensor:
         if device not in _OF_GRAPHS:
             _OF_GRAPHS.setdefault(device, map(_zeros(device, CAPTURED).__getitem__, range(CAPTURED)))
         _COUNTERS[key] = _zeros(device, 1)[0]
-        _COUNTERS[key].record_stream(
-            torch.cuda.current_stream(device)
-        )  # launches may still run where the module is forgotten
+        # Launches may still run when the module is freed.
+        _COUNTERS[key].record_stream(torch.cuda.current_stream(device))
     return _COUNTERS[key]
 
 
 def _zeros(device: int, rows: int) -> torch.Tensor:
-    """Rows of four zeros, of 16 bytes, as kernels want counters aligned.
+    """Return rows of four zeros: 16 bytes, because kernels need aligned counters.
 
-    A thread of its own makes them: while torch.compile prepares a graph, what its thread allocates is the graph's.
+    A separate thread allocates them: while torch.compile prepares a graph, allocations of its thread belong to the
+    graph.
     """
 
     def made() -> torch.Tensor:
@@ -1202,7 +1206,7 @@ def _zeros(device: int, rows: int) -> torch.Tensor:
         return thread.submit(made).result()
 
 
-# -------------------- Descriptors, by which a copy engine reads and writes tiles of tensors.
+# -------------------- Tensor descriptors, with which TMA reads and writes tiles.
 
 @functools.cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
@@ -1212,7 +1216,7 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
 
 def laid_out(descriptor: Any) -> Any:
-    """A descriptor of Triton's as one of Gluon's, which says how a tile lies in shared memory."""
+    """Return a Triton descriptor as a Gluon descriptor, which also has the tile's layout in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     x, block = descriptor.base, descriptor.block_shape
@@ -1220,15 +1224,14 @@ def laid_out(descriptor: Any) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
-    """A descriptor by which a copy engine reads or writes tiles of `rows` rows of x, [B, H, N, D], of Triton's class or
-    of Gluon's.
+    """Return a descriptor for TMA of tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
 
-    In x [B, H, S, N, D], of S parts of each head, every part counts as a head. A tile has `columns` columns; without
-    them as many as the next power of two from D on. Those beyond D are zeros. Rows have to start at multiples of 16
-    bytes. A tensor whose rows do not is copied.
+    In x [B, H, S, N, D], with S splits per head, each split counts as a head. A tile has `columns` columns; by default
+    the next power of two from D on. Columns beyond D read as zeros. Rows have to start at multiples of 16 bytes; a
+    tensor whose rows do not is copied.
     """
     if not x.numel():
-        x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # no tile of it is read
+        x = x.new_zeros((1, 1, 1, max(1, x.shape[-1])))  # a placeholder, of which no tile is read
     form = None if x.data_ptr() % 16 else _form(gluon, rows, columns, x.dtype, *_of_heads(x))
     if form is None:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -1240,7 +1243,7 @@ def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False
 
 
 def _of_heads(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of x [B, H, N, D], or [B, H, S, N, D] as [B, H * S, N, D]."""
+    """Return the shape and strides of x [B, H, N, D], or of x [B, H, S, N, D] as [B, H * S, N, D]."""
     if x.dim() == 4:
         return x.shape, x.stride()
     (b, h, parts, n, d), (of_b, of_h, of_part, *rest) = x.shape, x.stride()
@@ -1251,9 +1254,10 @@ def _of_heads(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _form(
     gluon: bool, rows: int, columns: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[type, dict[str, Any]] | None:
-    """The class of a descriptor and its fields, but for the tensor; None if rows do not start at multiples of 16 bytes.
+    """Return the class of a descriptor and its fields except the tensor; None if rows do not start at multiples of 16
+    bytes.
 
-    To make one anew, with all that its class checks, takes ten times as long as to fill it in.
+    Constructing a descriptor, with its class's checks, takes ten times as long as filling in these fields.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -1268,13 +1272,13 @@ def _form(
 
 
 class Described:
-    """The arguments of a kernel that are given by descriptor, and how these are encoded for the driver.
+    """The arguments of a kernel that are passed by descriptor, and the cache of their encodings for the driver.
 
-    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it serves each later call with such
-    a tensor there.
+    An encoded descriptor is an address, sizes and strides, and holds no tensor. So it can be reused by each later call
+    with such a tensor at that address.
     """
 
-    MOST = 1024  # calls that are remembered; with one more all are forgotten
+    MOST = 1024  # number of cached calls; one more clears the cache
 
     def __init__(self, places: Sequence[tuple[int, int, int]], gluon: bool = False) -> None:
         self.places = sorted(places)  # (position, rows and columns of a tile), as `descriptor` takes them
@@ -1282,7 +1286,7 @@ class Described:
         self.known: dict[tuple[Any, ...], list[tuple[int, list[Any]]]] = {}
 
     def put(self, args: list[Any], tensors: Sequence[Any]) -> None:
-        """Put descriptors of tensors where they are among the arguments."""
+        """Replace the described arguments by descriptors of their tensors."""
         for at, rows, columns in self.places:
             args[at] = descriptor(tensors[at], rows, columns, self.gluon)
 
@@ -1293,9 +1297,9 @@ class Described:
         strides: tuple[int, ...],
         encode: Callable[[list[Any]], list[Any]],
     ) -> list[Any]:
-        """The arguments as `encode` makes them with descriptors in place; remembered by addresses, sizes and strides.
+        """Return the arguments with descriptors as `encode` encodes them; cached by addresses, sizes and strides.
 
-        The list that is given has to stay alive until the launch: a descriptor in it may be of a copy.
+        The list `args` has to stay alive until the launch: it may hold a descriptor of a copy.
         """
         key = strides, *[(args[at], tensors[at].shape) for at, _, _ in self.places]
         known = self.known.get(key)
@@ -1306,7 +1310,7 @@ class Described:
         self.put(args, tensors)
         found = encode(args)
         more = (len(found) - len(args)) // len(self.places)  # arguments of an encoded descriptor after the first
-        starts = [at + turn * more for turn, (at, _, _) in enumerate(self.places)]
+        starts = [at + i * more for i, (at, _, _) in enumerate(self.places)]
         if all(args[at].base is tensors[at] for at, _, _ in self.places) and not any(
             isinstance(x, torch.Tensor) for x in found
         ):
@@ -1316,42 +1320,45 @@ class Described:
         return found
 
 
-# -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has compiled.
+# -------------------- Launches: the schedule for a call's sizes, and the fast launch of a kernel that Triton has
+# compiled.
 
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _NONE: tuple[tuple[Any, ...], list[Launch]] = (), []
 _HIP = bool(torch.version.hip)  # on AMD a compiled kernel also depends on which tensors take 2 GiB or more
-# What is remembered of launches. The key is all that a compiled kernel depends on; of a number that is only its kind
-# (see `kind_of`). So the table stays small, however many shapes the calls have.
+# Launches by everything that a compiled kernel depends on; for a number that is only its kind (see `kind_of`). So the
+# table is small, however many shapes the calls have.
 LAUNCHES: dict[tuple[Any, ...], list[Launch]] = {}
-# Of each kernel's last call with aligned tensors: all that its launches depend on, and these.
+# For each kernel, its last call with aligned tensors: everything that its launches depend on, and the launches.
 LAST: dict[Kernel, tuple[tuple[Any, ...], list[Launch]]] = {}
-# What host programs do with arguments of each form (see `remembered`).
+# The recorded steps of host programs, by the form of their arguments (see `remembered`).
 STEPS: dict[tuple[Any, ...], Any] = {}
 
 
 def forget_launches() -> None:
-    """Launch all kernels anew: their schedules, or what stands in for them, have changed."""
+    """Clear all caches of launches, because schedules or kernels have changed."""
     LAUNCHES.clear()
     LAST.clear()
     STEPS.clear()
-    _schedules_alone.cache_clear()
+    _specialized_configs.cache_clear()
 
 
 def is_interpreted(kernel: Any) -> bool:
     """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
 
-    Raises ImportError, in one sentence, if the interpreter does not work with the numpy that is installed."""
+    Raise ImportError, in one sentence, if the interpreter does not work with the installed numpy.
+    """
     if isinstance(kernel, triton.JITFunction):
         return False
-    with contextlib.suppress(PackageNotFoundError):  # a Triton of another name
+    with contextlib.suppress(PackageNotFoundError):  # Triton is installed under another name
         if why := interpreter_fails(version("triton"), version("numpy")):
             raise ImportError(f"attention: {why}")
     return True
 
 
 def interpreter_fails(triton_version: str, numpy_version: str) -> str:
-    """Why the interpreter of this Triton does not work with this numpy, and what to install; empty text if it does."""
+    """Return why the interpreter of this Triton does not work with this numpy, and what to install; empty text if it
+    works."""
     of_triton, of_numpy = (tuple(map(int, text.split(".")[:2])) for text in (triton_version, numpy_version))
     if of_triton >= (3, 7) or of_numpy < (2, 4):
         return ""
@@ -1359,18 +1366,18 @@ def interpreter_fails(triton_version: str, numpy_version: str) -> str:
     return f"{clash}; expected numpy below 2.4: pip install 'numpy<2.4'"
 
 
-# The filter of warnings about what the interpreter calls, as `warnings.filterwarnings` keeps it. It stays: filters
-# belong to all threads.
+# The filter of warnings that the interpreter causes, as `warnings.filterwarnings` stores it. It is never removed,
+# because filters belong to all threads.
 _IN_INTERPRETER = ("ignore", None, RuntimeWarning, re.compile(r"triton\.runtime\.interpreter"), 0)
 
 
 @contextlib.contextmanager
 def interpreting(kernel: Any) -> Iterator[None]:
-    """While a kernel is launched that may be interpreted; of one that is compiled, nothing.
+    """Enter this context to launch a kernel that may be interpreted. For a compiled kernel it does nothing.
 
-    One thread of the process at a time has the interpreter, which replaces functions of Triton's language while a
-    kernel runs. The lock is kept in the interpreter, where all generated modules find it. NumPy's warnings are off:
-    rows that see nothing divide by zero, and a row of NaN alone has no maximum.
+    Only one thread of the process at a time may use the interpreter, because it replaces functions of Triton's language
+    while a kernel runs. The lock is stored in the interpreter, where all generated modules find it. NumPy's warnings
+    are off: rows without a visible key divide by zero, and a row with only NaN has no maximum.
     """
     if isinstance(kernel, triton.JITFunction):
         yield
@@ -1385,15 +1392,15 @@ def interpreting(kernel: Any) -> Iterator[None]:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """The number of multiprocessors of a device; 1 for the interpreter."""
+def num_sms(device: torch.device) -> int:
+    """Number of SMs of a device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
 def device_class(kernels: ModuleType, device: torch.device) -> str:
-    """The class of a device in the module's table of schedules. An unlisted device gets the class for other devices
-    of its maker."""
+    """Return the class of a device in the module's table of schedules. An unlisted device gets the class for other
+    devices of its vendor."""
     if device.type != "cuda":
         return str(kernels.INTERPRETED_AS)
     properties = torch.cuda.get_device_properties(device)
@@ -1403,34 +1410,35 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 
 def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
-    """Whether a kernel that runs divided alone has a schedule for the dtype and device of x and for `rows`."""
-    for most, config in _schedules_alone(kernels, kernel, x.device, x.element_size()):
+    """Whether a kernel that has only a warp-specialized form has a schedule for the dtype and device of x and for
+    `rows`."""
+    for most, config in _specialized_configs(kernels, kernel, x.device, x.element_size()):
         if most is None or rows <= most:
             return config is not None
     return False
 
 
 @functools.cache
-def _schedules_alone(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
-    """((largest number of rows, tile sizes and launch options), ...) of a kernel that runs divided alone; none where
-    it does not run."""
+def _specialized_configs(kernels: ModuleType, kernel: str, device: torch.device, elem_bytes: int) -> Any:
+    """Return ((largest number of rows, tile sizes and launch options), ...) of a kernel that has only a
+    warp-specialized form; () if it cannot run."""
     for key, entries in kernels.SCHEDULES[kernel].items():
         if (
             key[:2] == (device_class(kernels, device), elem_bytes)
             and device.type == "cuda"
-            and divided(kernels, key[2])
+            and warp_specialized(kernels, key[2])
         ):
             return entries
     return ()
 
 
 def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
-    """((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
+    """Return ((largest number of rows, tile sizes and launch options), ...) of a kernel for the dtype and device of x.
 
-    Raises ValueError where no tile fits the device."""
-    interpreted = (
-        x.device.type != "cuda" and x.is_floating_point()
-    )  # in the schedules of one element size, whatever its dtype
+    Raise ValueError if no tile fits the device.
+    """
+    # The interpreter uses the schedules of one element size for all dtypes.
+    interpreted = x.device.type != "cuda" and x.is_floating_point()
     elem_bytes = kernels.INTERPRETED_BYTES if interpreted else x.element_size()
     found = kernels.SCHEDULES[kernel][device_class(kernels, x.device), elem_bytes]
     if isinstance(found, str):
@@ -1438,17 +1446,19 @@ def schedules(kernels: ModuleType, kernel: str, x: torch.Tensor) -> Any:
     return found
 
 
-def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
-    """(the file of a kernel, largest number of rows, tile sizes and launch options), ... for the dtype and device of x.
+def launch_configs(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[ModuleType, Any, Any]]:
+    """Return [(file of the kernel, largest number of rows, tile sizes and launch options), ...] for the dtype and
+    device of x.
 
-    A divided kernel stands in for the portable one where there is a file of such kernels, but for rows up to a
-    number without options."""
+    A warp-specialized kernel replaces the portable one if there is a file of such kernels, except for numbers of rows
+    for which it has no options.
+    """
     table = kernels.SCHEDULES[kernel]
-    alone = all(len(key) == 3 for key in table)  # it runs divided alone
-    portable = [] if alone else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
+    only_specialized = all(len(key) == 3 for key in table)
+    portable = [] if only_specialized else [(kernels, most, config) for most, config in schedules(kernels, kernel, x)]
     mine = device_class(kernels, x.device), x.element_size()
     for key in (key for key in table if len(key) == 3 and key[:2] == mine and x.device.type == "cuda"):
-        if file := divided(kernels, key[2]):
+        if file := warp_specialized(kernels, key[2]):
             few = max((most for most, config in table[key] if config is None), default=0)
             kept = [(kernels, few if most is None else min(few, most), config) for _, most, config in portable if few]
             return kept + [(file, most, config) for most, config in table[key] if config]
@@ -1456,7 +1466,7 @@ def homes(kernels: ModuleType, kernel: str, x: torch.Tensor) -> list[tuple[Modul
 
 
 def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a kernel, where the axis that it tiles has `rows` rows."""
+    """Return tile sizes and launch options of a kernel for `rows` rows along the axis that it tiles."""
     config: dict[str, Any] = next(
         config for most, config in schedules(kernels, kernel, x) if most is None or rows <= most
     )
@@ -1464,34 +1474,32 @@ def schedule(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> di
 
 
 def kind_of(n: int) -> int:
-    """The kind of an integer, for which Triton compiles a kernel: whether it is 1, is divisible by 16, needs 64
-    bits."""
+    """Return the kind of an integer, for which Triton specializes a kernel: whether it is 1, is divisible by 16, or
+    needs 64 bits."""
     return 1 if n == 1 else (0 if n % 16 else 2) + (0 if n < 2**31 else 4)
 
 
 class Launch:
-    """A kernel under one row of its schedule, for arguments of one kind. Only its first call goes through Triton's
+    """A kernel with one config of its schedule, for arguments of one kind. Only its first call goes through Triton's
     own launcher."""
 
     def __init__(
         self, kernel: Kernel, file: ModuleType, most: int | None, config: dict[str, Any], device: torch.device
     ) -> None:
         self.config = {name: value for name, value in config.items() if name != "KERNEL"}
-        self.file, self.name = (
-            file,
-            config.get("KERNEL", kernel.name),
-        )  # a divided kernel for rows of its own has a name of its own
-        self.most = float("inf") if most is None else most  # the largest number of rows that the schedule is for
+        # A second warp-specialized kernel, for a range of rows, has its own name.
+        self.file, self.name = file, config.get("KERNEL", kernel.name)
+        self.most = float("inf") if most is None else most  # largest number of rows that the config is for
         self.block = config[kernel.tile] if kernel.tile else 0
         described = [(at, config[tile], 0) for at, tile in kernel.described] if config.get("TMA") else []
-        self.most_programs = 0  # where programs take tile after tile: as many as the device holds at once
-        divided = file is not kernel.kernels
-        if divided:
+        self.most_programs = 0  # grid size of a persistent kernel: as many programs as the device can hold at once
+        gluon = file is not kernel.kernels
+        if gluon:
             described = [
                 (at, config.get(rows) or rows, sum(columns)) for at, rows, *columns in file.DESCRIBED[self.name]
             ]
-            self.most_programs = file.PERSISTENT.get(self.name, 0) * processors(device)
-        self.described = Described(described, gluon=divided) if described else None
+            self.most_programs = file.PERSISTENT.get(self.name, 0) * num_sms(device)
+        self.described = Described(described, gluon=gluon) if described else None
         self.parts: tuple[Any, ...] | None = None
 
     def start(
@@ -1503,8 +1511,8 @@ class Launch:
         more: tuple[Any, ...],
         strides: tuple[int, ...],
     ) -> None:
-        """Start it. args: the addresses of the tensors, in a list of its own; more: the numbers, and the strides
-        once more."""
+        """Start it. args: the addresses of the tensors, in a list that may be changed; more: the numbers and then the
+        strides."""
         parts = None if hooks_look_on() else self.parts
         if self.most_programs:
             counter: Any = counter_of(device)
@@ -1530,7 +1538,7 @@ class Launch:
             run(programs, 1, 1, stream(device), *before, *passed)
 
     def first(self, programs: int, args: list[Any], numbers: tuple[Any, ...]) -> None:
-        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Keep what a direct
+        """Launch it through Triton, which compiles it if necessary and calls a profiler's hooks. Store what a direct
         launch needs."""
         function = getattr(self.file, self.name)
         with interpreting(function):
@@ -1545,13 +1553,13 @@ class Launch:
 class Kernel:
     """A kernel of the module, launched by calling it.
 
-    tile: the name of the size of a program's tile, as in "BLOCK_Q"; empty if a program walks over all tiles.
+    tile: the name of the program tile's size, such as "BLOCK_Q"; empty if a program loops over all tiles.
     described: (position, name of the tile's size) of each tensor that a schedule may read by descriptor.
-    heads: positions of the numbers of heads and the like, of which a model has few: there is a compiled kernel for
-    each.
-    specialised: positions of the numbers for which Triton compiles kernels by kind (see `kind_of`), as it does for
+    heads: positions of numbers that have few values in a model, such as numbers of heads: there is a compiled kernel
+    for each value.
+    specialised: positions of numbers for which Triton specializes kernels by kind (see `kind_of`), as it does for
     strides.
-    flags: names of the constants that a call gives. Each value has a compiled kernel of its own.
+    flags: names of the constants that a call passes. There is a compiled kernel for each value.
     """
 
     def __init__(
@@ -1579,9 +1587,9 @@ class Kernel:
         strides: tuple[int, ...],
         flags: tuple[bool, ...] = (),
     ) -> None:
-        """Launch it, under the schedule for the dtype and device of x and for `rows`.
+        """Launch it, with the config for the dtype and device of x and for `rows`.
 
-        There are `programs` programs for each tile of rows; where programs walk over tiles, that many in all.
+        There are `programs` programs per tile of rows; or that many in total if programs loop over all tiles.
         """
         if flags:  # a tensor may be missing for one value of a flag
             args: Any = [t if t is None else t.data_ptr() for t in tensors]
@@ -1616,9 +1624,9 @@ class Kernel:
         flags: tuple[bool, ...],
         aligned: bool,
     ) -> list[Launch]:
-        """The launches for arguments of these kinds, one for each row of its schedule."""
+        """Return the launches for arguments of these kinds, one for each config of its schedule."""
         wide = reduce(or_, strides)
-        kinds: Any = None  # the usual ones: addresses and strides are multiples of 16, strides have 32 bits
+        kinds: Any = None  # the usual kinds: addresses and strides are multiples of 16, strides fit in 32 bits
         if not aligned or wide & 15 or wide >= 2**31 or self.specialised:
             kinds = (
                 *[kind_of(numbers[i]) for i in self.specialised],
@@ -1630,34 +1638,33 @@ class Kernel:
         launches = LAUNCHES.get(key)
         if launches is None:
             more = dict(zip(self.flags, flags))
-            found = homes(self.kernels, self.name, x)
+            configs = launch_configs(self.kernels, self.name, x)
             launches = LAUNCHES[key] = [
-                Launch(self, file, most, {**config, **more}, x.device) for file, most, config in found
+                Launch(self, file, most, {**config, **more}, x.device) for file, most, config in configs
             ]
         return launches
 
 
-# -------------------- Host programs that are remembered: what one does is noted once for each form of its arguments, and done again.
+# -------------------- Host programs that are recorded once for each form of their arguments, and then replayed.
 
-_MOST = 1024  # forms of arguments that are remembered; with one more all are forgotten
+_MOST = 1024  # number of forms that are remembered; one more clears them
 _shape: Callable[[Any], torch.Size] = torch.Tensor.size
 _strides: Callable[[Any], tuple[int, ...]] = torch.Tensor.stride
 
 
 class Steps(NamedTuple):
-    """What a host program does with arguments of one form. Its tensors are numbered: first those it is given, then
-    those it makes."""
+    """The steps of a host program for arguments of one form. Its tensors are numbered: first its arguments, then those
+    that it makes."""
 
-    made: list[
-        tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-    ]  # shape, strides, dtype; whether it is filled with 0
-    # Each launch; the number of its programs; the numbers and strides that it gets; the strides; what takes its tensors
-    # from all of them.
+    # Each new tensor: shape, strides, dtype, and whether it is filled with 0.
+    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]]
+    # Each launch; the number of its programs; its numbers and then strides; the strides; a function that takes its
+    # tensors out of all tensors.
     launches: list[tuple[Launch, int, tuple[Any, ...], tuple[int, ...], Callable[[list[Any]], tuple[Any, ...]]]]
     results: Callable[[list[Any]], tuple[Any, ...]]
 
     def repeat(self, given: Iterable[Any]) -> tuple[torch.Tensor, ...] | None:
-        """The results for the tensors that the program is given; None if an address is no multiple of 16."""
+        """Replay the steps for these arguments, and return the results; None if an address is not a multiple of 16."""
         tensors = list(given)
         addresses = [t if t is None else t.data_ptr() for t in tensors]
         if gcd(16, *filter(None, addresses)) != 16:
@@ -1674,7 +1681,7 @@ class Steps(NamedTuple):
 
 
 def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What takes the items of these numbers from a list."""
+    """Return a function that takes the items at these numbers out of a list."""
     at = tuple(numbers)
     return itemgetter(*at) if len(at) > 1 else lambda items: tuple(items[i] for i in at)
 
@@ -1682,9 +1689,9 @@ def _taking(numbers: Iterable[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 def _noted(
     given: Iterable[Any], results: tuple[torch.Tensor, ...], launched: list[Any], filled: list[torch.Tensor]
 ) -> Steps | None:
-    """The steps of a program; None if they are not those of other arguments of this form.
+    """Return the steps of a program; None if they do not hold for all arguments of this form.
 
-    So it is if a tensor was given twice, if an address is no multiple of 16, and on AMD.
+    That is the case if a tensor was passed twice, if an address is not a multiple of 16, and on AMD.
     """
     tensors = list(given)
     numbers = {id(x): at for at, x in enumerate(tensors)}
@@ -1705,11 +1712,11 @@ def _noted(
 
 
 def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a host program one that is remembered. Its first `count` arguments are tensors, of which the last may be
-    None.
+    """Decorate a host program so that it is recorded and replayed. Its first `count` arguments are tensors, of which
+    the last may be None.
 
-    The program may do two things, by the runtime: make tensors, and launch kernels. What it does follows from the
-    device, from the sizes, strides and dtypes of its tensors, from whether there is a last one, and from its numbers.
+    The program may only make tensors and launch kernels, by the runtime. Its steps have to depend only on the device,
+    on the sizes, strides and dtypes of its tensors, on whether the last one is None, and on its numbers.
     """
 
     def of(program: Callable[..., Any]) -> Callable[..., Any]:
@@ -1742,24 +1749,22 @@ def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return of
 
 
-# -------------------- Lists of the blocks of scores that count. Kernels visit the blocks of a list one after the other.
+# -------------------- Lists of visible blocks of scores. Kernels visit the blocks of a list one after the other.
 
-_MOST = 64  # plans that are kept; with one more all are forgotten
+_MOST = 64  # number of sizes whose plans are kept; one more clears them
 _KEPT: dict[Any, dict[int, Any]] = {}
 
 
 def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes: tuple[int, ...]) -> Any:
-    """The plan of a mask that reads no data, which follows from `sizes`: made once for each device, and each stream
-    that comes first.
+    """Return the plan of a mask that reads no data and depends only on `sizes`: made once for each device and stream.
 
-    A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph, and is not kept.
+    A plan that is made while a graph is captured, or while torch.compile traces, belongs to the graph and is not kept.
     """
     if type(q) is not torch.Tensor and type(q) is not torch.nn.Parameter or torch.compiler.is_compiling():
         return make(q, k)
     plans = _KEPT.get((make, q.device, sizes), {})
-    if (
-        q.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):  # what was made before is complete: a capture starts with a wait for the device
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Existing plans are complete, because a capture starts with a wait for the device.
         return next(iter(plans.values()), None) or make(q, k)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     if stream not in plans:
@@ -1770,12 +1775,11 @@ def kept_plan(make: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, sizes:
 
 
 class BlockPlan(NamedTuple):
-    """The blocks that count, by row and by column of the mask of blocks [B or 1, Hq or 1, Tq, Tk]. All tensors are
-    int32.
+    """The visible blocks per row and per column of the block mask [B or 1, Hq or 1, Tq, Tk]. All tensors are int32.
 
-    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the numbers of the blocks that count,
-    in rising order, then the others. `kv_rank` [..., Tq, Tk + 1] has, for each block, how many blocks that count come
-    before it in its row. `q_list` and `q_rank` are the same for the transposed mask.
+    `kv_list` [B or 1, Hq or 1, Tq, Tk] has a list for each row of blocks: first the indices of visible blocks, in
+    rising order, then the others. `kv_rank` [..., Tq, Tk + 1] has for each block the number of visible blocks before it
+    in its row. `q_list` and `q_rank` are the same for the transposed mask.
     """
 
     kv_rank: torch.Tensor
@@ -1784,21 +1788,21 @@ class BlockPlan(NamedTuple):
     q_list: torch.Tensor
 
 
-def turned(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of blocks [B, H, Tq, Tk] as [B, H, Tk, Tq]."""
+def transposed(mask: torch.Tensor) -> torch.Tensor:
+    """Return a block mask [B, H, Tq, Tk] as [B, H, Tk, Tq]."""
     return mask.transpose(2, 3).contiguous()
 
 
 def list_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ranks, lists) of every row of a mask of blocks [B, H, Tq, Tk], as in BlockPlan."""
+    """Return (ranks, lists) of every row of a block mask [B, H, Tq, Tk], as in BlockPlan."""
     rank = torch.nn.functional.pad(mask.cumsum(3, dtype=torch.int32), (1, 0))
     listed = torch.sort(mask, dim=3, descending=True, stable=True).indices.to(torch.int32)
     return rank.contiguous(), listed.contiguous()
 
 
-def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(full ranks, ranks, lists) of every row. A list has first the full blocks, then the other seen ones; a rank is
-    a position in it."""
+def list_partial_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (full ranks, ranks, lists) of every row. A list has first the full blocks, then the partial ones; a rank
+    is a position in it."""
     full_rank = torch.nn.functional.pad(full.cumsum(3, dtype=torch.int32), (1, 0))
     rank = torch.nn.functional.pad((seen & ~full).cumsum(3, dtype=torch.int32), (1, 0)) + full_rank[..., -1:]
     listed = torch.sort(seen.to(torch.int8) + full, dim=3, descending=True, stable=True).indices.to(torch.int32)
@@ -1806,7 +1810,8 @@ def list_cut_blocks(seen: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tenso
 
 
 def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two masks [B, H, Tq, Tk]: blocks with a visible pair, and full blocks: all pairs are visible and exist.
+    """Return two masks [B, H, Tq, Tk]: blocks with a visible pair, and full blocks, in which all pairs are visible and
+    in bounds.
 
     `count` [B, H, Tq, strips] has the number of visible pairs in each strip of a block.
     """
@@ -1817,7 +1822,7 @@ def seen_and_full(count: torch.Tensor, n_q: int, n_kv: int, block: int) -> tuple
 
 
 def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
-    """A mask of blocks as [B or 1, Hq or 1, Tq, Tk].
+    """Return a block mask as [B or 1, Hq or 1, Tq, Tk].
 
     Raises:
         ValueError or TypeError: one sentence that says what the mask is and what was expected.
@@ -1825,23 +1830,25 @@ def check_block_mask(block_mask: torch.Tensor) -> torch.Tensor:
     if not isinstance(block_mask, torch.Tensor) or block_mask.layout != torch.strided or block_mask.dtype != torch.bool:
         given = block_mask.dtype if isinstance(block_mask, torch.Tensor) else kind(block_mask)
         raise TypeError(
-            f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan made of one"
+            f"attention: block_mask is a {given}; expected a dense torch.bool tensor of blocks, or what attention.plan "
+            "made of one"
         )
     if not 2 <= block_mask.dim() <= 4:
         raise ValueError(
-            f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts to it"
+            f"attention: block_mask has shape {list(block_mask.shape)}; expected [B, Hq, Tq, Tk], or what broadcasts "
+            "to it"
         )
     return block_mask.reshape((1,) * (4 - block_mask.dim()) + tuple(block_mask.shape))
 
 
 def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int) -> None:
-    """Raise ValueError, in one sentence, if lists of blocks do not have the shapes that this call needs."""
+    """Raise ValueError, in one sentence, if lists of blocks do not have the shapes for this call."""
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
     shape = list(blocks.kv_list.shape)
     if shape[2:] != [rows, columns] or shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
         raise ValueError(
-            f"attention: block_mask has shape {shape}; expected {[q.shape[0], q.shape[1], rows, columns]}, or what broadcasts to it: "
-            f"one element for each {block} x {block} scores"
+            f"attention: block_mask has shape {shape}; expected {[q.shape[0], q.shape[1], rows, columns]}, or what "
+            f"broadcasts to it: one element for each {block} x {block} scores"
         )
     shapes = ([rows, columns + 1], [rows, columns], [columns, rows + 1], [columns, rows])
     for name, x, last in zip(blocks._fields, blocks, shapes):
@@ -1856,14 +1863,13 @@ def check_blocks(q: torch.Tensor, k: torch.Tensor, blocks: BlockPlan, block: int
 def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any], block: int, heads: list[int]) -> None:
     """Raise ValueError or TypeError, in one sentence, if a plan's lists do not fit a call.
 
-    lists: (name, what its last two dimensions count: blocks of queries (Tq) or of keys (Tk), or one more (Tq1, Tk1)) of
-    each.
-    heads: the lists' lengths along B and H.
+    lists: (name, names of its last two dimensions) of each list: numbers of blocks of queries (Tq) or of keys (Tk), or
+    one more (Tq1, Tk1). heads: the lists' lengths along B and H.
     """
     if (plan.n_q, plan.n_kv) != (q.shape[2], k.shape[2]):
         raise ValueError(
-            f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and {k.shape[2]}; "
-            "expected what attention.plan makes of these q and k"
+            f"attention: plan is of {plan.n_q} queries and {plan.n_kv} keys, the call of {q.shape[2]} and "
+            f"{k.shape[2]}; expected what attention.plan makes of these q and k"
         )
     rows, columns = -(-q.shape[2] // block), -(-k.shape[2] // block)
     lengths = {"Tq": rows, "Tq1": rows + 1, "Tk": columns, "Tk1": columns + 1}
@@ -1876,19 +1882,19 @@ def check_plan(q: torch.Tensor, k: torch.Tensor, plan: Any, lists: Sequence[Any]
             raise ValueError(f"attention: plan.{name} is not contiguous; expected what attention.plan makes")
 
 
-# -------------------- Checks of what the data of a call promises: lengths, starts, ids, tables of pages, lists of blocks.
+# -------------------- Checks of data that kernels rely on (promises): lengths, starts, ids, page tables, block lists.
 
-CHECK = "ATTNGEN_CHECK"  # in the environment: 1 checks all calls, 0 none of them
-# (where a promise is broken: a tensor of conditions, what an error says of one such place) of each promise
-Promises = Sequence[tuple[torch.Tensor, Callable[..., str]]]
+CHECK = "ATTNGEN_CHECK"  # environment variable: 1 checks all calls, 0 none of them
+# For each promise: a bool tensor that is True where it is broken, and a function that makes the error text of an index.
+Promise = tuple[torch.Tensor, Callable[..., str]]
+Promises = Sequence[Promise]
 _BY_PLAN = "what attention.plan makes"
 
 
 def checks_data(interpreted: bool) -> bool:
-    """Whether calls that do not say so check what their data promises: as ATTNGEN_CHECK says, and else in Triton's
-    interpreter alone.
+    """Whether calls without `check` check their data: as set by ATTNGEN_CHECK, by default only in Triton's interpreter.
 
-    Raises ValueError, in one sentence, if the variable is neither 0 nor 1.
+    Raise ValueError, in one sentence, if the variable is neither 0 nor 1.
     """
     asked = os.environ.get(CHECK, "")
     if asked not in ("", "0", "1"):
@@ -1897,14 +1903,14 @@ def checks_data(interpreted: bool) -> bool:
 
 
 def can_wait(x: torch.Tensor) -> bool:
-    """Whether the host may wait for the device of x: no CUDA graph is captured, and neither a tracer nor a transform
-    sees the call."""
+    """Whether the host may wait for the device of x: no CUDA graph is being captured, and no tracer or transform sees
+    the call."""
     return not is_watched() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_data(call: str, *promises: Promises) -> None:
-    """Raise ValueError, in one sentence, for the first promise that is broken. If none is, the host has waited for
-    the device once."""
+    """Raise ValueError, in one sentence, for the first broken promise. If none is broken, the host waits for the device
+    once."""
     found = [(broken, say) for several in promises for broken, say in several if broken.numel()]
     if not found or not bool(torch.stack([broken.any() for broken, _ in found]).any()):
         return
@@ -1922,29 +1928,30 @@ def promised(
     rising: bool = False,
     rows: torch.Tensor | None = None,
 ) -> Promises:
-    """The promises of an input of integers, `x`.
+    """Return the promises of an integer input `x`.
 
-    least, most: of each number; `most` may be a tensor that broadcasts to x. first: what the first number of each row
-    is. rising: numbers never fall along a row. rows: int [B], how many numbers of each row of x [B, n] count; None:
-    all.
+    least, most: bounds of each number; `most` may be a tensor that broadcasts to x. first: the first number of each
+    row. rising: numbers never fall along a row. rows: int [B], how many numbers of each row of x [B, n] are checked;
+    None: all.
     """
-    found: list[tuple[torch.Tensor, Callable[..., str]]] = []
+    found: list[Promise] = []
     counts = (
         torch.ones_like(x, dtype=torch.bool)
         if rows is None
         else torch.arange(x.shape[-1], device=x.device) < rows[:, None]
     )
 
-    def said(*at: int) -> str:
+    def given(*at: int) -> str:
         return f"{name}[{', '.join(map(str, at))}] is {int(x[at])}"
 
     if first is not None:
-        found.append(((x[..., :1] != first) & counts[..., :1], lambda *at: f"{said(*at)}; expected {first}: {meaning}"))
+        wrong = (x[..., :1] != first) & counts[..., :1]
+        found.append((wrong, lambda *at: f"{given(*at)}; expected {first}: {meaning}"))
     if rising:
 
         def falls(*at: int) -> str:
             *row, last = at
-            return f"{said(*row, last + 1)}, after {int(x[at])}; expected numbers that never fall: {meaning}"
+            return f"{given(*row, last + 1)}, after {int(x[at])}; expected numbers that never fall: {meaning}"
 
         found.append(((x[..., 1:] < x[..., :-1]) & counts[..., 1:], falls))
     if least is not None or most is not None:
@@ -1959,7 +1966,7 @@ def promised(
                 if largest is None
                 else f"at most {largest}"
             )
-            return f"{said(*at)}; expected {text}: {meaning}"
+            return f"{given(*at)}; expected {text}: {meaning}"
 
         outside = torch.zeros_like(counts)
         outside = outside if least is None else outside | (x < least)
@@ -1969,42 +1976,45 @@ def promised(
 
 
 def promised_of_plan(plan: Any, *names: str) -> Promises:
-    """The promises of those tensors of a plan whose numbers never fall: some kernels wait for one another by them."""
+    """Return the promises of a plan's tensors whose numbers never fall: the semaphore order of some kernels relies on
+    them."""
     return [
         promise for name in names for promise in promised(f"plan.{name}", getattr(plan, name), _BY_PLAN, rising=True)
     ]
 
 
 def listed(blocks: Any) -> Promises:
-    """The promises of lists of blocks, a BlockPlan or a plan of data: all of them are lists of one mask, as
+    """Return the promises of block lists, a BlockPlan or a plan of data: all of them follow from one mask, as
     attention.plan makes them."""
     expected: dict[str, tuple[torch.Tensor, ...]]
     names: tuple[str, ...]
     first = getattr(blocks, "kv_full_rank", None)
     if first is None:
         seen = blocks.kv_rank.diff(dim=-1) > 0
-        expected = {"kv": list_blocks(seen), "q": list_blocks(turned(seen))}
+        expected = {"kv": list_blocks(seen), "q": list_blocks(transposed(seen))}
         names = ("rank", "list")
     else:
         full = first.diff(dim=-1) > 0
         seen = full | (blocks.kv_rank.diff(dim=-1) > 0)
-        expected = {"kv": list_cut_blocks(seen, full), "q": list_cut_blocks(turned(seen), turned(full))}
+        by_q = list_partial_blocks(transposed(seen), transposed(full))
+        expected = {"kv": list_partial_blocks(seen, full), "q": by_q}
         names = ("full_rank", "rank", "list")
     return [_as_made(blocks, f"{side}_{name}", made) for side in expected for name, made in zip(names, expected[side])]
 
 
-def _as_made(blocks: Any, name: str, made: torch.Tensor) -> tuple[torch.Tensor, Callable[..., str]]:
-    """The promise that a list of a plan has the numbers which follow from the others."""
+def _as_made(blocks: Any, name: str, made: torch.Tensor) -> Promise:
+    """Return the promise that a list of a plan is equal to `made`, which follows from the other lists."""
     x = getattr(blocks, name)
 
     def say(*at: int) -> str:
-        return f"{name}{list(at)} of the plan is {int(x[at])}; expected {int(made[at])}, which follows from its other lists: {_BY_PLAN}"
+        expected = f"{int(made[at])}, which follows from its other lists: {_BY_PLAN}"
+        return f"{name}{list(at)} of the plan is {int(x[at])}; expected {expected}"
 
     return x != made, say
 
 
 def new_keys(new: Sequence[torch.Tensor]) -> int:
-    """The number of new keys of each sequence in a call over a cache."""
+    """Number of new keys of each sequence in a call with a KV cache."""
     return new[0].shape[2] if new else 0
 
 
@@ -2016,13 +2026,13 @@ def promised_of_cache(
     first: int | torch.Tensor = 0,
     **scales: torch.Tensor,
 ) -> Promises:
-    """The promises of a call over a cache.
+    """Return the promises of a call with a KV cache.
 
-    Lengths are not negative, and the cache has room for all keys, the new ones too. The pages that hold a sequence's
-    keys exist, and no new key is stored in a row that another key has. Factors are positive and finite.
+    Lengths are not negative, and the cache has room for all keys, including the new ones. The pages that hold a
+    sequence's keys exist, and no new key is stored in a row that holds another key. Factors are positive and finite.
 
     caches: [B or pages, Hkv, rows, columns]; cache_seqlens: [B]; page_table: [B, max_pages]; new: [B, Hkv, new,
-    columns]; first: the first key of each sequence that is read, [B] or 0: pages before it may have been given back;
+    columns]; first: the first key of each sequence that is read, [B] or 0: pages before it may have been freed;
     scales: [Hkv], or [pages, Hkv].
     """
     rows, more = caches[0].shape[2], new_keys(new)
@@ -2033,41 +2043,11 @@ def promised_of_cache(
         expected = f"a number from 0 to {room - more}: the cache has room for {room} keys of a sequence{given}"
         return f"cache_seqlens[{b}] is {int(cache_seqlens[b])}; expected {expected}"
 
-    found: list[tuple[torch.Tensor, Callable[..., str]]] = [
-        ((cache_seqlens < 0) | (cache_seqlens > room - more), seqlens)
-    ]
-    used = None  # the pages that hold keys
+    found: list[Promise] = [((cache_seqlens < 0) | (cache_seqlens > room - more), seqlens)]
+    used = None  # which pages hold keys
     if page_table is not None:
-        pages, keys = caches[0].shape[0], (cache_seqlens + more)[:, None]
-        stored_from = cache_seqlens[:, None] if new else keys
-        read_from = torch.minimum(stored_from, torch.as_tensor(first, device=keys.device).expand(len(keys))[:, None])
-        start = torch.arange(0, room, rows, device=keys.device)
-        held = (start < keys) & (start + rows > read_from)
-
-        def table(b: int, page: int) -> str:
-            expected = f"a number from 0 to {pages - 1}: the cache has {pages} pages, and sequence {b} keys in this one"
-            return f"page_table[{b}, {page}] is {int(page_table[b, page])}; expected {expected}"
-
-        found.append((held & ((page_table < 0) | (page_table >= pages)), table))
-        if pages:
-            page = page_table.clamp(0, pages - 1).long()
-            used = torch.zeros(pages, dtype=torch.int32, device=keys.device)
-            used = used.scatter_add_(0, page.flatten(), held.int().flatten()) > 0
-        if new and pages:
-            position = torch.arange(room, device=keys.device)
-            row = page.repeat_interleave(rows, 1) * rows + position % rows
-            counted = held.repeat_interleave(rows, 1) & (position < keys)
-            keys_of_row = torch.zeros(pages * rows, dtype=torch.int32, device=keys.device)
-            keys_of_row.scatter_add_(0, row.flatten(), counted.int().flatten())
-
-            def shared(b: int, key: int) -> str:
-                at, expected = (
-                    f"[{b}, {key // rows}]",
-                    "a page of its own: each new key needs a row of the cache that no other key has",
-                )
-                return f"page_table{at} is {int(page_table[b, key // rows])}, where another sequence has keys, too; expected {expected}"
-
-            found.append((counted & (position >= stored_from) & (keys_of_row[row] > 1), shared))
+        of_pages, used = _promised_of_pages(caches[0].shape[0], rows, cache_seqlens, page_table, more, bool(new), first)
+        found += of_pages
     for name, x in scales.items():
 
         def factor(*at: int, name: str = name, x: torch.Tensor = x) -> str:
@@ -2078,20 +2058,64 @@ def promised_of_cache(
     return found
 
 
-# -------------------- Dropout at a call: checks of its arguments, and the mask that a seed gives.
+def _promised_of_pages(
+    pages: int,
+    rows: int,
+    cache_seqlens: torch.Tensor,
+    page_table: torch.Tensor,
+    more: int,
+    stores: bool,
+    first: int | torch.Tensor,
+) -> tuple[list[Promise], torch.Tensor | None]:
+    """Return the promises of a page table, and which pages hold keys, bool [pages]; None if there are no pages.
+
+    rows: keys of a page. more: number of new keys of each sequence. stores: whether the call stores new keys. first: as
+    in `promised_of_cache`.
+    """
+    room, keys = page_table.shape[1] * rows, (cache_seqlens + more)[:, None]
+    stored_from = cache_seqlens[:, None] if stores else keys
+    read_from = torch.minimum(stored_from, torch.as_tensor(first, device=keys.device).expand(len(keys))[:, None])
+    start = torch.arange(0, room, rows, device=keys.device)
+    held = (start < keys) & (start + rows > read_from)
+
+    def table(b: int, page: int) -> str:
+        expected = f"a number from 0 to {pages - 1}: the cache has {pages} pages, and sequence {b} keys in this one"
+        return f"page_table[{b}, {page}] is {int(page_table[b, page])}; expected {expected}"
+
+    found: list[Promise] = [(held & ((page_table < 0) | (page_table >= pages)), table)]
+    if not pages:
+        return found, None
+    page = page_table.clamp(0, pages - 1).long()
+    used = torch.zeros(pages, dtype=torch.int32, device=keys.device)
+    used = used.scatter_add_(0, page.flatten(), held.int().flatten()) > 0
+    if stores:
+        position = torch.arange(room, device=keys.device)
+        row = page.repeat_interleave(rows, 1) * rows + position % rows
+        counted = held.repeat_interleave(rows, 1) & (position < keys)
+        keys_of_row = torch.zeros(pages * rows, dtype=torch.int32, device=keys.device)
+        keys_of_row.scatter_add_(0, row.flatten(), counted.int().flatten())
+
+        def shared(b: int, key: int) -> str:
+            given = f"page_table[{b}, {key // rows}] is {int(page_table[b, key // rows])}"
+            expected = "a page of its own: each new key needs a row of the cache that no other key has"
+            return f"{given}, where another sequence has keys, too; expected {expected}"
+
+        found.append((counted & (position >= stored_from) & (keys_of_row[row] > 1), shared))
+    return found, used
+
+
+# -------------------- Dropout of a call: checks of its arguments, and the dropout mask of a seed.
 
 def check_dropout(
     q: torch.Tensor, dropout_p: float, seed: int | torch.Tensor | None
 ) -> tuple[torch.Tensor | None, int, float]:
-    """(seed on q's device, or None if nothing is dropped; the share that is dropped, in 65536ths; 1 / the share that is
-    kept).
+    """Return (seed on q's device, or None if nothing is dropped; the dropped share in 65536ths; 1 / the kept share).
 
     Raises:
         ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
     """
-    if isinstance(dropout_p, bool) or not isinstance(
-        dropout_p, (float, numbers.Real)
-    ):  # an abstract class is slow to ask
+    # `float` comes first because isinstance with an abstract class is slow.
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, numbers.Real)):
         raise TypeError(f"attention: dropout_p is a {type(dropout_p).__name__}; expected a number, 0 <= dropout_p < 1")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"attention: dropout_p is {dropout_p}; expected 0 <= dropout_p < 1")
@@ -2099,7 +2123,8 @@ def check_dropout(
     if isinstance(seed, torch.Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
             raise ValueError(
-                f"attention: seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected torch.int64, one element, on {q.device}"
+                f"attention: seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected torch.int64, "
+                f"one element, on {q.device}"
             )
     elif seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -2118,7 +2143,7 @@ def check_dropout(
 
 
 def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
-    """Make `attention.dropout_mask` from the module's kernel that draws which weights are kept."""
+    """Make `attention.dropout_mask` from the module's kernel that generates the dropout mask."""
 
     def dropout_mask(
         shape: tuple[int, int, int, int],
@@ -2126,11 +2151,11 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
         seed: int | torch.Tensor,
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """The weights that a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For tests
-        and debugging.
+        """Return which weights a call with this dropout_p and seed keeps: torch.bool of shape (B, Hq, Nq, Nk). For
+        tests and debugging.
 
-        Without a device, it is on that of the seed if this is a tensor, else on the current CUDA device, or on the CPU
-        where Triton's interpreter runs kernels.
+        The default device is that of the seed if it is a tensor, otherwise the current CUDA device, or the CPU if
+        Triton's interpreter runs kernels.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -2144,38 +2169,40 @@ def dropout_mask_by(keep_mask: Any) -> Callable[..., torch.Tensor]:
             else interpreted and kind_ == "cpu"
         ):
             raise ValueError(
-                f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or TRITON_INTERPRET=1 in the "
-                "environment before Triton is imported, to run on the CPU"
+                f"attention.dropout_mask: device is {device}; expected a CUDA device that this machine has, or "
+                "TRITON_INTERPRET=1 in the environment before Triton is imported, to run on the CPU"
             )
         keep = torch.ones(shape, dtype=torch.bool, device=device)
         key, threshold, _ = check_dropout(keep, dropout_p, seed)
         if key is not None and keep.numel():
             batch, heads, n_q, n_kv = shape
             tiles = triton.cdiv(n_q, 32) * triton.cdiv(n_kv, 32)
-            draw = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
+            launch = functools.partial(keep_mask[tiles * batch * heads,], BLOCK_Q=32, BLOCK_KV=32)
             with interpreting(keep_mask):
-                on_its_device(draw)(key, keep, threshold, heads, n_q, n_kv)
+                on_its_device(launch)(key, keep, threshold, heads, n_q, n_kv)
         return keep
 
     return dropout_mask
 
 
-# -------------------- The host's part of the backward: a divisor, by which groups of heads are split, and sums for learned inputs.
+# -------------------- The host's part of the backward: the number of splits of a group of heads, and sums of inputs'
+# gradients.
 
 @functools.lru_cache(maxsize=1024)
 def divisor(a: int, b: int) -> int:
-    """The greatest divisor of a that is not above b; 1 if b is 0."""
+    """Return the greatest divisor of a that is at most b; 1 if b is 0."""
     return next((n for n in range(min(a, b), 0, -1) if a % n == 0), 1)
 
 
 def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: bool) -> torch.Tensor:
-    """Zeroed room for sums by distance, fp32 [B, Hq, rows, Nq + Nk]; without elements unless `needed`.
+    """Return a zeroed buffer for partial sums by distance, fp32 [B, Hq, rows, Nq + Nk]; without elements unless
+    `needed`.
 
-    Each tile of queries of the dQ kernel has its own rows, one for each key tile that a diagonal crosses there.
+    Each query tile of the dQ kernel has its own rows, one for each key tile that a diagonal crosses there.
     """
     config = schedule(kernel.kernels, kernel.name, q, q.shape[2])
-    turns = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1
-    rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * turns
+    crossed = (config["BLOCK_Q"] + config["BLOCK_KV"] - 2) // config["BLOCK_KV"] + 1  # key tiles per diagonal
+    rows = triton.cdiv(q.shape[2], config["BLOCK_Q"]) * crossed
     shape = (*q.shape[:2], rows, q.shape[2] + k.shape[2])
     return torch.zeros(shape if needed else (0, 0, 0, 0), device=q.device, dtype=torch.float32)
 
@@ -2183,10 +2210,10 @@ def distance_parts(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, needed: boo
 def by_distance(
     parts: torch.Tensor, x: torch.Tensor, dim: int, kept: tuple[int, ...], index: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of a table x that is read by distance along its dimension `dim`.
+    """Return the gradient of a table x that is read by distance along its dimension `dim`.
 
-    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has, for
-    each distance, the place in the table. index_put_ adds in a fixed order, on CUDA too.
+    `parts` [B, Hq, rows, distances] are summed over rows, and over B and Hq unless `kept` names them. `index` has the
+    table's index of each distance. index_put_ adds in a fixed order, on CUDA too.
     """
     sums = parts.sum((*(d for d in (0, 1) if d not in kept), 2)).movedim(-1, 0)
     whole = torch.zeros_like(x).movedim(dim, 0).contiguous()
@@ -2197,51 +2224,91 @@ def by_distance(
 
 
 def placed(x: torch.Tensor, like: torch.Tensor, *index: Any) -> torch.Tensor:
-    """The gradient of `like` where only the elements at `index` have one, x: zero elsewhere."""
+    """Return the gradient of `like` that is x at `index` and zero elsewhere."""
     whole = torch.zeros_like(like)
     whole[index] = x
     return whole
 
 
-# -------------------- What calls give beside the output.
+# -------------------- Additional outputs of calls.
 
-def check_max_score(wanted: bool | str) -> None:
-    """Raise ValueError or TypeError, in one sentence, if what a call says of largest scores is neither a bool nor
-    "head"."""
-    if not isinstance(wanted, (bool, str)):
-        raise TypeError(f'attention: return_max_score is a {kind(wanted)}; expected True, False or "head"')
-    if wanted not in (True, False, "head"):
+def check_max_score(requested: bool | str) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a call's `return_max_score` is neither a bool nor "head"."""
+    if not isinstance(requested, (bool, str)):
+        raise TypeError(f'attention: return_max_score is a {kind(requested)}; expected True, False or "head"')
+    if requested not in (True, False, "head"):
         raise ValueError(
-            f'attention: return_max_score is "{wanted}"; expected True, for each query, or "head", for each head'
+            f'attention: return_max_score is "{requested}"; expected True, for each query, or "head", for each head'
         )
 
 
-def largest(max_score: torch.Tensor, wanted: bool | str) -> torch.Tensor:
-    """The largest scores [B, Hq, Nq] as a call wants them: of each query, or of each "head" [Hq], -inf where it sees
-    nothing."""
-    if wanted != "head":
+def largest(max_score: torch.Tensor, requested: bool | str) -> torch.Tensor:
+    """Return the largest scores [B, Hq, Nq] as they are, or for "head" the largest of each head [Hq]; -inf where no key
+    is visible."""
+    if requested != "head":
         return max_score
     return max_score.amax((0, 2)) if max_score.numel() else max_score.new_full(max_score.shape[1:2], -torch.inf)
 
 
-# -------------------- A module's operators of torch.library: torch traces calls of them, and autograd records them.
+# -------------------- Derivatives that calls refuse: each error is one sentence with what was expected.
 
-Results = tuple[torch.Tensor, ...]
-_OF_NUMPY = (torch.float16, torch.float32)
+def refuse_second_derivatives(*args: Any) -> Any:
+    raise RuntimeError(
+        "attention: its gradients cannot be differentiated again; expected only first derivatives, "
+        "or naive attention where second ones are needed"
+    )
 
+
+def refuse_derivatives_of_tangents(*args: Any) -> Any:
+    raise RuntimeError(
+        "attention: the tangents that forward mode gives cannot be differentiated again; expected that of the output "
+        "detached, as in MeanFlow's loss, or naive attention where its gradient is needed"
+    )
+
+
+def refuse_vmap(*args: Any) -> Any:
+    raise NotImplementedError(
+        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
+    )
+
+
+def refuse_gradients(*tensors: Any) -> None:
+    """Raise NotImplementedError, in one sentence, if a call of a module without a backward needs gradients or tangents
+    of some of these tensors."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+        refuse_backward()
+    if in_forward_ad(*tensors) and has_tangents(*tensors):
+        refuse_forward_mode()
+
+
+def refuse_backward(*args: Any, **more: Any) -> None:
+    raise NotImplementedError(
+        "attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()"
+    )
+
+
+def refuse_forward_mode() -> None:
+    raise NotImplementedError(
+        "attention: this module has no forward mode (its spec says `backward: false`); expected tensors without "
+        "tangents"
+    )
+
+
+# -------------------- The arguments and results of a module's operators, and their declarations to torch.
 
 class Signature(NamedTuple):
-    """The arguments of a module's operators after q, k and v.
+    """The arguments (operands) of a module's operators after q, k and v, and their results.
 
-    schema: their declarations, as in "Tensor slope, float scale". The first `tensors` of them are tensors.
-    learned: the positions of those that get gradients.
-    summed: the dQ kernel writes parts of such a gradient, so it has to run for it, too.
-    unordered: the names of those whose gradients are added up atomically, in no fixed order.
+    schema: declarations of the operands, such as "Tensor slope, float scale". The first `tensors` of them are tensors.
+    learned: positions of the operands that get gradients.
+    summed: the dQ kernel writes partial sums of such a gradient, so it has to run for that gradient too.
+    unordered: names of the operands whose gradients are added atomically, in no fixed order.
     results: the dtype of outputs, if it is not that of q.
-    rows: what calls give of each query beside the output, fp32 [B, Hq, Nq]. The last `flat` of these have no gradient.
-    kept: those of the rows that the backward and forward mode read; empty where these are those that have a gradient.
-    dims: the dimensions of each of the tensors, as in "B Nk". shards: the dimensions of q along which ranks may share a
-    call: neither its mask nor its scores count along these.
+    rows: row vectors that calls return in addition to the output, fp32 [B, Hq, Nq]. The last `flat` of these have no
+    gradient.
+    kept: the rows that the backward and forward mode read; empty if they read exactly those with a gradient.
+    dims: dimensions of each tensor operand, such as "B Nk". shards: the dimensions of q that may be sharded, because
+    neither the mask nor the scores depend on positions along them.
     """
 
     schema: str
@@ -2259,58 +2326,41 @@ class Signature(NamedTuple):
 
     @property
     def smooth(self) -> tuple[str, ...]:
-        """Those of the rows that have a gradient."""
+        """The rows that have a gradient."""
         return self.rows[: len(self.rows) - self.flat]
 
 
-def _second_derivatives(*args: Any) -> Any:
-    raise RuntimeError(
-        "attention: its gradients cannot be differentiated again; expected first derivatives alone, "
-        "or naive attention where second ones are needed"
+def schemas_of(signature: Signature) -> tuple[str, str, str]:
+    """Return the declarations to torch of the forward, the backward and the jvp operator, without their names."""
+    operands, count = signature.schema, len(signature.learned)
+    rows = ", ".join(f"Tensor {name}" for name in signature.rows)
+    kept = ", ".join(f"Tensor {name}" for name in signature.kept or signature.smooth)
+    saved = f"Tensor q, Tensor k, Tensor v, Tensor out, {kept}"
+    grad_rows = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
+    needs = "bool need_q, bool need_kv" + (", bool need_inputs" if count else "")
+    gradients = "".join(f", Tensor d_{i}" for i in range(count))
+    tangents = "".join(f", Tensor t_{i}" for i in range(count))
+    results = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
+    return (
+        f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})",
+        f"(Tensor grad_out, {grad_rows}, {saved}, {operands}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{gradients})",
+        f"({saved}, Tensor tq, Tensor tk, Tensor tv, {operands}{tangents}) -> ({results})",
     )
 
 
-def _of_tangents(*args: Any) -> Any:
-    raise RuntimeError(
-        "attention: the tangents that forward mode gives cannot be differentiated again; expected that of the output detached, as in "
-        "MeanFlow's loss, or naive attention where its gradient is needed"
-    )
+# -------------------- A module's operators of torch.library, which torch can trace and autograd can record.
 
-
-def _refuse_vmap(*args: Any) -> Any:
-    raise NotImplementedError(
-        "attention: torch.func.vmap cannot map it; expected the mapped dimension as part of B, the first of all tensors"
-    )
-
-
-def refuse_gradients(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if a call of a module without a backward wants gradients or
-    tangents of some of these."""
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
-        _without_backward()
-    if in_forward_ad(*tensors) and has_tangents(*tensors):
-        _without_forward_mode()
-
-
-def _without_backward(*args: Any, **more: Any) -> None:
-    raise NotImplementedError(
-        "attention: this module has no backward (its spec says `backward: false`); call it under torch.no_grad()"
-    )
-
-
-def _without_forward_mode() -> None:
-    raise NotImplementedError(
-        "attention: this module has no forward mode (its spec says `backward: false`); expected tensors without tangents"
-    )
+Results = tuple[torch.Tensor, ...]
+_OF_NUMPY = (torch.float16, torch.float32)  # dtypes that Triton's interpreter can multiply
 
 
 def _wants_order() -> bool:
-    """Whether torch is told to raise where an algorithm is not deterministic."""
+    """Whether torch is set to raise for algorithms that are not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _rows(x: torch.Tensor, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A stand-in for `empty_rows` under tracers: the same shape and strides, made by a public operator."""
+    """Return a tensor like that of `empty_rows`, made by a public operator, for tracers."""
     shape, strides = rows_layout(addressable(x), width)
     return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
@@ -2319,14 +2369,19 @@ class Operators:
     """The operators `attngen::NAME_forward`, `attngen::NAME_backward` and `attngen::NAME_jvp` of a module, which run
     its host programs.
 
-    The host programs are `forward(q, k, v, *operands, shapes=None) -> (out, *rows)`, `backward(grad_out, *grad_rows, q,
-    k, v, out, *kept, *operands, need_q, need_kv[, need_inputs]) -> (dq, dk, dv, *gradients)`, with gradients of the
-    rows that have one, and of these too `jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out,
-    *tangent_rows)`, with tangents of learned inputs. They get tensors that kernels can read in place. A module whose
-    `backward` and `jvp` are None has no such operators. If another copy of the module has registered NAME, a `_` is
-    added to it.
+    The host programs are
 
-    Operators stay until the process ends, as graphs of torch hold them and not the module; but see `release`.
+        forward(q, k, v, *operands, shapes=None) -> (out, *rows)
+        backward(grad_out, *grad_rows, q, k, v, out, *kept, *operands, need_q, need_kv[, need_inputs])
+            -> (dq, dk, dv, *gradients)
+        jvp(q, k, v, out, *kept, tq, tk, tv, *operands, *tangents) -> (tangent_out, *tangent_rows)
+
+    where grad_rows and tangent_rows are of the rows that have a gradient, and gradients and tangents are of the learned
+    operands. They get tensors that kernels can read in place. A module whose `backward` and `jvp` are None has no such
+    operators. If another copy of the module has registered NAME, a `_` is appended to it.
+
+    Operators exist until the process ends, because graphs of torch hold them but not the module; see `release` for the
+    exception.
     """
 
     def __init__(
@@ -2340,78 +2395,54 @@ class Operators:
     ) -> None:
         self.library = torch.library.Library("attngen", "FRAGMENT")
         self._registered: list[Callable[..., Any]] = []
-        self._root = [self]  # the dispatcher holds this list, and by it this object
+        self._root = [self]  # the dispatcher holds this list, and through it this object
         self._traced = False
         while hasattr(torch.ops.attngen, f"{name}_forward"):
             name += "_"
         self.name, self.signature, self.interpreted = name, signature, interpreted
-        self.learned = tuple(3 + i for i in signature.learned)  # among all arguments
-        self.numbers_at = 3 + signature.tensors  # where those arguments begin that are no tensors
+        self.learned = tuple(3 + i for i in signature.learned)  # positions among all arguments
+        self.numbers_at = 3 + signature.tensors  # position of the first argument that is not a tensor
         self.host_forward: Any = forward
         self.host_backward: Any = backward
         self.host_jvp: Any = jvp
         self.run_backward = on_its_device(self._backward)
-        operands, learned = signature.schema, signature.learned
-        results = "".join(f", Tensor d_{i}" for i in range(len(learned)))
-        needs = "bool need_q, bool need_kv" + (", bool need_inputs" if learned else "")
         read = signature.kept or signature.smooth
-        rows, kept = (", ".join(f"Tensor {name}" for name in names) for names in (signature.rows, read))
-        upstream = ", ".join(f"Tensor? grad_{name}" for name in signature.smooth)
-        found = f"Tensor q, Tensor k, Tensor v, Tensor out, {kept}"
-        saved = f"{found}, {operands}"
-        along = "".join(f", Tensor t_{i}" for i in range(len(learned)))
-        tangents = ", ".join(f"Tensor tangent_{name}" for name in ("out", *signature.smooth))
         self.smooth, self.kept = len(signature.smooth), len(read)
-        self.keep = itemgetter(
-            0, *(1 + signature.rows.index(name) for name in read)
-        )  # of results: the output and the rows that are kept
-        self.forward = self.define(
-            "forward",
-            f"(Tensor q, Tensor k, Tensor v, {operands}) -> (Tensor out, {rows})",
-            self._forward,
-            self.fake_forward,
-        )
-        self.backward: Any = backward and self.define(
-            "backward",
-            f"(Tensor grad_out, {upstream}, {saved}, {needs}) -> (Tensor dq, Tensor dk, Tensor dv{results})",
-            self._backward,
-            self._fake_backward,
-        )
-        self.jvp: Any = jvp and self.define(
-            "jvp",
-            f"({found}, Tensor tq, Tensor tk, Tensor tv, {operands}{along}) -> ({tangents})",
-            self._jvp,
-            self._fake_jvp,
-        )
-        # Calls that autograd records: of the operator; of the host program, for the output alone and for all results.
+        # Takes the output and the kept rows out of the results.
+        self.keep = itemgetter(0, *(1 + signature.rows.index(name) for name in read))
+        of_forward, of_backward, of_jvp = schemas_of(signature)
+        self.forward = self.define("forward", of_forward, self._forward, self.fake_forward)
+        self.backward: Any = backward and self.define("backward", of_backward, self._backward, self._fake_backward)
+        self.jvp: Any = jvp and self.define("jvp", of_jvp, self._jvp, self._fake_jvp)
+        # Calls that autograd records: of the operator; of the host program, for only the output and for all results.
         self.recorded = _recorded_operator(self)
-        self.recorded_backward: Any = backward and _recorded_once(self.backward, _second_derivatives)
-        self.recorded_jvp: Any = jvp and _recorded_once(self.jvp, _of_tangents)
+        self.recorded_backward: Any = backward and _recorded_once(self.backward, refuse_second_derivatives)
+        self.recorded_jvp: Any = jvp and _recorded_once(self.jvp, refuse_derivatives_of_tangents)
         self.apply = apply_of(_recorded_calls(self, forward, with_rows=False))
         self.apply_with_rows = apply_of(_recorded_calls(self, forward, with_rows=True))
         self.no_rows = (None,) * len(signature.rows)
         self._register_autograd()
 
-    def define(self, what: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-        """Define an operator: `kernel` runs it, `fake` gives results of the right shapes under tracers."""
-        self.library.define(f"{self.name}_{what}{schema}")
-        op = getattr(getattr(torch.ops.attngen, f"{self.name}_{what}"), "default")  # noqa: B009 - typed as a module
+    def define(self, suffix: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        """Define the operator NAME_suffix: `kernel` runs it, `fake` returns results of the right shapes to tracers."""
+        self.library.define(f"{self.name}_{suffix}{schema}")
+        op = getattr(getattr(torch.ops.attngen, f"{self.name}_{suffix}"), "default")  # noqa: B009 - typed as a module
         self.library.impl(op, self._weak(on_its_device(kernel)), "CompositeExplicitAutograd")
         torch.library.register_fake(op.name(), self._weak(self._noting(fake)), lib=self.library)
         torch.library.register_vmap(
-            op.name(), functools.partial(weakref.proxy(_refuse_vmap), self._root), lib=self.library
+            op.name(), functools.partial(weakref.proxy(refuse_vmap), self._root), lib=self.library
         )
         return op
 
     def _weak(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function as the dispatcher gets it, which then does not hold what the function holds. It lives as long
-        as this object."""
+        """Return a weak proxy of a function for the dispatcher, so that the dispatcher does not keep alive what the
+        function holds. The function lives as long as this object."""
         self._registered.append(function)
         made: Callable[..., Any] = weakref.proxy(function)
         return made
 
     def _noting(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, which notes that a tracer has called it: the operators stay from then on."""
+        """Return the function with a note that a tracer has called it: from then on the operators are kept."""
 
         def traced(*args: Any) -> Any:
             self._traced, self._root[:] = True, [self]
@@ -2420,12 +2451,12 @@ class Operators:
         return traced
 
     def release(self) -> None:
-        """Let the operators go, with the module, as soon as nothing in Python holds it. Calls that autograd recorded
-        hold it.
+        """Allow the operators and the module to be freed once nothing in Python holds the module. Calls that autograd
+        recorded hold it.
 
-        Those that a tracer has seen stay: its graph holds operators alone, and would call what is no longer there. The
-        caller knows that none was traced with real tensors, which is not seen here, and that no CUDA graph has captured
-        a call.
+        Operators that a tracer has seen are kept, because its graph holds only the operators, and would call freed
+        ones. The caller has to know that none was traced with real tensors, which is not seen here, and that no CUDA
+        graph has captured a call.
         """
         if not self._traced:
             self._root.clear()
@@ -2439,20 +2470,20 @@ class Operators:
         v: torch.Tensor,
         *operands: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        """(out, *rows); without `return_rows` the rows may be None.
+        """Return (out, *rows); without `return_rows` the rows may be None.
 
-        With `shapes`, q, k and v are plain and readable in place, on the current device: no dispatcher is needed.
+        With `shapes`, q, k and v are plain and readable in place, on the current device, so no dispatcher is needed.
         """
         if shapes is None or in_forward_ad(q, k, v) or (self.interpreted and q.dtype not in _OF_NUMPY):
             return self._through_dispatcher(q, k, v, *operands)
         learned = self.signature.learned
-        wanted = (
+        needed = (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
             or (learned and any(operands[i].requires_grad for i in learned))
         )
-        if wanted and torch.is_grad_enabled():
+        if needed and torch.is_grad_enabled():
             if return_rows:
                 return self.apply_with_rows(q, k, v, *operands, shapes)
             return self.apply(q, k, v, *operands, shapes), *self.no_rows
@@ -2472,15 +2503,15 @@ class Operators:
         return self.define("key_mass", schema, run, fake)
 
     def _multiplied(self, *args: Any) -> tuple[Any, ...]:
-        """Arguments as kernels multiply them. Triton's interpreter cannot multiply what NumPy has not, such as bf16:
-        there it gets fp32."""
+        """Return the arguments in dtypes that can be multiplied. Triton's interpreter cannot multiply dtypes that NumPy
+        lacks, such as bf16: it gets fp32 instead."""
         dtype = args[0].dtype
         if self.interpreted and dtype not in _OF_NUMPY:
             return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in args)
         return args
 
     def _through_dispatcher(self, *args: Any) -> Results:
-        """Call the operator; in the interpreter, with what that can multiply. A transform of torch.func sees the
+        """Call the operator; in the interpreter, with dtypes that it can multiply. A transform of torch.func sees the
         recorded call instead."""
         if any(map(is_dtensor, args[:3])):
             return self._on_shards(*args)
@@ -2489,15 +2520,15 @@ class Operators:
         return out.to(self.signature.results or dtype), *rows
 
     def _on_shards(self, *args: Any) -> Results:
-        """A call of DTensors: the operator on each rank's parts."""
+        """Run a call with DTensors: the operator on each rank's shards."""
         tensors, numbers = args[: self.numbers_at], args[self.numbers_at :]
         if any(
             x is not None and "? seed" in declared
             for x, declared in zip(tensors[3:], self.signature.schema.split(", "))
         ):
             raise NotImplementedError(
-                "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same weights; expected "
-                "dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
+                "attention: dropout counts sequences and heads from 0 on each rank, so that all would drop the same "
+                "weights; expected dropout_p=0 of DTensors, or a call of local tensors with a seed for each rank"
             )
         dims = [dims.split() for dims in self.signature.dims]
         return tuple(on_shards(self._through_dispatcher, self.signature.shards, tensors, dims, numbers))
@@ -2508,23 +2539,24 @@ class Operators:
         return self.host_forward(addressable(q), addressable(k), addressable(v), *operands)
 
     def _backward(self, grad_out: torch.Tensor, *args: Any) -> Results:
-        """`args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the operands; which
-        gradients are needed."""
+        """Run the host program. `args`: the gradients of rows, None for zero; q, k and v; the output, the rows, the
+        operands; which gradients are needed."""
         signature = self.signature
         grad_rows, (q, k, v, *saved) = args[: self.smooth], args[self.smooth :]
         if signature.unordered and saved[-1] and _wants_order():
             raise RuntimeError(
-                f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; expected "
-                "torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
+                f"attention: the gradient of {', '.join(signature.unordered)} is added atomically, in no fixed order; "
+                "expected torch.use_deterministic_algorithms(False), or a spec without `deterministic: false`"
             )
         grad_rows = tuple(no_rows(q.device) if x is None else x.resolve_neg().contiguous() for x in grad_rows)
         q, k, v = addressable(q), addressable(k), addressable(v)
-        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may give such back
+        if any(isinstance(x, torch.Tensor) and x.is_neg() for x in saved):  # hooks of saved tensors may return these
             saved = [x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in saved]
         return self.host_backward(addressable(grad_out), *grad_rows, q, k, v, *saved)
 
     def _jvp(self, q: torch.Tensor, *args: Any) -> Results:
-        """`args`: k, v, the output, the rows; tangents of q, k and v; the operands; tangents of learned inputs."""
+        """Run the host program. `args`: k, v, the output, the rows; tangents of q, k and v; the operands; tangents of
+        learned operands."""
         rows, numbers = 3 + self.kept, len(self.signature.learned)
         k, v, out = map(addressable, args[:3])
         tangents = map(addressable, args[rows : rows + 3])
@@ -2555,7 +2587,7 @@ class Operators:
     # ------------------------------------------------------------------ autograd
 
     def _record(self, *args: Any) -> Any:
-        """A call of the forward operator that autograd sees."""
+        """Call the forward operator so that autograd records it."""
         if self.backward is None:
             refuse_gradients(*args[:3], *(args[i] for i in self.learned))
         return self.recorded.apply(*args)
@@ -2566,13 +2598,11 @@ class Operators:
                 torch.library.register_autograd(
                     self.forward.name(), _public_backward(self), setup_context=_public_setup(self), lib=self.library
                 )
-                torch.library.register_autograd(self.backward.name(), _second_derivatives, lib=self.library)
-                torch.library.register_autograd(self.jvp.name(), _of_tangents, lib=self.library)
+                torch.library.register_autograd(self.backward.name(), refuse_second_derivatives, lib=self.library)
+                torch.library.register_autograd(self.jvp.name(), refuse_derivatives_of_tangents, lib=self.library)
             else:
                 name = self.forward.name()
-                torch.library.register_autograd(
-                    name, _without_backward, setup_context=_without_backward, lib=self.library
-                )
+                torch.library.register_autograd(name, refuse_backward, setup_context=refuse_backward, lib=self.library)
             return
         self.library.impl(self.forward, self._weak(_where_recorded(self.forward, self._record)), "Autograd")
         if self.backward:
@@ -2593,34 +2623,34 @@ class Operators:
             ctx.mark_non_differentiable(*results[1 + self.smooth :])
 
     def tangents(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """The tangents of the output and of the rows, from those of the arguments; None for rows that have none.
+        """Return the tangents of the output and of the rows, from those of the arguments; None for rows without one.
 
-        Raises NotImplementedError, in one sentence, for a tangent of an input that has no gradient either.
+        Raise NotImplementedError, in one sentence, for a tangent of an input that has no gradient either.
         """
         if self.jvp is None:
-            _without_forward_mode()
+            refuse_forward_mode()
         saved, at = ctx.saved_tensors, 1 + self.kept
         q, k, v, *tensors = saved[at:]
         for i, tangent in enumerate(tangents[3 : self.numbers_at]):
             if tangent is not None and i not in self.signature.learned:
                 name = self.signature.schema.split(", ")[i].split()[-1]
                 raise NotImplementedError(
-                    f"attention: {name} has a tangent; expected one only of q, k, v and inputs with `grad: true` in the spec"
+                    f"attention: {name} has a tangent; expected one only of q, k, v and inputs with `grad: true` in "
+                    "the spec"
                 )
         given = [_tangent(x, t) for x, t in zip((q, k, v), tangents)]
         learned = [_tangent(tensors[i], tangents[3 + i]) for i in self.signature.learned]
         call = self.recorded_jvp.apply if _is_transformed() else self.jvp
-        made = (
-            x.detach() for x in saved[:at]
-        )  # a graph from tangents to results would have a way back: autograd saves these with theirs
-        found = call(q, k, v, *made, *given, *tensors, *ctx.numbers, *learned)
+        # Results are detached, because otherwise autograd would record a path from tangents to results.
+        results = (x.detach() for x in saved[:at])
+        found = call(q, k, v, *results, *given, *tensors, *ctx.numbers, *learned)
         return *found, *[None] * self.signature.flat
 
     def gradients(self, ctx: Any, grad_out: torch.Tensor | None, *grad_rows: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients of q, k, v and of each argument after them in a call; None for those that are not needed."""
+        """Return the gradients of q, k, v and of each argument after them; None for those that are not needed."""
         need_q, need_k, need_v, *need = ctx.needs_input_grad
         rest: list[Any] = [None] * len(need)
-        grad_rows = (*grad_rows, *self.no_rows)[: self.smooth]  # a call for the output alone has none
+        grad_rows = (*grad_rows, *self.no_rows)[: self.smooth]  # a call for only the output has none
         if grad_out is None and all(x is None for x in grad_rows):
             return None, None, None, *rest
         saved = ctx.saved_tensors
@@ -2630,9 +2660,7 @@ class Operators:
         learned = self.signature.learned
         needs = (need_q, need_k or need_v, any(need)) if learned else (need_q, need_k or need_v)
         if is_plain(q, k, v):
-            call = (
-                self.backward if torch.is_grad_enabled() else self.run_backward
-            )  # then the operator would do nothing else
+            call = self.backward if torch.is_grad_enabled() else self.run_backward  # without gradients both are equal
         else:
             call = self.recorded_backward.apply if _is_transformed() else self.backward
         dq, dk, dv, *inputs = call(grad_out, *grad_rows, q, k, v, out, *rows, *tensors, *ctx.numbers, *needs)
@@ -2642,24 +2670,24 @@ class Operators:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func is active, which sees autograd functions, and not what is below an operator."""
+    """Whether a transform of torch.func is active. It sees autograd functions, but not what is below an operator."""
     return not torch.compiler.is_compiling() and below_autograd is not None and transforms_are_active()
 
 
 def _tangent(x: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
-    """A tangent of x; where there is none, of zeros."""
+    """Return the tangent of x, or zeros if it has none."""
     return torch.zeros_like(x) if tangent is None else tangent
 
 
 def _by_elements(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if kernels cannot read it in place: its last dimension has a stride, or its sign is lazy."""
+    """Return x, or a copy if kernels cannot read it in place: its last dimension is strided, or its sign is lazy."""
     x = x.resolve_neg()
     return x if not x.dim() or x.stride(-1) == 1 else x.contiguous()
 
 
 def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
-    """The autograd kernel of an operator: it calls `record` if gradients are recorded, and the operator itself
-    otherwise."""
+    """Return the autograd kernel of an operator: it calls `record` if gradients are recorded, otherwise the operator
+    itself."""
 
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() or in_forward_ad(*args):
@@ -2673,7 +2701,7 @@ def _where_recorded(op: Any, record: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded_calls(
     operators: Operators, run: Callable[..., Results], with_rows: bool
 ) -> type[torch.autograd.Function]:
-    """The autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
+    """Make the autograd function of calls that `run` computes: (q, k, v, *operands, shapes) -> out, or (out, *rows)."""
     keep, numbers_at, flat, smooth = (
         operators.keep,
         operators.numbers_at,
@@ -2690,7 +2718,7 @@ def _recorded_calls(
             ctx.numbers = args[numbers_at:-1]
             if flat:
                 ctx.mark_non_differentiable(*results[smooth:])
-            return results if with_rows else results[0]  # fewer outputs for autograd to track
+            return results if with_rows else results[0]  # autograd tracks fewer outputs
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -2700,7 +2728,7 @@ def _recorded_calls(
 
 
 def _recorded_operator(operators: Operators) -> type[torch.autograd.Function]:
-    """The autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows): for all modes
+    """Make the autograd function of calls of the forward operator, (q, k, v, *operands) -> (out, *rows), for all modes
     and transforms."""
 
     class Attention(torch.autograd.Function):
@@ -2722,13 +2750,13 @@ def _recorded_operator(operators: Operators) -> type[torch.autograd.Function]:
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
             return operators.tangents(ctx, *tangents)
 
-        vmap = staticmethod(_refuse_vmap)
+        vmap = staticmethod(refuse_vmap)
 
     return Attention
 
 
 def _recorded_once(op: Any, refuse: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """The autograd function of calls of an operator whose results cannot be differentiated again."""
+    """Make the autograd function of an operator whose results cannot be differentiated again."""
 
     class Derivative(torch.autograd.Function):
         @staticmethod
@@ -2742,7 +2770,7 @@ def _recorded_once(op: Any, refuse: Callable[..., Any]) -> type[torch.autograd.F
 
         backward = staticmethod(refuse)
         jvp = staticmethod(refuse)
-        vmap = staticmethod(_refuse_vmap)
+        vmap = staticmethod(refuse_vmap)
 
     return Derivative
 
@@ -2762,14 +2790,15 @@ def _public_backward(operators: Operators) -> Callable[..., Any]:
     return backward
 
 
-# -------------------- Operators of calls over a cache, which torch.compile sees in place of their checks and launches.
+# -------------------- Operators of calls with a KV cache, which torch.compile sees in place of their checks and
+# launches.
 
-class ServedOperators:
-    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which stores new keys and values in
-    them first.
+class CacheOperators:
+    """`attngen::NAME_served`, which reads the caches, and `attngen::NAME_stored`, which first stores new keys and
+    values in them.
 
-    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` ones, in the same order,
-    which only the second has; other `tensors`; and `numbers`, declared as in "float scale".
+    Both run `with_kvcache`, and have its arguments: q; `caches`, of keys and values; `new` keys and values in the same
+    order, which only the second operator has; other `tensors`; and `numbers`, declared for example as "float scale".
     """
 
     def __init__(
@@ -2793,7 +2822,7 @@ class ServedOperators:
         self.served = self._define(operators, "served", read)
         self.stored = self._define(operators, "stored", stored)
 
-    def _define(self, operators: Operators, what: str, arguments: list[str]) -> Any:
+    def _define(self, operators: Operators, suffix: str, arguments: list[str]) -> Any:
         names = [argument.split()[-1] for argument in arguments]
 
         def run(*args: Any) -> Results:
@@ -2803,15 +2832,16 @@ class ServedOperators:
         def fake(q: torch.Tensor, *args: Any) -> Results:
             return self.fake(q, q, q)
 
-        return operators.define(what, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
+        return operators.define(suffix, f"({', '.join(arguments)}) -> (Tensor out, Tensor lse)", run, fake)
 
     def __call__(self, q: torch.Tensor, caches: Sequence[Any], new: Sequence[Any], *rest: Any) -> Any:
-        """(out, lse), by the operator for these. Raises NotImplementedError if a gradient is wanted."""
+        """Return (out, lse), by the operator for these arguments. Raise NotImplementedError if a gradient is needed."""
         without_backward(q, *caches, *new, *rest)
         return self.served(q, *caches, *rest) if all(x is None for x in new) else self.stored(q, *caches, *new, *rest)
 
 
-# -------------------- Arguments that a call does not have: one sentence, with the key of a spec that does the same.
+# -------------------- Errors for arguments that a call does not have: one sentence, with the key of a spec that does
+# the same.
 
 _SPEC = "a module does what its spec says: write "
 _CAUSAL = f"{_SPEC}`mask: causal`"
@@ -2826,7 +2856,7 @@ _LENGTHS = f"{_SPEC}`mask: {{key_padding: {{lengths: true}}}}`"
 _PACKED = f"{_SPEC}`mask: {{document: {{packed: true, causal: true}}}}`"
 _WEIGHTS = "kernels do not keep weights; naive attention does"
 _CACHE = f"{_SPEC}`cache: contiguous`, and call `attention.with_kvcache`"
-# Names of arguments of SDPA, FlashAttention, FlexAttention, xformers, transformers and of modules of other specs.
+# Names of arguments of SDPA, FlashAttention, FlexAttention, xformers, transformers and modules of other specs -> hint.
 HINTS = {
     **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
     **dict.fromkeys(("attn_mask", "attention_mask", "mask"), f"{_MASK}; a mask of numbers is `score: [dense_bias]`"),
@@ -2866,13 +2896,13 @@ HINTS = {
     **dict.fromkeys(
         ("tensor_layout", "layout"), "tensors are [B, H, N, D], and `x.transpose(1, 2)` of others costs no copy"
     ),
-    "plan": "a plan is of masks that read data; this one reads none",
+    "plan": "only masks that read data have a plan; this one reads none",
 }
 
 
 def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raise TypeError, in one sentence, for the first argument that a function does not have; `check` is taken, as
-    nothing is to check."""
+    """Raise TypeError, in one sentence, for the first argument that a function does not have. `check` is ignored: the
+    module has nothing to check."""
     for name in unknown:
         if name == "check":
             continue
@@ -2890,22 +2920,24 @@ def refuse_arguments(call: str, function: Callable[..., Any], unknown: Iterable[
         raise TypeError(f"{call}: {name} is no argument; expected {', '.join(known)}; {hint}")
 
 
-# -------------------- Whether a module's folder is whole.
+# -------------------- Checks that a module's folder has all its files.
 
 def check_files(package: str, *names: str) -> None:
-    """Raise ImportError, in one sentence, if a package lacks one of these modules, wherever it is imported from."""
+    """Raise ImportError, in one sentence, if a package lacks one of these modules. It may be imported from anywhere,
+    such as a zip file."""
     if missing := [f"{name}.py" for name in names if importlib.util.find_spec(f"{package}.{name}") is None]:
         folder = Path(str(sys.modules[package].__file__)).parent
         raise ImportError(
-            f"attention: {folder} lacks {' and '.join(missing)}; expected all files that attngen has written there: build it again"
+            f"attention: {folder} lacks {' and '.join(missing)}; expected all files that attngen has written there: "
+            "build it again"
         )
 
 
 # -------------------- `attention` as a torch.nn.Module.
 
 class AttentionModule(torch.nn.Module):
-    """Attention as a module without parameters. It holds scale and dropout_p; `forward` takes the other arguments of
-    `attention`."""
+    """A module without parameters that computes attention. It holds scale and dropout_p; `forward` takes the other
+    arguments of `attention`."""
 
     attention: ClassVar[Callable[..., Any]]
     spec: ClassVar[str]
@@ -2922,7 +2954,8 @@ class AttentionModule(torch.nn.Module):
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if held := next((name for name in ("scale", "dropout_p") if name in inputs), ""):
             raise TypeError(
-                f"Attention: {held} is given to a call; expected it where the module is made, as in Attention({held}=0.1)"
+                f"Attention: {held} is given to a call; expected it where the module is made, as in "
+                f"Attention({held}=0.1)"
             )
         dropping = {"dropout_p": self.dropout_p if self.training else 0.0} if self.drops else {}
         found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self.attention(

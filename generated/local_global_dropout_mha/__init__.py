@@ -29,13 +29,14 @@ MASK = "block_sparse(block=64, pattern=local_global, local=2, globals=1)"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = True
 BLOCK = 64
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
-CHECKS = runtime.checks_data(INTERPRETED)  # whether calls that do not say so check what their data promises
+CHECKS = runtime.checks_data(INTERPRETED)  # whether calls check the promises about their data by default
 
 FWD = runtime.Kernel(
     kernels,
@@ -66,7 +67,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(3,),
     flags=("DROPOUT",),
 )
@@ -91,15 +99,16 @@ def attention(
         q: [B, Hq, Nq, 64], any strides with the last dimension contiguous, bf16 or fp16.
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
-        block_mask: torch.bool, broadcast to [B, Hq, ceil(Nq / 64), ceil(Nk / 64)], True where a block of scores
-            counts; or the result of `attention.plan` for it. None means the spec's pattern, `attention.block_pattern`.
-        dropout_p: probability to drop a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept weights are scaled up.
-        seed: says which weights are dropped: an int, or an int64 tensor of one element on q's device; None draws one from torch's
-            generator of that device. `attention.dropout_mask` shows which weights a seed keeps.
+        block_mask: torch.bool, broadcast to [B, Hq, ceil(Nq / 64), ceil(Nk / 64)], True where a block of scores counts;
+            or the result of `attention.plan` for it. None means the spec's pattern, `attention.block_pattern`.
+        dropout_p: probability of dropping a weight, 0 <= dropout_p < 1, rounded to a multiple of 1 / 65536; kept
+            weights are scaled up.
+        seed: selects the weights to drop: an int, or an int64 tensor of one element on q's device; None samples one
+            from torch's generator of that device. `attention.dropout_mask` returns the weights that a seed keeps.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
-        check: whether to check what the data of the call promises, for which the host waits for the device once; None does so where
-            ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
+        check: whether to check the promises about the call's data, for which the host waits for the device once; None
+            checks if ATTNGEN_CHECK=1 is in the environment, and in Triton's interpreter.
 
     Returns:
         [B, Hq, Nq, 64], laid out as q is. A query that sees no key gets zeros, LSE -inf and zero gradients.
@@ -129,10 +138,11 @@ BlockPlan = runtime.BlockPlan
 
 
 def plan_blocks(block_mask: torch.Tensor) -> BlockPlan:
-    """Make lists of the blocks that count, on the mask's device and without a sync. `attention` takes them as its `block_mask`.
+    """List the blocks that count, on the mask's device and without a sync. `attention` takes the result as its
+    `block_mask`.
 
     Args:
-        block_mask: torch.bool [Tq, Tk], with up to two dimensions before these, that broadcast to B and Hq.
+        block_mask: torch.bool [Tq, Tk], with up to two leading dimensions that broadcast to B and Hq.
 
     Raises:
         ValueError or TypeError: one sentence that says what the mask is and what was expected.
@@ -144,7 +154,7 @@ attention.plan = plan_blocks
 
 
 def block_pattern(n_q: int, n_kv: int, device: torch.device) -> torch.Tensor:
-    """The spec's mask of blocks for so many queries and keys: torch.bool [ceil(n_q / 64), ceil(n_kv / 64)]."""
+    """The spec's mask of blocks for n_q queries and n_kv keys: torch.bool [ceil(n_q / 64), ceil(n_kv / 64)]."""
     return local_global(-(-n_q // BLOCK), -(-n_kv // BLOCK), device, local=2, globals=1)
 
 
@@ -155,12 +165,14 @@ attention.dropout_mask = runtime.dropout_mask_by(kernels.keep_mask)
 
 
 class Attention(runtime.AttentionModule):
-    """`attention` as a module without parameters. It holds the scale and dropout_p; it drops only in training."""
+    """`attention` as a module without parameters. It holds the scale and dropout_p, which applies only in training."""
 
     attention, spec, drops = staticmethod(attention), SPEC_HASH, DROPOUT
 
 
-def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale, scale, shapes=None):
+def _forward(
+    q, k, v, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale, scale, shapes=None,
+):
     """Launch the forward kernels: (out, lse)."""
     B, Hq, _, Nq, Nk, q_strides, k_strides, v_strides = shapes or runtime.shapes_of(q, k, v)
     kv_rank = kv_rank.expand(B, Hq, -1, -1)
@@ -182,8 +194,8 @@ def _forward(q, k, v, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold,
 
 
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale,
-    scale, need_q, need_kv,
+    grad_out, grad_lse, q, k, v, out, lse, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold,
+    keep_scale, scale, need_q, need_kv,
 ):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
@@ -234,7 +246,10 @@ def _backward(
     return dq, dk, dv
 
 
-def _jvp(q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale, scale):
+def _jvp(
+    q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, seed, dropout_threshold, keep_scale,
+    scale,
+):
     """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
@@ -260,9 +275,9 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_rank, kv_list, q_rank, q_list, seed, 
 
 
 def _lists(block_mask):
-    """The blocks that count, of each row of blocks and of each column: how many come before each, and their numbers."""
+    """List the visible blocks of each row and column of blocks: how many come before each block, and their indices."""
     of_q_rank, of_q_list = runtime.list_blocks(block_mask)
-    of_kv_rank, of_kv_list = runtime.list_blocks(runtime.turned(block_mask))
+    of_kv_rank, of_kv_list = runtime.list_blocks(runtime.transposed(block_mask))
     return of_q_rank, of_q_list, of_kv_rank, of_kv_list
 
 
@@ -278,7 +293,15 @@ OPERANDS = (
     "float keep_scale, float scale"
 )
 SIGNATURE = runtime.Signature(
-    OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq", ""),
+    OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V),
+    dims=("B Hq Tq Tk1", "B Hq Tq Tk", "B Hq Tk Tq1", "B Hq Tk Tq", ""),
 )
-OPERATORS = runtime.Operators("local_global_dropout_mha_879ac2778b5a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators(
+    "local_global_dropout_mha_7d2420f1ad2e",
+    SIGNATURE,
+    _forward,
+    _backward,
+    _jvp,
+    INTERPRETED,
+)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -29,14 +29,27 @@ MASK = "key_padding"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
-DQ = runtime.Kernel(kernels, "dq", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")), heads=(1,))
+FWD = runtime.Kernel(
+    kernels,
+    "fwd",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
+    heads=(1,),
+)
+DQ = runtime.Kernel(
+    kernels,
+    "dq",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (4, "BLOCK_Q")),
+    heads=(1,),
+)
 DELTA = runtime.Kernel(kernels, "delta", "BLOCK_Q", heads=(0,))
 DKDV = runtime.Kernel(
     kernels,
@@ -45,13 +58,26 @@ DKDV = runtime.Kernel(
     described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
     heads=(1,),
 )
-BWD = runtime.Kernel(kernels, "bwd", "BLOCK_KV", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")), heads=(1,))
+BWD = runtime.Kernel(
+    kernels,
+    "bwd",
+    "BLOCK_KV",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (3, "BLOCK_Q")),
+    heads=(1,),
+)
 DQ_END = runtime.Kernel(kernels, "dq_end", "BLOCK_Q", heads=(1,))
 JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(1,),
 )
 
@@ -74,7 +100,8 @@ def attention(
         k: [B, Hq, Nk, 64], same dtype and device.
         v: [B, Hq, Nk, 64], same dtype and device.
         key_padding: torch.bool [B, Nk], True where a key may be attended to.
-        plan: the result of `attention.plan` for key_padding, given in place of it. Calls with the same can share it.
+        plan: the result of `attention.plan` for key_padding, passed in place of it. Calls with the same inputs can
+            share it.
         scale: factor on the scores, from 1e-30 to 1e6; None means 1 / sqrt(64).
         return_lse: also return the natural-log LSE of every query's scores, [B, Hq, Nq] fp32, differentiable.
 
@@ -115,7 +142,7 @@ def attention(
 
 
 class Plan(NamedTuple):
-    """What the kernels read of key_padding."""
+    """The tensors that kernels read of key_padding."""
 
     key_padding: torch.Tensor
     key_padding_first: torch.Tensor
@@ -124,7 +151,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(key_padding: torch.Tensor) -> Plan:
-    """Compute what the kernels read of key_padding, once for all calls that share it; without a sync."""
+    """Compute the tensors that kernels read of key_padding, once for all calls that share them; without a sync."""
     return Plan(key_padding.contiguous(), *key_span(key_padding))
 
 
@@ -154,13 +181,13 @@ def _forward(q, k, v, key_padding, key_padding_first, key_padding_run, key_paddi
 
 @runtime.remembered(11)
 def _backward(
-    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
-    need_q, need_kv,
+    grad_out, grad_lse, q, k, v, out, lse, key_padding, key_padding_first, key_padding_run, key_padding_end,
+    scale, need_q, need_kv,
 ):
     """Launch the backward kernels: (dq, dk, dv, gradients of inputs), without elements where they are not needed."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
-    processors = runtime.processors(q.device)
+    num_sms = runtime.num_sms(q.device)
     fused = runtime.is_scheduled(kernels, "bwd", q, k.shape[2])
     Nlse = grad_lse.shape[2]
     out_strides, grad_out_strides, lse_strides, grad_lse_strides, q_strides, k_strides, v_strides = runtime.strides(
@@ -171,15 +198,11 @@ def _backward(
     dv = runtime.empty_rows(v, HEAD_DIM_V) if need_kv else runtime.nothing(v)
     delta = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     lse2 = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
-    if (
-        need_kv
-        and need_q
-        and (
-            (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * processors)
-            or (Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * processors)
+    if need_kv and need_q and (
+        (Nk >= 512 and Nq >= 512 and B * Hq * Nk >= 1536 * num_sms) or (
+            Nk >= 1024 and Nq >= 1024 and B * Hq * Nk >= 480 * num_sms
         )
-        and fused > 0
-    ):
+    ) and fused > 0:
         DELTA(
             q, Nq, B * Hq,
             (out, grad_out, lse, grad_lse, delta, lse2),
@@ -249,7 +272,9 @@ def _backward(
     return dq, dk, dv
 
 
-def _jvp(q, k, v, out, lse, tq, tk, tv, key_padding, key_padding_first, key_padding_run, key_padding_end, scale):
+def _jvp(
+    q, k, v, out, lse, tq, tk, tv, key_padding, key_padding_first, key_padding_run, key_padding_end, scale,
+):
     """Launch the kernel of forward mode: tangents of out and of the rows' numbers that have gradients."""
     B, Hq, Nq = q.shape[:3]
     Nk = k.shape[2]
@@ -294,5 +319,5 @@ OPERANDS = (
 SIGNATURE = runtime.Signature(
     OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B"), shards=("B", "Hq", "Nq"),
 )
-OPERATORS = runtime.Operators("padding_mha_87c8f713f7d6", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("padding_mha_769e5fbc8c6f", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

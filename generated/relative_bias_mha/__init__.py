@@ -31,13 +31,20 @@ SCORE = "relative_bias(max_distance=128)"
 SHARING = "mha"
 HEAD_DIM_QK = 64
 HEAD_DIM_V = 64
-SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call gives none
+SCALE = HEAD_DIM_QK**-0.5  # the factor on the scores if a call passes none
 DTYPES = (torch.bfloat16, torch.float16)
 DROPOUT = False
-INTERPRETED = runtime.is_interpreted(kernels.fwd)  # TRITON_INTERPRET=1 was set when Triton was imported
+# TRITON_INTERPRET=1 was set when Triton was imported
+INTERPRETED = runtime.is_interpreted(kernels.fwd)
 RULES = runtime.Rules(SHARING, HEAD_DIM_QK, HEAD_DIM_V, DTYPES, INTERPRETED)
 
-FWD = runtime.Kernel(kernels, "fwd", "BLOCK_Q", described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")), heads=(1,))
+FWD = runtime.Kernel(
+    kernels,
+    "fwd",
+    "BLOCK_Q",
+    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV")),
+    heads=(1,),
+)
 DQ = runtime.Kernel(
     kernels,
     "dq",
@@ -58,7 +65,14 @@ JVP = runtime.Kernel(
     kernels,
     "jvp",
     "BLOCK_Q",
-    described=((0, "BLOCK_Q"), (1, "BLOCK_KV"), (2, "BLOCK_KV"), (5, "BLOCK_Q"), (6, "BLOCK_KV"), (7, "BLOCK_KV")),
+    described=(
+        (0, "BLOCK_Q"),
+        (1, "BLOCK_KV"),
+        (2, "BLOCK_KV"),
+        (5, "BLOCK_Q"),
+        (6, "BLOCK_KV"),
+        (7, "BLOCK_KV"),
+    ),
     heads=(1,),
 )
 
@@ -209,6 +223,8 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, relative_bias, scale, trelative_bias):
 
 
 OPERANDS = "Tensor relative_bias, float scale"
-SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq 257",))
-OPERATORS = runtime.Operators("relative_bias_mha_b3a117e93091", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+SIGNATURE = runtime.Signature(
+    OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq 257",),
+)
+OPERATORS = runtime.Operators("relative_bias_mha_7d4208a4cdcb", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

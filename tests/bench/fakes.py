@@ -1,4 +1,5 @@
-"""Peers and a clock for the CPU: what goes wrong on a GPU goes wrong here on purpose, in a real child process."""
+"""Peers and a clock for the CPU. The peers fail on purpose, in a real child process, in the ways peers fail on a
+GPU."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ def peak_bytes(function: Callable[[], object]) -> tuple[int, int]:
     return 3 * 2**20, 4 * 2**20
 
 
-def host_us(call: Callable[[int], object], turns: int) -> float:
+def host_us(call: Callable[[int], object], iterations: int) -> float:
     call(0)
-    return 10.0 + turns
+    return 10.0 + iterations
 
 
 def wall_ms(function: Callable[[], object]) -> float:
@@ -71,7 +72,7 @@ def captured(function: Callable[[], object]) -> Callable[[], object]:
 def device_times(
     calls: Mapping[str, Callable[[int], object]], rounds: int, say: Callable[[str], object]
 ) -> dict[str, Times]:
-    """The n-th call takes n milliseconds and a half."""
+    """Time of the n-th call: n + 0.5 milliseconds."""
     found = {}
     for i, (name, call) in enumerate(calls.items(), 1):
         say(name)
@@ -83,7 +84,7 @@ def device_times(
 def step_times(
     calls: Mapping[str, Callable[[int], object]], sets: int, rounds: int, say: Callable[[str], object]
 ) -> dict[str, Times]:
-    """The n-th call takes n microseconds and a half."""
+    """Time of the n-th call: n + 0.5 microseconds."""
     assert sets > 1
     return {
         name: Times(tuple(x / 1000 for x in times.rounds)) for name, times in device_times(calls, rounds, say).items()
@@ -109,7 +110,7 @@ def _dies(problem: Problem) -> Call:
 
     def forward(x: Inputs) -> torch.Tensor:
         calls[0] += 1
-        if calls[0] > 3:  # first call, memory, results; then the times
+        if calls[0] > 3:  # the first call, memory and results come first, then the timed calls
             os.abort()
         return right(x)
 
@@ -117,7 +118,7 @@ def _dies(problem: Problem) -> Call:
 
 
 def _late(problem: Problem) -> Call:
-    """Its second backward fails."""
+    """A peer whose second backward fails."""
     right, calls = REAL["naive"].prepare(problem).forward, [0]
 
     class Late(torch.autograd.Function):
@@ -137,7 +138,7 @@ def _late(problem: Problem) -> Call:
 
 
 def _awkward(problem: Problem) -> Call:
-    """It can be neither compiled nor captured."""
+    """A peer that can be neither compiled nor captured."""
     right = REAL["naive"].prepare(problem).forward
 
     def forward(x: Inputs) -> torch.Tensor:
@@ -150,7 +151,7 @@ def _awkward(problem: Problem) -> Call:
 
 
 def _prepares(problem: Problem) -> Call:
-    """It prepares the mask before; of two ways to do so, one fails."""
+    """A peer that prepares the mask before the call. One of its two ways to prepare it fails."""
     right = REAL["naive"].prepare(problem).forward
     made: list[int] = []
 
@@ -158,25 +159,25 @@ def _prepares(problem: Problem) -> Call:
         raise RuntimeError("no eager mask here")
 
     def whole() -> Callable[[Inputs], torch.Tensor]:
-        assert made, "it is asked for last"
+        assert made, "`whole` is called last"
         return right
 
     return Call(right, masks={"mask_ms": lambda: made.append(1), "mask_eager_ms": fails}, whole=whole)
 
 
-def _said(cell: object) -> str:
+def _no_reason(cell: object) -> str:
     return ""
 
 
 PEERS = {
-    "ours": Peer("ours", _said, REAL["naive"].prepare, compiles=True),
-    "fails": Peer("fails", _said, _fails),
-    "wrong": Peer("wrong", _said, _wrong),
-    "hangs": Peer("hangs", _said, _hangs, compiles=True),
-    "dies": Peer("dies", _said, _dies),
-    "late": Peer("late", _said, _late),
-    "awkward": Peer("awkward", _said, _awkward),
-    "prepares": Peer("prepares", _said, _prepares),
+    "ours": Peer("ours", _no_reason, REAL["naive"].prepare, compiles=True),
+    "fails": Peer("fails", _no_reason, _fails),
+    "wrong": Peer("wrong", _no_reason, _wrong),
+    "hangs": Peer("hangs", _no_reason, _hangs, compiles=True),
+    "dies": Peer("dies", _no_reason, _dies),
+    "late": Peer("late", _no_reason, _late),
+    "awkward": Peer("awkward", _no_reason, _awkward),
+    "prepares": Peer("prepares", _no_reason, _prepares),
     "refuses": Peer("refuses", lambda cell: "not today", _fails),
     "math": REAL["math"],
 }

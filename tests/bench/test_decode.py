@@ -1,5 +1,5 @@
-"""Cells that read a cache: what must be read of it, peers beside naive attention of each sequence, the clock, tables
-and plots."""
+"""Benchmark cells with a KV cache: bytes read, peers compared with naive attention per sequence, the clock, tables and
+plots."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ FP8 = {"paged": {"page_size": 32}, "dtype": "fp8_e4m3"}
 LATENT = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 48, "v": 32}, "kv": {"latent": {"rope": 16}}}
 
 
-def served(page: int | str = "", **more: Any) -> Any:
+def cached_spec(page: int | str = "", **more: Any) -> Any:
     cache = {"paged": {"page_size": page}} if page else "contiguous"
-    shape = {"name": "served", "heads": {"sharing": "gqa"}, "head_dim": 16, "dtype": "fp32", "mask": "causal"}
+    shape = {"name": "cached", "heads": {"sharing": "gqa"}, "head_dim": 16, "dtype": "fp32", "mask": "causal"}
     return make_spec({**shape, "cache": cache, "backward": False, **more})
 
 
@@ -52,20 +52,20 @@ def problem(spec: Any, n_q: int = 1, n_kv: int = 160, **call: float) -> CachePro
 
 
 CELLS = {
-    "rows": problem(served()),
-    "rows, drafts": problem(served(), 5),
-    "rows, ragged": problem(served(), ragged=20),
-    "rows, no mask": problem(served(mask="none"), 2, ragged=20),
-    "pages": problem(served(32)),
-    "pages that do not divide": problem(served(48), 2),
-    "pages, ragged": problem(served("any"), 3, ragged=20, page=16),
-    "pages, window": problem(served(16, mask=WINDOW), 2, ragged=20),
-    "pages, a score by position": problem(served(16, score="alibi"), 2, ragged=20),
-    "pages, sinks": problem(served(16, score="sink"), ragged=20),
-    "rows, documents": problem(served(mask=DOCUMENTS["any order"]), 3, document=30),
-    "pages, documents": problem(served(48, mask=DOCUMENTS["sorted"]), 2, ragged=20, document=30),
-    "pages, documents in any order": problem(served(48, mask=DOCUMENTS["any order"]), 3, ragged=20, document=30),
-    "latents": problem(served(16, **LATENT), ragged=20),
+    "rows": problem(cached_spec()),
+    "rows, drafts": problem(cached_spec(), 5),
+    "rows, ragged": problem(cached_spec(), ragged=20),
+    "rows, no mask": problem(cached_spec(mask="none"), 2, ragged=20),
+    "pages": problem(cached_spec(32)),
+    "pages that tiles do not divide": problem(cached_spec(48), 2),
+    "pages, ragged": problem(cached_spec("any"), 3, ragged=20, page=16),
+    "pages, window": problem(cached_spec(16, mask=WINDOW), 2, ragged=20),
+    "pages, alibi": problem(cached_spec(16, score="alibi"), 2, ragged=20),
+    "pages, sinks": problem(cached_spec(16, score="sink"), ragged=20),
+    "rows, documents": problem(cached_spec(mask=DOCUMENTS["any order"]), 3, document=30),
+    "pages, documents": problem(cached_spec(48, mask=DOCUMENTS["sorted"]), 2, ragged=20, document=30),
+    "pages, documents in any order": problem(cached_spec(48, mask=DOCUMENTS["any order"]), 3, ragged=20, document=30),
+    "latents": problem(cached_spec(16, **LATENT), ragged=20),
 }
 
 
@@ -74,8 +74,9 @@ def alibi(s: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
 
 
 def of_sequences(p: CacheProblem) -> tuple[torch.Tensor, int]:
-    """(out, bytes of K and V that some query sees), a sequence at a time, from what `with_kvcache` takes."""
-    x, spec, outs, read = p.draw(0), p.cell.spec, [], 0
+    """Return (out, bytes of K and V that some query sees), computed per sequence from the arguments of
+    `with_kvcache`."""
+    x, spec, outs, read = p.make_inputs(0), p.cell.spec, [], 0
     left = WINDOW["sliding_window"]["left"] if spec.mask.name == "sliding_window" else p.cell.n_kv
     for b, n in enumerate(p.lengths):
         places = torch.arange(n)
@@ -107,30 +108,30 @@ def forward(p: CacheProblem, peer: str) -> torch.Tensor:
     assert not PEERS[peer].cannot(p.cell)
     call = PEERS[peer].prepare(p)
     with call.around():
-        return call.forward(p.draw(0))
+        return call.forward(p.make_inputs(0))
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_naive_attention_reads_the_cache_and_bytes_are_those_by_hand(name: str) -> None:
+def test_naive_attention_reads_the_cache_and_read_bytes_match_a_hand_count(name: str) -> None:
     p = CELLS[name]
     expected, read = of_sequences(p)
     assert relative_error(forward(p, "naive"), expected) < 1e-5
     assert p.read_bytes == read
-    x = p.draw(0)
+    x = p.make_inputs(0)
     assert p.set_bytes == 4 * (x.k.numel() + (0 if p.cell.spec.rope else x.v.numel()))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", [name for name in CELLS if name != "pages, sinks"])
 def test_flex_attention_reads_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is, without torch.compile."""
+    """FlexAttention runs eagerly, without torch.compile."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     assert relative_error(forward(CELLS[name], "flex"), of_sequences(CELLS[name])[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", [name for name in CELLS if name.startswith("rows")])
 def test_sdpa_reads_contiguous_caches(name: str) -> None:
-    """By a mask as a tensor where some query does not see all rows."""
+    """SDPA gets the mask as a tensor where some query does not see all rows."""
     p = CELLS[name]
     assert relative_error(forward(p, "math"), of_sequences(p)[0]) < 1e-5
     note = PEERS["math"].prepare(p).note
@@ -142,27 +143,29 @@ def test_sdpa_reads_contiguous_caches(name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["head", "page"])
-def test_caches_of_8_bits(scale: str) -> None:
-    """A byte a number; naive attention multiplies them by their factors, and other peers leave them alone."""
+def test_8_bit_caches_have_scales_and_half_the_bytes(scale: str) -> None:
+    """Elements take one byte. Naive attention multiplies them by their scales; other peers refuse such a cache."""
     cache = {"paged": {"page_size": 32}, "dtype": "fp8_e4m3", "scale": scale}
     p = problem(
-        make_spec({**served().canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": cache}),
+        make_spec({**cached_spec().canonical(), "name": "cached", "dtype": "fp16", "head_dim": 32, "cache": cache}),
         ragged=20,
     )
     x, plain = (
-        p.draw(0),
-        problem(make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32}), ragged=20),
+        p.make_inputs(0),
+        problem(
+            make_spec({**cached_spec(32).canonical(), "name": "cached", "dtype": "fp16", "head_dim": 32}), ragged=20
+        ),
     )
     assert x.k.dtype == x.v.dtype == torch.float8_e4m3fn and p.set_bytes == x.k.numel() + x.v.numel()
     assert 2 * p.read_bytes == plain.read_bytes
     assert p.given["k_scale"].shape == ((p.pages, 2) if scale == "page" else (2,))
     found, near = forward(p, "naive"), forward(plain, "naive")
-    assert 0 < relative_error(found, near) < 0.1  # the same numbers, of 8 bits
+    assert 0 < relative_error(found, near) < 0.1  # the same numbers, rounded to 8 bits
     assert {name for name, peer in PEERS.items() if not peer.cannot(p.cell)} == {"ours", "naive"}
     assert PEERS["flex"].cannot(p.cell) == "no keys of 8 bits"
 
 
-def test_what_peers_cannot_do_over_a_cache() -> None:
+def test_peers_refuse_caches_that_they_do_not_support() -> None:
     assert PEERS["cudnn"].cannot(CELLS["pages"].cell) == "no pages"
     assert (
         PEERS["fa4"].cannot(CELLS["rows"].cell) == PEERS["flex_flash"].cannot(CELLS["rows"].cell) == "not over a cache"
@@ -171,7 +174,7 @@ def test_what_peers_cannot_do_over_a_cache() -> None:
 
 
 class Wrapper:
-    """Stands in for FlashInfer's: the arguments of its `plan` and `run`, and naive attention."""
+    """Fake of FlashInfer's wrapper: takes the arguments of its `plan` and `run`, and computes naive attention."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
         assert layout == "NHD" and not use_tensor_cores
@@ -200,24 +203,24 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("mask", ["causal", "none", WINDOW])
-def test_flashinfer_where_it_is_installed(mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_agrees_where_it_is_installed(mask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper, __spec__="here")
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    p = problem(served(16, mask=mask), ragged=20)
+    p = problem(cached_spec(16, mask=mask), ragged=20)
     assert relative_error(forward(p, "flashinfer"), of_sequences(p)[0]) < 1e-5
     cannot = PEERS["flashinfer"].cannot
     fp8 = problem(
-        make_spec({**served(32).canonical(), "name": "served", "dtype": "fp16", "head_dim": 32, "cache": FP8})
+        make_spec({**cached_spec(32).canonical(), "name": "cached", "dtype": "fp16", "head_dim": 32, "cache": FP8})
     )
     assert (cannot(CELLS["rows"].cell), cannot(fp8.cell)) == ("here over pages alone", "no keys of 8 bits")
     for more in ({"mask": WINDOW}, {"score": {"softcap": 5.0}}):
-        assert cannot(problem(served(16, **LATENT, **more)).cell) == "over latents no window and no score modifier"
+        assert cannot(problem(cached_spec(16, **LATENT, **more)).cell) == "over latents no window and no score modifier"
     assert cannot(CELLS["pages, ragged"].cell) == "one query of a sequence"
     assert cannot(CELLS["pages, sinks"].cell) == "no score modifier but a softcap"
 
 
 class LatentWrapper:
-    """Stands in for FlashInfer's over latents."""
+    """Fake of FlashInfer's wrapper for MLA."""
 
     def __init__(self, workspace: torch.Tensor) -> None:
         assert workspace.dtype == torch.uint8
@@ -228,17 +231,22 @@ class LatentWrapper:
         kv_indptr: torch.Tensor,
         kv_indices: torch.Tensor,
         kv_len_arr: torch.Tensor,
-        **said: Any,
+        **options: Any,
     ) -> None:
         assert (
-            said["num_heads"] == 4
-            and (said["head_dim_ckv"], said["head_dim_kpe"]) == (32, 16)
-            and said["page_size"] == 16
+            options["num_heads"] == 4
+            and (options["head_dim_ckv"], options["head_dim_kpe"]) == (32, 16)
+            and options["page_size"] == 16
         )
         assert qo_indptr.tolist() == [0, 1, 2, 3] and all(
             x.dtype == torch.int32 for x in (kv_indptr, kv_indices, kv_len_arr)
         )
-        self.indptr, self.indices, self.lengths, self.scale = kv_indptr, kv_indices.long(), kv_len_arr, said["sm_scale"]
+        self.indptr, self.indices, self.lengths, self.scale = (
+            kv_indptr,
+            kv_indices.long(),
+            kv_len_arr,
+            options["sm_scale"],
+        )
 
     def run(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor
@@ -256,14 +264,14 @@ class LatentWrapper:
         return torch.cat(outs)
 
 
-def test_flashinfer_over_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_agrees_with_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__spec__="here"))
     monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(BatchMLAPagedAttentionWrapper=LatentWrapper))
     p = CELLS["latents"]
     assert relative_error(forward(p, "flashinfer"), of_sequences(p)[0]) < 1e-5
 
 
-def test_lengths_and_pages() -> None:
+def test_problems_have_ragged_lengths_and_permuted_pages() -> None:
     p = CELLS["pages, ragged"]
     assert (
         p.lengths == CELLS["rows, ragged"].lengths
@@ -272,27 +280,28 @@ def test_lengths_and_pages() -> None:
     )
     assert p.page_table.shape == (3, 10)
     named = torch.cat([row[: -(-n // 16)] for row, n in zip(p.page_table, p.lengths)])
-    assert sorted(named.tolist()) == list(range(len(p.draw(0).k))) and named.tolist() != sorted(named.tolist())
+    assert sorted(named.tolist()) == list(range(len(p.make_inputs(0).k))) and named.tolist() != sorted(named.tolist())
 
 
-def test_the_grid() -> None:
+def test_the_decode_grid_covers_the_sizes_and_fits_in_memory() -> None:
     cells = decode().cells
     assert len({str(c) for c in cells}) == len(cells) and {c.n_q for c in cells} == {1, 4, 16}
     sizes = {(c.batch, c.n_kv) for c in cells if c.spec.name == "decode_rows"}
     assert {(1, 65536), (1, 131072), (8, 8192), (8, 65536), (64, 8192)} < sizes
     assert {c.page for c in cells} == {0, 16, 64, 256} and {c.asked("ragged") for c in cells} == {0, LEAST_RAGGED}
-    kept = [CacheProblem(c, "cpu", Path()).set_bytes for c in cells]
-    assert max(kept) == 2**34
-    beside = [sum(kept[i : i + 8]) for i in range(len(kept))]
-    assert max(beside) <= 60 * 2**30  # of cells whose first calls run at the same time
+    sizes_of_sets = [CacheProblem(c, "cpu", Path()).set_bytes for c in cells]
+    assert max(sizes_of_sets) == 2**34
+    concurrent = [sum(sizes_of_sets[i : i + 8]) for i in range(len(sizes_of_sets))]
+    assert max(concurrent) <= 60 * 2**30  # cells whose first calls run at the same time
 
 
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In processes, through the interpreter: ours agrees, and has its figures."""
+def test_a_run_measures_cells_with_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run uses child processes and Triton's interpreter: our results agree with naive attention, and have
+    figures."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    cells = [cell("decode", served(16, name="pages"), 1, 90, batch=2, heads=4, kv_heads=2, call={"ragged": 40})]
-    cells += [cell("decode", served(16, name="latents", **LATENT), 2, 64, batch=2, heads=4)]
+    cells = [cell("decode", cached_spec(16, name="pages"), 1, 90, batch=2, heads=4, kv_heads=2, call={"ragged": 40})]
+    cells += [cell("decode", cached_spec(16, name="latents", **LATENT), 2, 64, batch=2, heads=4)]
     results = Results(dict(MACHINE))
     setup = Setup(rounds=2, jobs=2, limit_s=60.0, device="cpu", clock="tests.bench.fakes")
     for lines in run(dict.fromkeys(cells, ("ours", "flash", "naive")), setup, tmp_path, results, lambda text: None):
@@ -312,7 +321,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_rotate_through_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that counts calls as microseconds: each call takes one, whatever else is captured and replayed."""
+    """The fake clock counts calls: each call takes one microsecond, also if it is captured and replayed."""
     made: list[int] = []
 
     class Event:
@@ -329,13 +338,13 @@ def test_steps_rotate_through_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "captured", lambda function: function)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     call: Callable[[int], object] = made.append
-    for sets, turns in ((1, 8), (3, 9), (64, 64)):
+    for sets, calls in ((1, 8), (3, 9), (64, 64)):
         made.clear()
         found = timing.step_times({"a": call, "b": call}, sets, rounds=3)
         assert {name: times.rounds for name, times in found.items()} == {
             name: pytest.approx((1e-3,) * 3) for name in "ab"
         }
-        assert made[:turns] == list(range(turns)) and {n % sets for n in made} == set(range(sets))
+        assert made[:calls] == list(range(calls)) and {n % sets for n in made} == set(range(sets))
 
 
 def test_sets_are_many_times_the_l2() -> None:
@@ -347,7 +356,7 @@ def test_sets_are_many_times_the_l2() -> None:
 # ---------------------------------------------------------------------------------------------- tables and plots
 
 
-def shown() -> Results:
+def example_results() -> Results:
     def line(c: Cell, peer: str, us: float) -> Line:
         read = c.batch * c.kv_heads * min(c.n_kv, 1024 if c.spec.name == "decode_window" else c.n_kv) * 512
         return Line(
@@ -365,8 +374,8 @@ def shown() -> Results:
     return Results(dict(MACHINE), [*lines, Line(eights[0], "flex", {}, "first call: no end within 120 s")])
 
 
-def test_the_table() -> None:
-    ((name, text),) = reports(shown()).items()
+def test_the_decode_table() -> None:
+    ((name, text),) = reports(example_results()).items()
     heading, table, notes = text.split("\n\n")
     found = [row.strip("| ").split(" | ") for row in table.splitlines()]
     assert name == "decode.md" and found[0][-2:] == ["best peer over ours", "cudnn us"]
@@ -382,7 +391,7 @@ def test_the_table() -> None:
     ]
     assert [row[5] for row in found[-3:]] == ["1.01", "1.02", "1.05"] and [row[-1] for row in found[-3:]] == ["-"] * 3
     assert notes == "- decode_rows bf16 B8 H32/8 Nq1 Nk1024: flex: first call: no end within 120 s\n"
-    assert next(cache_rows(shown()))[:7] == (
+    assert next(cache_rows(example_results()))[:7] == (
         "decode_rows bf16 B8 H32/8 Nq1 Nk1024",
         "ours",
         "10.2",
@@ -393,8 +402,8 @@ def test_the_table() -> None:
     )
 
 
-def test_plots() -> None:
-    found = plots.plots(shown())
-    assert list(found) == ["decode-rate.svg", "decode-bars.svg"] and found == plots.plots(shown())
+def test_the_decode_plots() -> None:
+    found = plots.plots(example_results())
+    assert list(found) == ["decode-rate.svg", "decode-bars.svg"] and found == plots.plots(example_results())
     assert "<!-- B=8, N keys each -->" in found["decode-rate.svg"] and "<!-- cudnn -->" in found["decode-rate.svg"]
     assert "<!-- decode_window bf16 B8 H32/8 Nq1 Nk131072 -->" in found["decode-bars.svg"]

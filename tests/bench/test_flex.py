@@ -1,5 +1,5 @@
-"""The functions for FlexAttention, written from specs: evaluated by torch on the CPU, against the masks' and
-modifiers' own oracles."""
+"""Functions for FlexAttention that are generated from specs: torch evaluates them on the CPU, and they must equal the
+oracles of masks and score modifiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attngen.bench.cases.flex import Mods, cannot, mods, write
-from attngen.conformance.harness import Case, heads_for, make_inputs
+from attngen.conformance.cases import Case, heads_for, make_inputs
 from attngen.conformance.oracle import naive_attention, reference_mask, reference_scores, relative_error
 from attngen.ir.sizes import Sizes
 from attngen.spec import Spec, make_spec
@@ -29,7 +29,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "every_function": {
         "score": {
             "expr": "where(kv_idx <= q_idx, s * sharp, s - far) + max(slope[hkv] * min(q_idx, kv_idx, 9), tanh(s) / 2) "
-            "- clamp(abs(q_idx - kv_idx) / 8, 0, sqrt(kv_idx + 1)) + table[-1] + sigmoid(s) ** 2 / (1 + exp(-kv_idx)) - log(2 + q_idx)",
+            "- clamp(abs(q_idx - kv_idx) / 8, 0, sqrt(kv_idx + 1)) + table[-1] + sigmoid(s) ** 2 / (1 + "
+            "exp(-kv_idx)) - log(2 + q_idx)",
             "params": {
                 "sharp": {"scalar": "float"},
                 "far": {"value": 0.5},
@@ -47,8 +48,10 @@ GRID = [(name, spec(name)) for name in SPECS] + [
     (name, make_spec({"name": name, "heads": {"sharing": "gqa"}, "head_dim": 16, **below}))
     for name, below in WRITTEN.items()
 ]
-SAID = [(name, s) for name, s in GRID if not cannot(s)]
-CASES = [(name, s, (130, 150)) for name, s in SAID] + [(name, s, (150, 130)) for name, s in SAID if name in WRITTEN]
+EXPRESSIBLE = [(name, s) for name, s in GRID if not cannot(s)]
+CASES = [(name, s, (130, 150)) for name, s in EXPRESSIBLE] + [
+    (name, s, (150, 130)) for name, s in EXPRESSIBLE if name in WRITTEN
+]
 
 
 def functions(s: Spec, n_q: int, n_kv: int) -> tuple[Mods, torch.Tensor, torch.Tensor, dict[str, Any], Sizes]:
@@ -64,7 +67,7 @@ def positions(sizes: Sizes) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "s", "size"), CASES, ids=[f"{name}-{n}x{m}" for name, _, (n, m) in CASES])
-def test_masks_and_scores_are_the_oracles(name: str, s: Spec, size: tuple[int, int]) -> None:
+def test_masks_and_scores_equal_the_oracles(name: str, s: Spec, size: tuple[int, int]) -> None:
     found, q, k, given, sizes = functions(s, *size)
     expected = reference_mask(s.mask, q, k, given).expand(sizes.batch, sizes.q_heads, *size)
     mask = torch.tensor(True) if found.mask is None else found.mask(*positions(sizes))
@@ -77,9 +80,9 @@ def test_masks_and_scores_are_the_oracles(name: str, s: Spec, size: tuple[int, i
     )
 
 
-@pytest.mark.parametrize(("name", "s"), SAID, ids=[name for name, _ in SAID])
-def test_flex_attention_takes_them(name: str, s: Spec) -> None:
-    """As it is, without torch.compile: FlexAttention maps the functions over scalars."""
+@pytest.mark.parametrize(("name", "s"), EXPRESSIBLE, ids=[name for name, _ in EXPRESSIBLE])
+def test_flex_attention_accepts_the_functions(name: str, s: Spec) -> None:
+    """FlexAttention runs eagerly, and maps the functions over scalars."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     found, q, k, given, sizes = functions(s, 130, 150)
@@ -94,7 +97,7 @@ def test_flex_attention_takes_them(name: str, s: Spec) -> None:
     assert relative_error(out, expected) < 1e-5
 
 
-def test_what_cannot_be_said() -> None:
+def test_specs_with_a_sink_have_no_functions() -> None:
     assert [name for name, s in GRID if cannot(s)] == ["decode_sinks_paged_gqa", "sinks_window_gqa"]
     assert cannot(spec("sinks_window_gqa")) == "no sink in a score_mod"
 
@@ -125,6 +128,6 @@ def test_the_source_is_what_a_person_would_write() -> None:
         ("butterfly_gqa", False, False),
     ],
 )
-def test_what_a_mask_depends_on(name: str, by_batch: bool, by_head: bool) -> None:
+def test_a_mask_function_says_whether_it_depends_on_batch_and_head(name: str, by_batch: bool, by_head: bool) -> None:
     found = functions(spec(name), 130, 130)[0]
     assert (found.by_batch, found.by_head) == (by_batch, by_head)

@@ -1,4 +1,5 @@
-"""Cells: the grids that come with attngen, grids in YAML and their errors, parts of grids, what a command chooses."""
+"""Grids of benchmark cells: those of attngen, YAML files and their errors, selections, and the choices of the
+command."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_the_papers_grid() -> None:
+def test_the_grid_of_the_paper() -> None:
     cells = paper().cells
     assert len(cells) == 2 * 2 * 6 and len({str(c) for c in cells}) == 24
     assert {(c.batch, c.heads, c.spec.head_dim.qk, c.dtype) for c in cells} == {(4, 16, 64, "fp16")}
@@ -43,25 +44,25 @@ def test_the_papers_grid() -> None:
     assert "naive" in paper().peers
 
 
-def test_flash_attention_3s_grid() -> None:
+def test_the_grid_of_flash_attention_3() -> None:
     cells = fa3().cells
     assert len(cells) == 3 * 2 * 6
     assert {(c.batch * c.n_q, c.heads * c.spec.head_dim.qk, c.dtype) for c in cells} == {(16384, 2048, "bf16")}
     assert {c.spec.head_dim.qk for c in cells} == {64, 128, 256}
 
 
-def test_a_spec_of_both_grids_is_one() -> None:
+def test_a_spec_in_two_grids_is_measured_once_per_list_of_peers() -> None:
     work = select([], ["paper", "fa3"], None, None, None, SIZES)
     assert len(work) == 60
     assert set(work.values()) == {("ours", "flash", "naive"), ("ours", "flash", "cudnn", "flex", "fa4")}
 
 
-def test_what_needs_flash_attention_4_says_so_where_it_is_not_installed() -> None:
+def test_flex_flash_says_where_flash_attention_4_is_not_installed() -> None:
     cells = {c.spec.name: c for c in flex().cells}
     assert PEERS["flex_flash"].cannot(cells["flex_alibi"]) == "FlashAttention-4 is not installed"
 
 
-def test_a_grid_from_a_file(tmp_path: Path) -> None:
+def test_a_grid_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
     grid = find_grid(str(path))
@@ -86,7 +87,7 @@ def test_a_grid_from_a_file(tmp_path: Path) -> None:
         ("    n: [1024, [1, 8192]]\n", "", ", line 3: `cells`: has no `n`; expected a list of them"),
         ("n: 512", "n: 0", ", line 8: `n`: is `0`; expected a whole number from 1 to 16777216"),
         ("heads: 8", "heads: 8.5", ", line 6: `heads`: is `8.5`; expected a whole number from 1 to 16777216"),
-        ("batch: 3", "batch: 3, tokens: 9", ", line 8: `batch`: stands beside `tokens`; expected one of them"),
+        ("batch: 3", "batch: 3, tokens: 9", ", line 8: `batch`: is given together with `tokens`; expected one of them"),
         ("dtype: fp16", "dtype: f16", ", line 8: `dtype`: is `f16`; expected bf16, fp16 or fp32"),
         ("dtype: fp16", "dtype: fp32", ", line 8: `cells`: causal_mqa is not built for fp32; expected bf16 or fp16"),
         (
@@ -102,7 +103,10 @@ def test_a_grid_from_a_file(tmp_path: Path) -> None:
         (
             "ragged: 100",
             "ragged: 901",
-            ", line 9: `cells`: decode_sinks_paged_gqa: `ragged` is 901; expected a spec with `cache`, and 900, the keys, at most",
+            (
+                ", line 9: `cells`: decode_sinks_paged_gqa: `ragged` is 901; expected a spec with `cache`, and 900, "
+                "the keys, at most"
+            ),
         ),
         (
             "batch: 3",
@@ -112,7 +116,10 @@ def test_a_grid_from_a_file(tmp_path: Path) -> None:
         (
             "batch: 3",
             "page_size: 16",
-            ", line 8: `cells`: causal_mqa: `page_size` is 16; expected a spec with `cache: {paged: {page_size: any}}`",
+            (
+                ", line 8: `cells`: causal_mqa: `page_size` is 16; expected a spec with `cache: {paged: {page_size: "
+                "any}}`"
+            ),
         ),
         (
             "specs: specs/causal_mqa.yaml",
@@ -130,7 +137,7 @@ def test_a_wrong_grid_is_one_sentence(tmp_path: Path, old: str, new: str, error:
     assert str(caught.value) == f"{path}{error}"
 
 
-def test_parts_of_a_grid() -> None:
+def test_only_selects_cells_by_words() -> None:
     found = only(fa3().cells, "D64,d128,causal,n4096, 512")
     assert [str(c) for c in found] == [
         "causal_mha_d64 bf16 B32 H32 N512",
@@ -168,7 +175,7 @@ def test_a_wrong_command_is_one_sentence(
     assert str(caught.value).startswith(error)
 
 
-def test_the_list_says_what_peers_cannot_do() -> None:
+def test_the_listing_says_what_each_peer_cannot_do() -> None:
     names = ("causal_mha", "window_gqa", "sinks_window_gqa", "causal_fp32", "softcap_window_gqa")
     work = select([ROOT / "specs" / f"{name}.yaml" for name in names], [], None, None, None, SIZES)
     headings, rows = listing(work, Setup())

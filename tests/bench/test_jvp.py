@@ -1,4 +1,4 @@
-"""The command that times forward mode, with a clock for the CPU."""
+"""The benchmark of forward-mode AD, with a fake clock for the CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tests.helpers import spec as spec_of
 
 
 @pytest.mark.parametrize("name", ["full_mha", "softcap_window_gqa"])
-def test_a_line_for_each_peer(name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others of SDPA's backends have no jvp; with modifiers it has none at all."""
+def test_each_peer_with_a_jvp_has_a_line(
+    name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only SDPA's math backend has a jvp, and no backend of SDPA has one with score modifiers."""
     monkeypatch.setattr(jvp, "TOKENS", 48), monkeypatch.setattr(jvp, "HIDDEN", 256)
     clock = SimpleNamespace(
         peak_bytes=fakes.peak_bytes, device_times=lambda calls: fakes.device_times(calls, 3, lambda name: None)

@@ -1,4 +1,5 @@
-"""The functions that people write for FlexAttention, as torch evaluates them, against their oracles."""
+"""Functions of the benchmark `mods`, which users write for FlexAttention: torch evaluates them, and they must equal
+their oracles."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ def positions(sizes: Sizes) -> list[torch.Tensor]:
 
 
 def everywhere(score_mod: Callable[..., torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
-    """A score modifier at every position, each seen as tensors of no dimension."""
+    """Evaluate a score modifier at every position; each call sees tensors without dimensions."""
     at = [i.expand(scores.shape).flatten() for i in positions(Sizes(*scores.shape[:2], 1, *scores.shape[2:]))]
     with TransformGetItemToIndex():
         return torch.vmap(score_mod)(scores.flatten(), *at).view(scores.shape)
 
 
 def agrees(mod: Mod, made: Made, sizes: Sizes, oracle: Made) -> bool:
-    """Whether the function is what the oracle says of that data."""
+    """Return whether the function equals the oracle on that data."""
     if mod.kind == "mask":
         found = create_mask(made.mask_mod, sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv, device="cpu")
         return torch.equal(found, mod.reference(oracle, sizes).expand(found.shape))
@@ -61,14 +62,14 @@ def agrees(mod: Mod, made: Made, sizes: Sizes, oracle: Made) -> bool:
 
 
 @pytest.mark.parametrize("name, case", CASES, ids=NAMED)
-def test_a_function_is_what_its_oracle_says(name: str, case: Case) -> None:
+def test_a_function_equals_its_oracle(name: str, case: Case) -> None:
     made = MODS[name].make(case.sizes, "cpu", generator())
     assert agrees(MODS[name], made, case.sizes, made)
     assert all(x.requires_grad and x.is_leaf for x in made.learned)
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_shows_some_pairs_and_hides_some(name: str) -> None:
+def test_each_mask_shows_some_pairs_and_hides_others(name: str) -> None:
     mod, both = MODS[name], 0
     for case in mod.tests:
         visible = mod.reference(mod.make(case.sizes, "cpu", generator()), case.sizes)
@@ -77,16 +78,15 @@ def test_a_mask_shows_some_pairs_and_hides_some(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_is_right_at_the_lengths_to_measure(name: str) -> None:
+def test_each_mask_is_right_at_the_lengths_of_the_benchmark(name: str) -> None:
     mod = MODS[name]
     sizes = mod.bench.sizes._replace(q_heads=2, kv_heads=1)
-    made, drawn = mod.make(sizes, "cpu", generator()), generator()
+    made, random = mod.make(sizes, "cpu", generator()), generator()
     visible = mod.reference(made, sizes).expand(sizes.batch, sizes.q_heads, sizes.n_q, sizes.n_kv)
-    b, h, q, kv = (torch.randint(n, (4000,), generator=drawn) for n in visible.shape)
-    away = torch.randint(-200, 201, (2000,), generator=drawn)
-    kv[:2000] = (q[:2000] * sizes.n_kv // sizes.n_q + away).clamp(
-        0, sizes.n_kv - 1
-    )  # where masks of windows have their edges
+    b, h, q, kv = (torch.randint(n, (4000,), generator=random) for n in visible.shape)
+    away = torch.randint(-200, 201, (2000,), generator=random)
+    # Near the diagonal, where masks of windows have their edges
+    kv[:2000] = (q[:2000] * sizes.n_kv // sizes.n_q + away).clamp(0, sizes.n_kv - 1)
     with TransformGetItemToIndex():
         found = torch.vmap(made.mask_mod)(b, h, q, kv)
     assert torch.equal(found, visible[b, h, q, kv])
@@ -94,9 +94,8 @@ def test_a_mask_is_right_at_the_lengths_to_measure(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_what_a_tracer_sees_is_the_whole_function(name: str) -> None:
-    """Traced at the first position with tensors of no dimension, it is right at others: no branch depends on a
-    position."""
+def test_a_traced_function_is_right_at_every_position(name: str) -> None:
+    """A function that is traced at the first position is right at all others: no branch depends on a position."""
     mod = MODS[name]
     sizes = mod.tests[-1].sizes
     made, scores = mod.make(sizes, "cpu", generator()), scores_of(sizes)
@@ -107,33 +106,33 @@ def test_what_a_tracer_sees_is_the_whole_function(name: str) -> None:
     oracle = (
         mod.reference(made, sizes).expand(scores.shape) if mod.kind == "mask" else mod.reference(made, sizes)(scores)
     )
-    drawn = generator()
+    random = generator()
     for _ in range(20):
-        at = [torch.randint(n, (), generator=drawn, dtype=torch.int32) for n in scores.shape]
+        at = [torch.randint(n, (), generator=random, dtype=torch.int32) for n in scores.shape]
         element = [scores[tuple(at)]] if first else []
         torch.testing.assert_close(traced(*element, *at), oracle[tuple(at)])
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_eager_flex_attention_gives_what_the_oracle_gives(name: str) -> None:
+def test_eager_flex_attention_agrees_with_the_oracle(name: str) -> None:
     mod = MODS[name]
     sizes = mod.tests[-1].sizes
-    made, drawn = mod.make(sizes, "cpu", generator()), generator()
-    q = torch.randn(sizes.batch, sizes.q_heads, sizes.n_q, 16, generator=drawn)
-    k, v = (torch.randn(sizes.batch, sizes.kv_heads, sizes.n_kv, 16, generator=drawn) for _ in range(2))
+    made, random = mod.make(sizes, "cpu", generator()), generator()
+    q = torch.randn(sizes.batch, sizes.q_heads, sizes.n_q, 16, generator=random)
+    k, v = (torch.randn(sizes.batch, sizes.kv_heads, sizes.n_kv, 16, generator=random) for _ in range(2))
     with torch.no_grad():
         found = flex_attention(q, k, v, score_mod=made.score_mod, enable_gqa=True)
     assert relative_error(found, attention(mod, made, sizes, q, k, v)) < 1e-5
 
 
 def attention(mod: Mod, made: Made, sizes: Sizes, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention with the oracle's scores."""
+    """Compute attention with the oracle's scores."""
     k, v = (x.repeat_interleave(sizes.q_heads // sizes.kv_heads, dim=1) for x in (k, v))
     return mod.reference(made, sizes)(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_derivatives_of_a_score_are_those_of_its_oracle(name: str) -> None:
+def test_derivatives_of_a_score_equal_those_of_its_oracle(name: str) -> None:
     mod = MODS[name]
     sizes = mod.tests[-1].sizes
     made, scores = mod.make(sizes, "cpu", generator()), scores_of(sizes).requires_grad_()
@@ -186,15 +185,15 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_oracle_of_other_data_disagrees(name: str) -> None:
-    mod, (what, change) = MODS[name], CHANGES[name]
+def test_an_oracle_with_changed_data_disagrees(name: str) -> None:
+    mod, (key, change) = MODS[name], CHANGES[name]
     sizes = mod.tests[-1].sizes
     made = mod.make(sizes, "cpu", generator())
-    other = replace(made, data=made.data | {what: change(made.data[what])})
+    other = replace(made, data=made.data | {key: change(made.data[key])})
     assert not agrees(mod, made, sizes, other)
 
 
-def test_every_function_with_data_has_another_oracle() -> None:
+def test_every_function_with_data_has_a_changed_oracle() -> None:
     assert set(CHANGES) == set(MODS) - {"causal"}
     assert (len(MASKS), len(SCORES)) == (23, 9)
 
@@ -207,7 +206,7 @@ def test_lengths_without_parameters_are_refused() -> None:
         MODS["natten"].make(Sizes(1, 1, 1, 7, 9), "cpu", generator())
 
 
-def test_lengths_say_which_case_it_is() -> None:
+def test_no_two_cases_of_a_function_have_the_same_lengths() -> None:
     for mod in MODS.values():
         lengths = [case.sizes[3:] for case in (*mod.tests, mod.bench)]
         assert len(set(lengths)) == len(lengths), mod.name

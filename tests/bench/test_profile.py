@@ -1,5 +1,5 @@
-"""attngen profile: ncu's CSV, predictions beside measurements, and what goes wrong; with a stand-in for ncu, as no
-test needs a GPU."""
+"""`attngen profile`: the CSV of ncu, predictions compared with measurements, and errors. Tests use a fake ncu, so none
+needs a GPU."""
 
 from __future__ import annotations
 
@@ -22,19 +22,27 @@ from attngen.errors import AttngenError
 from attngen.spec import make_spec
 from tests.helpers import ROOT, spec, target
 
-HEAD = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC"'
+COLUMNS = ",".join(
+    f'"{name}"'
+    for name in (
+        *("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size"),
+        *("Grid Size", "Device", "CC", "dram__bytes_read.sum", "dram__bytes_write.sum"),
+        *("lts__t_sectors_srcunit_tex_op_read.sum", "lts__t_sectors_srcunit_tex_op_write.sum"),
+    )
+)
+LAUNCH = '"{}","123","python3.12","127.0.0.1","{}","1","7","(128, 1, 1)","{}","0","9.0",{}'
 RECORDED = f"""\
 ==PROF== Connected to process 123 (/usr/bin/python3.12)
 ==PROF== Profiling "fwd" - 0: 0%....50%....100% - 1 pass
 ==PROF== Disconnected from process 123
-{HEAD},"dram__bytes_read.sum","dram__bytes_write.sum","lts__t_sectors_srcunit_tex_op_read.sum","lts__t_sectors_srcunit_tex_op_write.sum"
+{COLUMNS}
 "","","","","","","","","","","","byte","byte","sector","sector"
-"0","123","python3.12","127.0.0.1","{MARK}","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0","128","0","1","1"
-"1","123","python3.12","127.0.0.1","fwd","1","7","(128, 1, 1)","(128, 1, 1)","0","9.0","1,234,567,936","2,048","10,000","20"
+{LAUNCH.format(0, MARK, "(1, 1, 1)", '"128","0","1","1"')}
+{LAUNCH.format(1, "fwd", "(128, 1, 1)", '"1,234,567,936","2,048","10,000","20"')}
 """
 
 
-def test_launches_are_read_from_csv() -> None:
+def test_launches_are_parsed_from_csv() -> None:
     assert parse(RECORDED) == [Launch(MARK, Bytes(128, 0, 32, 32)), Launch("fwd", Bytes(1234567936, 2048, 320000, 640))]
     scaled = RECORDED.replace('"byte","byte"', '"Kbyte","byte"').replace('"1,234,567,936"', '"1.5"')
     assert parse(scaled)[1].moved.dram_read == 1500
@@ -44,12 +52,12 @@ def test_launches_are_read_from_csv() -> None:
 
 
 @pytest.mark.parametrize("old, new", [('"1,234,567,936"', '"n/a"'), ('"byte","byte"', '"%","byte"')])
-def test_a_counter_that_was_not_read_is_said(old: str, new: str) -> None:
+def test_a_counter_without_a_number_is_an_error(old: str, new: str) -> None:
     with pytest.raises(AttngenError, match="ncu gave no number for dram__bytes_read.sum of the kernel"):
         parse(RECORDED.replace(old, new))
 
 
-# ---------------------------------------------------------------------------------------------- a stand-in for ncu
+# ---------------------------------------------------------------------------------------------- a fake of ncu
 
 NCU = """\
 #!{python}
@@ -61,25 +69,25 @@ print("started 0 first", flush=True)
 """
 
 
-def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
     path = folder / "ncu"
     path.write_text(NCU.format(python=sys.executable, does=does))
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", str(folder))
 
 
-def test_what_ncu_writes_is_read_and_what_the_program_prints_is_heard(
+def test_the_log_of_ncu_is_parsed_and_the_output_of_the_program_is_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, monkeypatch, f"open(log, 'w').write({RECORDED!r})")
-    heard: list[str] = []
-    assert profile("some.module", ["plan"], 60, heard.append) == parse(RECORDED)
-    assert heard == ["started 0 first"]
+    fake_ncu(tmp_path, monkeypatch, f"open(log, 'w').write({RECORDED!r})")
+    printed: list[str] = []
+    assert profile("some.module", ["plan"], 60, printed.append) == parse(RECORDED)
+    assert printed == ["started 0 first"]
 
 
-def test_other_counters_are_asked_for_where_a_chip_lacks_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chip_without_some_counters_is_read_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = "'==ERROR== Failed to find metric lts__t_sectors_srcunit_tex_op_read.sum'"
-    stand_in(tmp_path, monkeypatch, f"open(log, 'w').write({lacks} if 'srcunit' in metrics else {RECORDED!r})")
+    fake_ncu(tmp_path, monkeypatch, f"open(log, 'w').write({lacks} if 'srcunit' in metrics else {RECORDED!r})")
     assert profile("some.module", [], 60, print) == parse(RECORDED)
 
 
@@ -104,23 +112,23 @@ def test_other_counters_are_asked_for_where_a_chip_lacks_some(tmp_path: Path, mo
         ),
     ],
 )
-def test_ncu_that_reads_nothing_is_one_sentence(
+def test_an_ncu_that_reads_no_counter_is_one_sentence(
     does: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(tmp_path, monkeypatch, does)
+    fake_ncu(tmp_path, monkeypatch, does)
     with pytest.raises(AttngenError, match=reason):
         profile("some.module", [], 60, lambda line: None)
 
 
-def test_ncu_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, monkeypatch, "time.sleep(600)")
+def test_an_ncu_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ncu(tmp_path, monkeypatch, "time.sleep(600)")
     with pytest.raises(
         AttngenError, match="did not end within 1 s; expected fewer or smaller calls, or a larger --budget"
     ):
         profile("some.module", [], 1, lambda line: None)
 
 
-def test_without_ncu_or_cuda_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ncu_or_device_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(AttngenError, match="`ncu` is not on the PATH; expected NVIDIA Nsight Compute"):
         profile("some.module", [], 60, print)
@@ -129,17 +137,17 @@ def test_without_ncu_or_cuda_one_sentence_says_so(tmp_path: Path, monkeypatch: p
         profiling.device_here()
 
 
-def test_clocks_are_left_alone_and_caches_flushed() -> None:
+def test_ncu_leaves_clocks_as_they_are_and_flushes_caches() -> None:
     line = command("ncu", METRICS[0], Path("x.csv"), "attngen.bench.profiled", ["plan.json"])
     text = " ".join(line)
     assert "--clock-control none --cache-control all --profile-from-start off" in text
     assert text.endswith("--log-file x.csv " + sys.executable + " -m attngen.bench.profiled plan.json")
 
 
-def test_calls_are_marked_and_one_that_fails_is_said(
+def test_calls_are_marked_and_a_failing_call_is_reported(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program that ncu runs: every call twice, the second time counted."""
+    """The program that ncu runs makes every call twice; the second is counted."""
     import torch
 
     from attngen.bench import profiled
@@ -151,8 +159,8 @@ def test_calls_are_marked_and_one_that_fails_is_said(
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     module = str(ROOT / "generated" / "causal_fa1")
     calls = [
-        {"name": f"{what} {direction}", "n": 70, "direction": direction, "module": path}
-        for what, path in (("ours", module), ("naive", ""), ("none", str(tmp_path / "none")))
+        {"name": f"{call} {direction}", "n": 70, "direction": direction, "module": path}
+        for call, path in (("ours", module), ("naive", ""), ("none", str(tmp_path / "none")))
         for direction in ("forward", "backward")
     ]
     plan = {
@@ -165,18 +173,18 @@ def test_calls_are_marked_and_one_that_fails_is_said(
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     profiled.main(str(tmp_path / "plan.json"))
-    said = capsys.readouterr().out.splitlines()
-    assert said[:4] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
         "started 0 ours forward",
         "started 1 ours backward",
         "started 2 naive forward",
         "started 3 naive backward",
     ]
-    assert said[4].startswith("failed 4 none forward FileNotFoundError: ") and len(said) == 5
+    assert lines[4].startswith("failed 4 none forward FileNotFoundError: ") and len(lines) == 5
     assert counted == ["start", "stop"] * 4 + ["stop"]
 
 
-# ---------------------------------------------------------------------------------------------- beside predictions
+# ---------------------------------------------------------------------------------------------- against predictions
 
 H200 = DEVICES["H200"]
 SIZES = Problem(batch=8, q_heads=16, kv_heads=16)
@@ -192,9 +200,8 @@ def test_flash_2_is_predicted_to_move_every_tensor_once() -> None:
     tensor, rows_ = 8 * 16 * n * 64 * 2, 8 * 16 * n * 4
     total = 4 * tensor + rows_
     assert moved.dram_read == 3 * tensor
-    assert moved.dram_written == pytest.approx(
-        (tensor + rows_) * (1 - H200.cache_bytes / total)
-    )  # the rest stays in the L2
+    in_dram = 1 - H200.cache_bytes / total  # the rest stays in the L2
+    assert moved.dram_written == pytest.approx((tensor + rows_) * in_dram)
     assert moved.l2_written == tensor + rows_
     assert moved.l2_read > 10 * moved.dram_read
 
@@ -202,14 +209,14 @@ def test_flash_2_is_predicted_to_move_every_tensor_once() -> None:
 def test_flash_1_is_predicted_to_move_queries_and_sums_for_every_tile_of_keys() -> None:
     n, found = 4096, {}
     for order, tile, module in variants(make_spec({"name": "x", "head_dim": 64, "mask": "none"}), (32, 64)):
-        said, moved = predicted(module, module.kernel("fwd"), H200, sized(n)) or pytest.fail("no tile fits")
+        tiles, moved = predicted(module, module.kernel("fwd"), H200, sized(n)) or pytest.fail("no tile fits")
         found[order, tile] = moved
         if tile:
-            assert said == (f"{tile}x32" if order == "q_outer" else f"32x{tile}")
+            assert tiles == (f"{tile}x32" if order == "q_outer" else f"32x{tile}")
     stream = 8 * 16 * n * (64 * 2 + 64 * 4 + 8)  # q, accumulator, maximum and sum
     assert found["kv_outer", 64].dram_read == 2 * 8 * 16 * n * 64 * 2 + n // 64 * stream
     one, two = (found["kv_outer", t].dram for t in (32, 64))
-    assert one / two == pytest.approx(2, rel=0.02)  # the law: bytes over M
+    assert one / two == pytest.approx(2, rel=0.02)  # bytes are inversely proportional to the on-chip memory
     assert found["q_outer", 32].dram == found["q_outer", 64].dram
     assert found["q_outer", 32].l2_read / found["q_outer", 64].l2_read == pytest.approx(2, rel=0.02)
 
@@ -218,9 +225,9 @@ def launch(kernel: str, size: float = 1e6) -> Launch:
     return Launch(kernel, Bytes(size, size, 2 * size, 2 * size))
 
 
-def test_launches_are_lines_of_the_calls_that_they_are_of() -> None:
-    """Calls that failed are left out, with a sentence; kernels of torch are lines of their own; naive attention is
-    one."""
+def test_each_launch_is_in_the_lines_of_its_call() -> None:
+    """Failed calls are left out, with a sentence. Torch's kernels within a call of ours are one line, and naive
+    attention is one line."""
     modules = {("kv_outer", None): target("causal_fa1")}
     calls = [
         Call("kv_outer", None, 512, "forward"),
@@ -263,14 +270,14 @@ def test_naive_attention_moves_its_scores_four_times() -> None:
     assert moved == 8 * 16 * (4 * 4096 * 64 + 4 * 4096 * 4096) * 2
 
 
-def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the GPU: every call moves what is predicted, times 1.1."""
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the GPU: each kernel of the i-th call moves 1e9 / (i + 1) bytes to DRAM and as many from it."""
 
-    def run_plan(module: str, args: list[str], budget: float, said: Any) -> list[Launch]:
+    def run_plan(module: str, args: list[str], budget: float, say: Any) -> list[Launch]:
         plan = json.loads(Path(args[0]).read_text())
         found = []
         for i, call in enumerate(plan["calls"]):
-            said(f"started {i} {call['name']}")
+            say(f"started {i} {call['name']}")
             names = {"q_outer": ["fwd"], "kv_outer": ["fwd", "fwd_end"]}.get(call["name"].split()[0], ["gemm"])
             found += [launch(MARK), *(launch(name, 1e9 / (i + 1)) for name in names)]
             assert not call["module"] or (Path(call["module"]) / "kernels.py").is_file()
@@ -284,7 +291,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_prints_a_table_and_writes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faked(monkeypatch)
+    fake_device(monkeypatch)
     path = str(ROOT / "specs" / "causal_fa1.yaml")
     options = ["--seq", "512", "--tiles", "32", "--direction", "forward", "--out", str(tmp_path / "io")]
     with pytest.raises(SystemExit) as end:
@@ -329,9 +336,9 @@ def test_without_matplotlib_the_tables_are_written(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "options, reason",
     [
-        (["--seq", "4k"], "`4k`; expected whole numbers with commas between them"),
+        (["--seq", "4k"], "`4k`; expected integers separated by commas"),
         (["--tiles", "48"], "48 rows; expected 16, 32, 64, 128 or 256"),
-        (["--direction", "up"], "`up` is no direction"),
+        (["--direction", "up"], "`up` is not a direction"),
         (["--kv-heads", "4"], "--kv-heads is for gqa"),
     ],
 )
@@ -347,7 +354,7 @@ def test_a_spec_whose_bytes_depend_on_data_is_refused(capsys: pytest.CaptureFixt
     assert "padding_mha reads `key_padding`, on which the bytes that move depend" in capsys.readouterr().err
 
 
-def test_both_orders_are_profiled_where_the_spec_can_have_both() -> None:
+def test_both_loop_orders_are_profiled_where_the_spec_allows_both() -> None:
     assert [(order, tile) for order, tile, _ in variants(spec("causal_fa1"), ())] == [
         ("q_outer", None),
         ("kv_outer", None),

@@ -1,4 +1,4 @@
-"""The grids `flex`, `variants` and `mods`: what their cells are, beside formulas by hand, and the tables of their
+"""The grids `flex`, `variants` and `mods`: their cells, compared with formulas written by hand, and the tables of their
 results."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "matmul_t
 BY_NAME = {c.spec.name.removeprefix("flex_"): c for c in flex().cells if c.n_q != MEMORY_ROWS}
 Positions = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Masks of queries q and keys k, written by hand
+# Masks of queries q and keys k, written by hand.
 VISIBLE: dict[str, Positions] = {
     "window": lambda q, k: (q >= k) & (q - k < 1024),
     "documents": lambda q, k: (q >= k) & (q // 1000 == k // 1000),
@@ -39,7 +39,7 @@ def small(c: Cell, rows: int) -> Problem:
 
 
 @pytest.mark.parametrize("name", FLEX)
-def test_masks_of_flex_are_those_by_hand(name: str) -> None:
+def test_masks_of_flex_equal_formulas_by_hand(name: str) -> None:
     rows, zero = 2300, torch.zeros((), dtype=torch.long)
     q, k = torch.arange(rows)[:, None], torch.arange(rows)[None]
     mask = small(BY_NAME[name], rows).mods.mask
@@ -48,7 +48,7 @@ def test_masks_of_flex_are_those_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softcap", "alibi", "relative"])
-def test_scores_of_flex_are_those_by_hand(name: str) -> None:
+def test_scores_of_flex_equal_formulas_by_hand(name: str) -> None:
     rows, heads = 300, 16
     problem = small(BY_NAME[name], rows)
     q, k, h = torch.arange(rows)[:, None], torch.arange(rows)[None], torch.tensor(5)
@@ -63,7 +63,7 @@ def test_scores_of_flex_are_those_by_hand(name: str) -> None:
     torch.testing.assert_close(modify(s, torch.zeros((), dtype=torch.long), h, q, k), by_hand)
 
 
-def test_cells() -> None:
+def test_cells_of_flex_and_variants() -> None:
     assert len(BY_NAME) == 13 and {(c.batch, c.heads, c.kv_heads, c.n_q, c.dtype) for c in BY_NAME.values()} == {
         (2, 16, 4, 8192, "bf16")
     }
@@ -96,7 +96,8 @@ def test_the_tables_of_flex(tmp_path: Path) -> None:
     differs = dict(zip(("out_differs", "dq_differs", "dk_differs", "dv_differs"), (0.001, 0.002, 0.003, 0.004)))
     lines = [
         flex_line(causal, "ours", 1.0), flex_line(causal, "flex", 1.5, mask_eager_ms=4.0, differs=0.004, **differs),
-        flex_line(documents, "ours", 0.5, whole_fwd_ms=0.6), Line(documents, "flex", {}, "first call: no end within 120 s"),
+        flex_line(documents, "ours", 0.5, whole_fwd_ms=0.6),
+        Line(documents, "flex", {}, "first call: no end within 120 s"),
         flex_line(memory, "ours", 1.0, whole_mib=4096.0, mask_mib=2.0),
     ]  # fmt: skip
     results = Results(MACHINE, lines)
@@ -108,10 +109,13 @@ def test_the_tables_of_flex(tmp_path: Path) -> None:
         "| documents of 1000 | 50.0% | 0.500 (200) | - | - | 0.500 (200) | - | - | 0.5% |",
     ]
     assert rest.splitlines()[2:] == [
-        "| GQA causal | 2.0 | 3.0 | 0.100 | 0.150 | 4.000 | - | 10 | 15 | 1.0e-03 | 2.0e-03 | 3.0e-03 | 4.0e-03 | - |",
+        (
+            "| GQA causal | 2.0 | 3.0 | 0.100 | 0.150 | 4.000 | - | 10 | 15 | 1.0e-03 | 2.0e-03 | 3.0e-03 | 4.0e-03 "
+            "| - |"
+        ),
         "| documents of 1000 | 1.0 | - | 0.050 | - | - | 0.600 | 5 | - | - | - | - | - | - |",
     ]
-    inputs = 131072 * (2 * 16 + 2 * 4) * 128 * 2 / 2**30  # q and dO, k and v, in two bytes
+    inputs = 131072 * (2 * 16 + 2 * 4) * 128 * 2 / 2**30  # q, dO, k and v, of two bytes
     assert large.splitlines()[2:] == [f"| ours | 131072 | 4.000 | {4 - inputs:.3f} | 0.002 | 0.10 |"]
     assert notes == "- documents of 1000: flex: first call: no end within 120 s\n"
     (tmp_path / "results.json").write_text(results.text())
@@ -151,8 +155,8 @@ def test_the_tables_of_variants(
     assert not list(Path("bench").glob("*.svg"))
 
 
-def test_the_table_of_functions(tmp_path: Path) -> None:
-    """Every function of mods/ is a cell; times, how many times faster they are, and the geometric means of these."""
+def test_the_table_of_mods(tmp_path: Path) -> None:
+    """Every function of mods/ is a cell. The table has times, speedups and the geometric means of the speedups."""
     cells = mods().cells
     assert [c.spec.name.removeprefix("mod_") for c in cells] == list(MODS)
     assert all(

@@ -1,4 +1,5 @@
-"""Results as JSON, CSV, tables and plots, beside an older run, and the command that shows them."""
+"""Results of benchmarks as JSON, CSV, tables and plots, comparisons with an older run, and the command that shows
+them."""
 
 from __future__ import annotations
 
@@ -66,14 +67,14 @@ RUN = results(
 )
 
 
-def test_json_comes_back(tmp_path: Path) -> None:
+def test_results_are_read_back_from_json(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(RUN.text())
     back = read_results(path)
     assert back.text() == RUN.text() and back.machine == RUN.machine
     assert [x.key for x in back.lines] == [x.key for x in RUN.lines]
     assert [(x.figures, x.why, x.note) for x in back.lines] == [(x.figures, x.why, x.note) for x in RUN.lines]
-    assert len([x for x in RUN.text().splitlines() if '"peer": ' in x]) == len(RUN.lines)  # one a line
+    assert len([x for x in RUN.text().splitlines() if '"peer": ' in x]) == len(RUN.lines)  # one per line
     assert moves(back, RUN) == []
 
 
@@ -81,21 +82,21 @@ def test_json_comes_back(tmp_path: Path) -> None:
     "text",
     ["", "[]", "{}", '{"specs": {}, "lines": []}', RUN.text().replace('"spec": "causal_mha_d64"', '"spec": "x"')],
 )
-def test_what_holds_no_results(tmp_path: Path, text: str) -> None:
+def test_a_file_without_results_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(AttngenError, match=r"x.json: not the results of `attngen bench`; expected its results.json"):
         read_results(path)
 
 
-def test_csv() -> None:
+def test_csv_has_a_row_for_each_line() -> None:
     found = list(csv.DictReader(io.StringIO(RUN.csv())))
     assert [x["peer"] for x in found] == ["ours", "flash", "naive", "ours", "flash"]
     assert float(found[0]["fwd_ms"]) == 1.0 and found[2]["fwd_ms"] == "" and found[2]["why"].startswith("first call")
     assert set(FIGURES) < set(found[0])
 
 
-def test_host_times_have_a_table_where_they_were_asked_for() -> None:
+def test_host_times_have_a_table_where_they_were_measured() -> None:
     assert list(host_rows(RUN)) == []
     figures = {"host_us": 30.0, "host_nograd_us": 20.04, "host_graph_us": 4.0}
     asked = [replace(x, figures=figures) if x.why == "" else x for x in RUN.lines]
@@ -105,18 +106,16 @@ def test_host_times_have_a_table_where_they_were_asked_for() -> None:
     ]
 
 
-def test_rates_by_hand() -> None:
+def test_rates_equal_formulas_by_hand() -> None:
     spec = make_spec({"name": "x", "heads": {"sharing": "mqa"}, "head_dim": {"qk": 192, "v": 128}})
     c = cell("", spec, 100, 200, batch=2, heads=8)
-    pairs = 10**9  # bound by arithmetic
-    read = 2 * 2 * 200 * 320  # of K and V
+    pairs = 10**9  # compute-bound
+    read = 2 * 2 * 200 * 320  # bytes of K and V
     assert rates(c, MACHINE, pairs, read, "fwd", 2.0) == {"fwd_tflops": 320.0, "fwd_roof": 0.4}
     assert rates(c, MACHINE, pairs, read, "bwd", 2.0) == {"bwd_tflops": 800.0, "bwd_roof": 1.0}
     assert rates(c, MACHINE, pairs, read, "both", 2.8) == {"both_tflops": 800.0, "both_roof": 1.0}
-    rows_q, rows_kv = (
-        2 * 8 * 100,
-        2 * 200,
-    )  # bound by memory: q, k, v, out and the LSE; then those and dO, and three gradients
+    # Memory-bound: the forward moves q, k, v, out and the LSE; the backward moves these, dO and three gradients.
+    rows_q, rows_kv = 2 * 8 * 100, 2 * 200
     forward = 2 * (rows_q + rows_kv) * 320 + 4 * rows_q
     assert rates(c, MACHINE, 1, read, "fwd", 1e-3)["fwd_roof"] == pytest.approx(forward / 4e12 / 1e-6, abs=1e-4)
     backward = 2 * (rows_q * (192 + 128 + 128 + 192) + rows_kv * 2 * (192 + 128)) + 4 * rows_q
@@ -140,7 +139,7 @@ def test_the_table_and_the_ratios() -> None:
         (1.0, 1.019, 0.001, ""),  # below the floor
         (1.0, 1.03, 0.001, "+3.0%"),
         (1.0, 0.95, 0.001, "-5.0%"),
-        (1.0, 1.05, 0.03, ""),  # within both spreads together
+        (1.0, 1.05, 0.03, ""),  # within the sum of both spreads
         (1.0, 1.07, 0.03, "+7.0%"),
         (1.0, None, 0.01, "1.000 ms before, no figure now"),
         (None, 1.0, 0.01, "no figure before, 1.000 ms now"),
@@ -148,7 +147,9 @@ def test_the_table_and_the_ratios() -> None:
     ],
 )
 @pytest.mark.parametrize("peer", ["ours", "flash"])
-def test_what_moved(before: float | None, after: float | None, spread: float, moved: str, peer: str) -> None:
+def test_figures_that_changed_by_more_than_noise(
+    before: float | None, after: float | None, spread: float, moved: str, peer: str
+) -> None:
     found = moves(
         results(line(0, peer, after, spread=spread)), results(line(0, peer, before, spread=spread), line(1, peer, 9.0))
     )
@@ -157,13 +158,13 @@ def test_what_moved(before: float | None, after: float | None, spread: float, mo
     assert bool(failures(found)) == slower
 
 
-def test_another_machine() -> None:
+def test_a_comparison_names_the_other_machine() -> None:
     other = Results({**MACHINE, "gpu": "NVIDIA B200", "triton": "3.9.0"})
     assert other_machine(other, RUN) == "gpu NVIDIA H200 then, NVIDIA B200 now; triton 3.6.0 then, 3.9.0 now"
     assert other_machine(RUN, RUN) == ""
 
 
-def test_the_cells_of_an_older_run(tmp_path: Path) -> None:
+def test_the_cells_of_an_older_run_are_measured_again(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(RUN.text())
     old = read_results(tmp_path / "old.json")
     work = select([], [], old, None, None, {})
@@ -174,7 +175,7 @@ def test_the_cells_of_an_older_run(tmp_path: Path) -> None:
     assert [c.spec.hash() for c in work] == [c.spec.hash() for c in CELLS[:2]]
 
 
-def test_errors_lose_their_folders() -> None:
+def test_error_sentences_have_no_folders() -> None:
     assert sentence("\n  /home/me/x/y.cu(3): a / b is not /tmp/z\nmore") == "y.cu(3): a / b is not z"
     assert len(sentence("x" * 500)) == 120
 
@@ -210,7 +211,7 @@ def test_a_run_is_shown_and_compared(
     code, output, _ = command(capsys, "--from", "old.json", "--compare", "old.json", "--out", "bench")
     assert (
         code == 0
-        and "roofs: 800 TFLOP/s bf16 matrix product, 4.00 TB/s copy" in output
+        and "peaks: 800 TFLOP/s bf16 matrix product, 4.00 TB/s copy" in output
         and output.endswith("0 times moved; 5 lines in both runs\n")
     )
     assert {p.name for p in Path("bench").iterdir()} == {
@@ -227,9 +228,8 @@ def test_a_run_is_shown_and_compared(
     monkeypatch.setattr(plots, "available", lambda: False)
     code, output, errors = command(capsys, "--from", "slow.json", "--compare", "old.json", "--out", "b2")
     assert code == 1 and "another machine: torch 2.11.0 then, 2.15.0 now" in output and "2 times moved" in output
-    assert (
-        errors
-        == f"error: slower than in old.json: {CELLS[0]} ours fwd: 1.000 ms before, 1.500 ms now: +50.0% (spread 2.0%)\n"
+    assert errors == (
+        f"error: slower than in old.json: {CELLS[0]} ours fwd: 1.000 ms before, 1.500 ms now: +50.0% (spread 2.0%)\n"
     )
     assert "no plots: matplotlib is not installed; `pip install attngen[plot]` brings it" in output
     assert {p.name for p in Path("b2").iterdir()} == {"results.json", "results.csv"}
@@ -245,11 +245,14 @@ def test_a_run_is_shown_and_compared(
         (["--from", "x.json"], "x.json: No such file or directory"),
         (
             [],
-            "nothing to measure; expected `attngen bench specs/NAME.yaml`, `attngen bench --grid fa3` or --compare FILE",
+            (
+                "nothing to measure; expected `attngen bench specs/NAME.yaml`, `attngen bench --grid fa3` or "
+                "--compare FILE"
+            ),
         ),
     ],
 )
-def test_a_wrong_call(
+def test_a_wrong_command_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], error: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -260,7 +263,7 @@ def test_a_wrong_call(
 def test_a_run_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the clock of tests/bench/fakes.py; ours is Triton's interpreter."""
+    """The clock is that of tests/bench/fakes.py, and our kernels run in Triton's interpreter."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -282,7 +285,10 @@ def test_a_run_from_the_command_line(
     )
     assert code == 0, errors
     assert re.search(
-        r"^\[\d+ s\] 1/1 small fp16 B1 H2 N48: ours \d+/\d+; flash -/- \(no mask but causal and none\); naive \d+/\d+ TFLOP/s$",
+        (
+            r"^\[\d+ s\] 1/1 small fp16 B1 H2 N48: ours \d+/\d+; flash -/- \(no mask but causal and none\); naive "
+            r"\d+/\d+ TFLOP/s$"
+        ),
         errors,
         re.M,
     )

@@ -1,4 +1,4 @@
-"""Cells in processes of their own, through the real protocol, on the CPU: what a peer does wrong costs it its own
+"""Benchmark runs on the CPU, with real child processes and their protocol: a peer that fails loses only its own
 figures."""
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SPEC = make_spec({"name": "small", "heads": {"sharing": "gqa"}, "head_dim": 16, 
 
 def measured(cells: Work, folder: Path, setup: Setup = SETUP) -> tuple[Results, list[str]]:
     results = Results({"matmul_tflops": 0.5, "copy_tb_s": 0.5})
-    watched: list[str] = []
-    for lines in run(cells, setup, folder, results, watched.append):
+    messages: list[str] = []
+    for lines in run(cells, setup, folder, results, messages.append):
         assert "TFLOP/s" in progress(lines)
-    return results, watched
+    return results, messages
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
             second: ("ours", "hangs"),
             third: ("refuses",),
         }
-        found, watched = measured(work, folder)
-    assert watched[0] == "generating modules" and "measuring small fp32 B2 H4/1 N24" in watched
-    assert sorted(p.name for p in folder.iterdir()) == ["small"]  # what processes left is gone
+        found, messages = measured(work, folder)
+    assert messages[0] == "generating modules" and "measuring small fp32 B2 H4/1 N24" in messages
+    assert sorted(p.name for p in folder.iterdir()) == ["small"]  # files of the processes are removed
     return found
 
 
@@ -54,7 +54,7 @@ def line(results: Results, peer: str, n: int = 24) -> Line:
 
 
 def test_a_spec_without_a_backward_has_figures_of_the_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its learned inputs are given as others are, and its peers attend without gradients, too."""
+    """Its gradient inputs are passed like other inputs, and its peers run without gradients, too."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     score = {"expr": "s / t[h]", "params": {"t": {"tensor": ["H"], "grad": True}}}
     spec = make_spec({"name": "forward", "head_dim": 16, "dtype": "fp32", "score": score, "backward": False})
@@ -83,37 +83,39 @@ def test_a_peer_that_works_has_every_figure(results: Results) -> None:
         assert (ours.figures["fwd_ms"], ours.figures["allocated_mib"], ours.figures["reserved_mib"]) == (1.51, 3.0, 4.0)
         assert ours.figures["fwd_spread"] == pytest.approx(0.02 / 1.51, rel=0.05)
         pairs = 2 * 4 * n * (n + 1) / 2
-        # half a TFLOP/s, half a TB/s: so small a problem is bound by what it moves, in 4 bytes
+        # At 0.5 TFLOP/s and 0.5 TB/s so small a problem is memory-bound; elements have 4 bytes.
         moved = 4 * 2 * (4 + 1) * n * 2 * 16 + 4 * 2 * 4 * n
         assert ours.figures["fwd_tflops"] == pytest.approx(4 * 16 * pairs / 1.51e9, abs=0.01)
         assert ours.figures["fwd_roof"] == pytest.approx(max(4 * 16 * pairs, moved) / 0.5e9 / 1.51, abs=1e-4)
     found = line(results, "math")
     assert max(found.figures[name] for name in DIFFERENCES[:-1]) == found.figures["differs"] < 1e-5 and found.why == ""
-    assert DIFFERENCES[-1] == "learned_differs" and DIFFERENCES[-1] not in found.figures  # this spec learns nothing
+    assert (
+        DIFFERENCES[-1] == "learned_differs" and DIFFERENCES[-1] not in found.figures
+    )  # this spec has no gradient inputs
 
 
-def test_an_error_costs_the_peer_its_figures(results: Results) -> None:
+def test_a_peer_that_raises_has_no_figures(results: Results) -> None:
     fails = line(results, "fails")
     assert (fails.figures, fails.why) == ({}, "first call: ValueError: x.cu: no kernel image")
 
 
-def test_wrong_results_are_said(results: Results) -> None:
+def test_wrong_results_are_reported(results: Results) -> None:
     wrong = line(results, "wrong")
     assert wrong.why.startswith("out differs from that of ours by 1.0e+00") and wrong.note == "doubled"
     assert wrong in results.failed() and line(results, "math") not in results.failed()
 
 
-def test_a_death_while_times_are_taken(results: Results) -> None:
+def test_a_peer_that_aborts_while_it_is_timed_has_no_figures(results: Results) -> None:
     dies = line(results, "dies")
     assert (dies.figures, dies.why) == ({}, "fwd: its process ended by SIGABRT")
 
 
-def test_a_hang(results: Results) -> None:
+def test_a_peer_that_hangs_has_no_figures(results: Results) -> None:
     hangs = line(results, "hangs", 32)
     assert (hangs.figures, hangs.why) == ({}, "first call: no end within 4 s")
 
 
-def test_a_backward_that_runs_out_of_memory_leaves_the_forward(results: Results) -> None:
+def test_a_backward_that_runs_out_of_memory_leaves_the_figures_of_the_forward(results: Results) -> None:
     late = line(results, "late")
     assert (
         {"fwd_ms", "host_us", "first_s"} < set(late.figures)
@@ -123,7 +125,7 @@ def test_a_backward_that_runs_out_of_memory_leaves_the_forward(results: Results)
     assert late.why == "memory: out of memory"
 
 
-def test_what_cannot_be_compiled_or_captured_loses_those_host_times(
+def test_a_peer_that_cannot_be_compiled_or_captured_lacks_those_host_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -146,16 +148,16 @@ def test_what_cannot_be_compiled_or_captured_loses_those_host_times(
     assert graph == "host time in a CUDA graph: operation not permitted when stream is capturing"
 
 
-def test_what_a_peer_refuses_is_not_run(results: Results) -> None:
+def test_a_cell_that_a_peer_refuses_is_not_run(results: Results) -> None:
     for n in (24, 40):
         assert (line(results, "refuses", n).figures, line(results, "refuses", n).why) == ({}, "not today")
 
 
 @pytest.mark.parametrize("grid", ["specs", "flex"])
-def test_what_masks_take_is_measured_where_it_is_asked_for(
+def test_the_preparation_of_masks_is_measured_on_request(
     grid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By --masks, and of the grids whose tables show it."""
+    """`--masks` requests it, and so do grids whose tables show it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     work = {cell(grid, SPEC, 24, 24, batch=2, heads=4): ("math", "prepares")}
     results, _ = measured(work, tmp_path, replace(SETUP, limit_s=60.0, masks=grid == "specs"))
@@ -168,8 +170,8 @@ def test_what_masks_take_is_measured_where_it_is_asked_for(
     }  # fmt: skip
 
 
-def test_what_a_cell_asks_of_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours and a peer that reads the same inputs agree; under dropout nothing is compared."""
+def test_a_cell_sets_options_of_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our results agree with those of a peer that reads the same inputs; with dropout nothing is compared."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     below = {"head_dim": 16, "dtype": "fp32", "heads": {"sharing": "gqa"}}
     ids = make_spec({"name": "ids", **below, "mask": {"all_of": ["causal", "document"]}})
@@ -194,7 +196,8 @@ def test_what_a_cell_asks_of_its_calls(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_functions_for_flex_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours by `attngen.flex_attention`, beside naive attention under the oracle: a mask of data, something learned."""
+    """`attngen.flex_attention` agrees with naive attention under the oracle, for a mask that reads data and for a score
+    with a gradient input."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     names = ("document", "graphormer_spatial")

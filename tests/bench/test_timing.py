@@ -1,4 +1,4 @@
-"""What needs no GPU of how times and memory are measured there."""
+"""Measurement of times and memory, as far as it needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from attngen.bench import timing
 
 
-def test_no_less_is_reserved_than_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 60 bytes reserved before, tensors hold 10; a function that takes 50 more takes 20 of them from the device."""
+def test_reserved_memory_is_at_least_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 bytes are reserved before, of which tensors use 10. A function that allocates 50 more reserves 20 more."""
     figures = {"memory_allocated": 10, "memory_reserved": 60, "max_memory_allocated": 60, "max_memory_reserved": 80}
     for name, figure in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda figure=figure: figure)

@@ -1,4 +1,4 @@
-"""From textual IR to files: nothing else is needed, edits show, and the same text gives the same bytes."""
+"""Code generation needs only textual IR: edits of the text appear in the files, and equal texts give equal bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from attngen.certify.certificate import keep
 from attngen.codegen.files import read_module
 from attngen.codegen.render import render
 from attngen.errors import AttngenError, VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import parse_spec
 from attngen.verify import verify
@@ -25,7 +26,7 @@ GENERATED = ROOT / "generated"
 
 
 def emit(text):
-    """The files that textual IR gives."""
+    """Return the files that are generated from textual IR."""
     return render(verify(parse_module(text)))
 
 
@@ -51,17 +52,17 @@ def files(steps):
     return render(steps["legalize-triton"])
 
 
-def test_every_step_prints_what_parses(steps):
+def test_the_text_after_every_pass_parses_to_itself(steps):
     for step, module in steps.items():
         text = print_module(module)
         assert print_module(parse_module(text)) == text, step
 
 
-def test_text_alone_gives_what_build_gives(steps, files):
+def test_text_gives_the_files_that_build_gives(steps, files):
     assert emit(print_module(steps["legalize-triton"])) == files
 
 
-def test_committed_modules_are_what_the_specs_give(steps, files):
+def test_committed_modules_match_their_specs(steps, files):
     module = steps["legalize-triton"]
     assert read_module(GENERATED / module.name) == keep(module, files, GENERATED / module.name)
 
@@ -71,11 +72,11 @@ def test_there_is_no_module_without_a_spec():
     assert {*SPECS} <= have <= {p.stem for p in (ROOT / "specs").glob("*.yaml")}
 
 
-def test_bytes_do_not_depend_on_the_process():
-    """Not on hashes of strings, nor on what ran before: two fresh processes with different seeds, and this one."""
+def test_generated_bytes_do_not_depend_on_the_process():
+    """Two new processes with different hash seeds generate the same bytes."""
     code = (
-        "import hashlib, json, sys; from attngen.codegen.render import render; from attngen.lowering.pipeline import lower; "
-        "from attngen.spec import load_spec; "
+        "import hashlib, json, sys; from attngen.codegen.render import render; "
+        "from attngen.lowering.pipeline import lower; from attngen.spec import load_spec; "
         "print([hashlib.sha256(json.dumps(render(lower(load_spec(p)))).encode()).hexdigest() for p in sys.argv[1:]])"
     )
     paths = [str(ROOT / "specs" / f"{name}.yaml") for name in ("window_gqa", "padding_mha")]
@@ -96,13 +97,13 @@ def test_bytes_do_not_depend_on_the_process():
 
 
 def test_another_tile_size_appears_in_the_kernels(ir):
-    row = next(
+    config = next(
         line
         for line in between(ir, "schedule @fwd\n", "\n\n").splitlines()
         if line.startswith("  sm90 bytes=2 rows<=inf")
     )
     edited = "  sm90 bytes=2 rows<=inf : BLOCK_Q=32 BLOCK_KV=16 num_warps=2 num_stages=2"
-    kernels = emit(edit(ir, (row, edited)))["kernels.py"]
+    kernels = emit(edit(ir, (config, edited)))["kernels.py"]
     assert '(None, {"BLOCK_Q": 32, "BLOCK_KV": 16, "num_warps": 2, "num_stages": 2, "TMA": False})' in between(
         kernels, '("sm90", 2)', '("sm100", 2)'
     )
@@ -116,7 +117,7 @@ def test_one_more_stage_appears_in_the_kernels(ir):
     assert f'"BLOCK_Q": 16, "BLOCK_KV": 16, "num_warps": 4, "num_stages": {stages + 1}' in kernels
 
 
-def test_a_full_loop_taken_as_partial_is_masked(ir):
+def test_a_full_loop_relabelled_partial_is_masked(ir):
     def loops(text):
         return between(emit(text)["kernels.py"], "def fwd(", "@triton.jit").split("for kv_tile in ")[1:]
 
@@ -128,7 +129,7 @@ def test_a_full_loop_taken_as_partial_is_masked(ir):
     assert partial == same
 
 
-def test_a_partial_loop_taken_as_full_is_refused(ir):
+def test_a_partial_loop_relabelled_full_is_refused(ir):
     with pytest.raises(VerifyError, match="full-is-proven"):
         emit(edit(ir, ("cls(partial)", "cls(full)")))
 
@@ -159,7 +160,7 @@ SOURCES = sorted(GENERATED.glob("*/*.py"))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_generated_code_compiles_and_depends_on_torch_and_triton_alone(path):
+def test_generated_code_compiles_and_depends_only_on_torch_and_triton(path):
     source = path.read_text()
     compile(source, str(path), "exec")
     assert source.endswith("\n")
@@ -171,9 +172,8 @@ def test_generated_code_compiles_and_depends_on_torch_and_triton_alone(path):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add("." if node.level else (node.module or "").split(".")[0])
-    if (
-        source.count("import numpy") == source.count("\n    import numpy\n") == 1
-    ):  # in a function: Triton's interpreter needs it
+    # Triton's interpreter needs numpy, which is imported inside a function.
+    if source.count("import numpy") == source.count("\n    import numpy\n") == 1:
         imported.remove("numpy")
     assert imported <= {"torch", "triton", "."} | sys.stdlib_module_names
 
@@ -186,10 +186,11 @@ def test_generated_code_is_clean_for_the_linter():
     assert result.returncode == 0, result.stdout
 
 
-def test_listed_tiles_are_read_a_turn_ahead():
-    """Before the loop the first; in a turn the next, past a gap between joined ranges; none past the end."""
+def test_block_lists_are_read_one_iteration_ahead():
+    """The first entry is read before the loop. Each iteration reads the next one, also past a gap between merged
+    ranges, but none past the end."""
     body = render(target("butterfly_gqa"))["kernels.py"].partition("def dkdv(")[2].partition("def dq(")[0]
-    full, _, partial = body.partition("# tiles that the mask or the ends of the tensors cut")
+    full, _, partial = body.partition("# tiles that the mask or the end of a tensor cuts")
     assert re.search(
         r"q_ahead = tile_at\(Q_LIST_row, q_full_first_at, q_full_end_at > q_full_first_at, BLOCK // BLOCK_Q\)\n"
         r" *# tiles with nothing to mask.*\n"
@@ -204,14 +205,14 @@ def test_listed_tiles_are_read_a_turn_ahead():
     )
     assert "for at in tl.range(q_first_at, q_stop, disable_licm=True):\n            q_tile = q_ahead\n" in partial
     assert (
-        f"            q_at = at + 1\n            {jump}\n            q_ahead = tile_at(Q_LIST_row, q_at, q_stop > at + 1,"
-        in partial
-    )
+        f"            q_at = at + 1\n            {jump}\n"
+        f"            q_ahead = tile_at(Q_LIST_row, q_at, q_stop > at + 1,"
+    ) in partial
 
 
-def test_loops_over_many_joined_ranges_fit_their_lines():
+def test_loops_over_many_merged_ranges_fit_the_line_limit():
     seen = "{any_of: [{sliding_window: {left: 63}}, {expr: 'q_idx >= kv_idx + 200 and q_idx <= kv_idx + 300'}]}"
-    text = f"{{name: joined, head_dim: 64, mask: {{all_of: [causal, {{block_sparse: {{block: 32}}}}, {seen}]}}}}"
+    text = f"{{name: merged, head_dim: 64, mask: {{all_of: [causal, {{block_sparse: {{block: 32}}}}, {seen}]}}}}"
     lines = render(lower(parse_spec(text)))["kernels.py"].splitlines()
     assert sum("q_at = tl.where(" in line for line in lines) > 4
     assert max(map(len, lines)) <= 140

@@ -1,4 +1,4 @@
-"""`attngen explain` has something to say of every spec."""
+"""`attngen explain` describes every spec."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from attngen.cost.report import report
-from attngen.cost.roofline import Problem, counts, scheduled_rows
+from attngen.cost.roofline import Problem, counts, rows_of_call
 from attngen.devices import DEVICES
 from attngen.report.explain import explain
 from tests.helpers import SPECS, spec, target
@@ -25,21 +25,21 @@ def test_every_spec_is_explained(name: str) -> None:
 
 
 def test_gradients_of_keys_are_split_as_a_call_splits_them() -> None:
-    """Where one pass has both, which only Hopper has, a program has two of the group's heads; elsewhere all of them,
-    as heads are many."""
+    """A program of the fused backward, which only Hopper has, sums two of the group's four heads. Elsewhere a program
+    sums all four, because there are many heads."""
     found = {
         name: counts(target("causal_gqa"), {"B": 8, "Hq": 32, "Hkv": 8, "group": 4, "Nq": 4096, "Nk": 4096}, d)
         for name, d in DEVICES.items()
     }
-    assert {name: (n["in_one_pass"], n["splits"]) for name, n in found.items()} == {
+    assert {name: (n["use_fused"], n["splits"]) for name, n in found.items()} == {
         name: (1, 2) if name in ("H100", "H200") else (0, 1) for name in DEVICES
     }
 
 
-def test_schedules_are_chosen_by_the_rows_that_a_kernel_has() -> None:
+def test_configs_are_chosen_by_the_kernels_number_of_rows() -> None:
     problem = Problem(3, 16, 4, 5, 700)
     module = target("decode_gqa")
-    assert [scheduled_rows(module.kernel(name), problem) for name in ("decode", "combine", "append")] == [
+    assert [rows_of_call(module.kernel(name), problem) for name in ("decode", "combine", "append")] == [
         4 * 5,
         3 * 16 * 5,
         700,

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, for GPUs that need not be here: certificates hold, and what breaks them is told."""
+"""Kernels compiled ahead of time, also for absent GPUs, hold their certificates; each violation is reported."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attngen.certify.certificate import (
     SHARE,
     chosen,
     commit,
-    drawn,
     keep,
     percent,
     reason,
     record,
     recorded,
+    sampled_jobs,
     stale,
     violations,
 )
@@ -30,70 +30,74 @@ from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec, parse_spec
 from attngen.targets.common.base import CompileReport
 from attngen.targets.triton.compiler import Job, compile_all, job, source_digest, triton_version
-from attngen.targets.triton.sram import random_bytes, sram_bytes
+from attngen.targets.triton.matrix_units import random_bytes
+from attngen.targets.triton.sram import sram_bytes
+from tests import record as known_reports
 from tests.helpers import target
 from tests.test_language import VARIANTS
 
-READING = CompileReport(shared_bytes=65536, registers=200, spilled_bytes=0, code_bytes=4096, triton="0", seconds=1.0)
+REPORT = CompileReport(shared_bytes=65536, registers=200, spilled_bytes=0, code_bytes=4096, triton="0", seconds=1.0)
 
 
 def compiled(tmp_path, *asked):
-    """(module, kernel, row, reading) for each (spec, kernel, class, architecture or None, fields of the row to
-    change)."""
+    """Compile each (spec, kernel, device class, architecture or None, changed fields of the config); return (module,
+    kernel, config, compile report) of each."""
     found, jobs = [], []
     for name, kernel, cls, arch, changes in asked:
         module = target(name)
         file = tmp_path / f"{name}.py"
         file.write_text(render(module)["kernels.py"])
-        row = replace([r for r in module.configs(kernel) if r.device == cls][-1], **changes)
-        found.append((module, module.kernel(kernel), row))
-        jobs.append(job(module, module.kernel(kernel), row, file, arch))
-    return [(*what, reading) for what, reading in zip(found, compile_all(jobs, 1))]
+        config = replace([r for r in module.configs(kernel) if r.device == cls][-1], **changes)
+        found.append((module, module.kernel(kernel), config))
+        jobs.append(job(module, module.kernel(kernel), config, file, arch))
+    return [(*case, report) for case, report in zip(found, known_reports.compile_all(compile_all, jobs, 1))]
 
 
-def test_what_is_compiled_is_what_is_predicted(tmp_path):
-    """Also for GPUs that take the rows of another: compute capability 8.6 those of `any`, gfx90a those of gfx942."""
+def test_compiled_kernels_have_the_predicted_resources(tmp_path):
+    """So do kernels for GPUs with another class's configs: compute capability 8.6 (`any`) and gfx90a (gfx942)."""
     asked = [("mla_dims", kernel, "any", 86, {}) for kernel in ("fwd", "dk", "dv", "dq")]
     asked += [("mla_dims", kernel, "gfx942", "gfx90a", {}) for kernel in ("fwd", "dv")]
     asked += [("causal_fp32", "delta", "sm90", None, {})]
-    for module, kernel, row, reading in compiled(tmp_path, *asked):
-        assert isinstance(reading, CompileReport), reading
-        assert list(violations(module, kernel, row, reading)) == []
-        assert reading.shared_bytes <= sram_bytes(module, kernel, row) <= 1.05 * reading.shared_bytes, (
+    for module, kernel, config, report in compiled(tmp_path, *asked):
+        assert isinstance(report, CompileReport), report
+        assert list(violations(module, kernel, config, report)) == []
+        assert report.shared_bytes <= sram_bytes(module, kernel, config) <= 1.05 * report.shared_bytes, (
             kernel.name,
-            row,
+            config,
         )
-        assert reading.code_bytes > 1000 and 0 < reading.registers <= CLASSES[row.device].registers_per_thread
+        assert report.code_bytes > 1000 and 0 < report.registers <= CLASSES[config.device].registers_per_thread
 
 
-def test_machine_code_that_reads_what_nothing_has_written_is_refused(tmp_path):
-    """ptxas 12.8 makes it of a forward for sm90 whose tiles of V are narrow, and not copied ahead; no schedule has
-    such a row."""
+def test_machine_code_that_reads_an_unwritten_register_is_refused(tmp_path):
+    """ptxas 12.8 generates it for a forward on sm90 with narrow tiles of V that are not copied ahead; no schedule has
+    such a config."""
     module = lower(make_spec({"name": "narrow", "head_dim": {"qk": 40, "v": 24}, "mask": "causal", "dtype": "fp16"}))
     kernel, file = module.kernel("fwd"), tmp_path / "kernels.py"
     file.write_text(render(module)["kernels.py"])
-    chosen_row = next(row for row in module.configs("fwd") if row.device == "sm90")
-    wrong = replace(chosen_row, block_q=64, block_kv=128, num_stages=3, tma=False)
-    said, right = compile_all([job(module, kernel, row, file) for row in (wrong, chosen_row)], 1)
+    right_config = next(config for config in module.configs("fwd") if config.device == "sm90")
+    wrong = replace(right_config, block_q=64, block_kv=128, num_stages=3, tma=False)
+    wrong_report, right = known_reports.compile_all(
+        compile_all, [job(module, kernel, config, file) for config in (wrong, right_config)], 1
+    )
     assert isinstance(right, CompileReport), right
-    (violation,) = violations(module, kernel, wrong, said)
+    (violation,) = violations(module, kernel, wrong, wrong_report)
     assert re.search(
         r"ptxas makes wrong machine code of it: instruction \d+, .*, reads UR\d+, which not every path has written",
         violation,
     )
 
 
-def test_what_dropout_draws_for_tiles_of_32_keys_is_predicted(tmp_path):
-    """On sm90 no random word changes layout, there or in other tiles; nor in dK/dV, whose scores are transposed."""
+def test_shared_memory_of_dropout_is_predicted_for_tiles_of_32_keys(tmp_path):
+    """On sm90 no random word changes layout, in these tiles or in others, nor in dK/dV, whose scores are transposed."""
     warps = {"num_warps": 4, "num_stages": 2, "tma": False}
     tiles = (("fwd", 64, 32), ("dq", 64, 32), ("dq", 64, 64), ("dkdv", 64, 64))
     asked = [
         ("causal_dropout_mqa", name, "sm90", None, {"block_q": q, "block_kv": kv, **warps}) for name, q, kv in tiles
     ]
-    for module, kernel, row, reading in compiled(tmp_path, *asked):
-        assert isinstance(reading, CompileReport), reading
-        assert reading.shared_bytes == sram_bytes(module, kernel, row)
-        assert random_bytes(kernel, row) == 0
+    for module, kernel, config, report in compiled(tmp_path, *asked):
+        assert isinstance(report, CompileReport), report
+        assert report.shared_bytes == sram_bytes(module, kernel, config)
+        assert random_bytes(kernel, config) == 0
 
 
 def test_products_in_tf32_fit_as_predicted(tmp_path):
@@ -103,23 +107,26 @@ def test_products_in_tf32_fit_as_predicted(tmp_path):
         ("square", "128", (("dq", "sm80", 32, 32, 2), ("dkdv", "sm100", 64, 64, 1))),
         ("mla", "{qk: 192, v: 128}", (("dk", "sm90", 64, 16, 2), ("dq", "sm90", 64, 16, 1))),
     ):
-        text = f"name: {name}\nhead_dim: {head_dim}\nmask: causal\ndtype: fp32\nfp32_precision: tf32\nheads: {{sharing: mqa}}\n"
+        text = (
+            f"name: {name}\nhead_dim: {head_dim}\nmask: causal\ndtype: fp32\nfp32_precision: tf32\n"
+            f"heads: {{sharing: mqa}}\n"
+        )
         module = lower(parse_spec(text))
         file = tmp_path / f"{name}.py"
         file.write_text(render(module)["kernels.py"])
         for kernel, cls, block_q, block_kv, stages in asked:
-            row = next(r for r in module.configs(kernel) if r.device == cls)
-            row = replace(row, block_q=block_q, block_kv=block_kv, num_warps=4, num_stages=stages)
-            found.append((module, module.kernel(kernel), row))
+            config = next(r for r in module.configs(kernel) if r.device == cls)
+            config = replace(config, block_q=block_q, block_kv=block_kv, num_warps=4, num_stages=stages)
+            found.append((module, module.kernel(kernel), config))
             jobs.append(job(*found[-1], file))
-    for what, reading in zip(found, compile_all(jobs, 1)):
-        assert isinstance(reading, CompileReport), reading
-        assert reading.shared_bytes <= sram_bytes(*what), what
-        assert not [said for said in violations(*what, reading) if "shared memory" in said]
+    for case, report in zip(found, known_reports.compile_all(compile_all, jobs, 1)):
+        assert isinstance(report, CompileReport), report
+        assert report.shared_bytes <= sram_bytes(*case), case
+        assert not [text for text in violations(*case, report) if "shared memory" in text]
 
 
 def test_a_tile_that_is_too_large_spills_or_does_not_fit(tmp_path):
-    """And the compiler, asked for the impossible, says so."""
+    """The compiler also reports a tile size that it cannot compile."""
     large = {"block_q": 128, "block_kv": 128, "num_warps": 4}
     asked = [("full_mha", "dkdv", "sm80", None, large), ("full_mha", "fwd", "sm90", None, {"block_q": 96})]
     spilling, impossible = compiled(tmp_path, *asked)
@@ -127,48 +134,53 @@ def test_a_tile_that_is_too_large_spills_or_does_not_fit(tmp_path):
     assert "does not compile: " in next(violations(*impossible))
 
 
-def test_few_rewritten_rows_fit_as_predicted(tmp_path):
-    """Too few for the large matrix instruction: the product that sums them takes K in another layout."""
+def test_a_narrow_tile_of_accumulated_rows_fits_as_predicted(tmp_path):
+    """16 rows are too few for the large matrix instruction, so the product that sums them reads K in another layout."""
     few = {"block_q": 16, "block_kv": 64, "num_warps": 4, "num_stages": 3}
-    ((module, kernel, row, reading),) = compiled(tmp_path, ("causal_fa1", "bwd", "sm90", None, few))
-    assert 41_216 == reading.shared_bytes <= sram_bytes(module, kernel, row)
-    assert not list(violations(module, kernel, row, reading))
+    ((module, kernel, config, report),) = compiled(tmp_path, ("causal_fa1", "bwd", "sm90", None, few))
+    assert 41_216 == report.shared_bytes <= sram_bytes(module, kernel, config)
+    assert not list(violations(module, kernel, config, report))
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, expected",
     [
         ({}, None),
         (
             {"spilled_bytes": 8},
-            "spills 8 bytes; tile selection leaves it out once attngen/targets/triton/spills.txt lists `sm80 fwd 64/64",
+            (
+                "spills 8 bytes; tile selection leaves it out once attngen/targets/triton/spills.txt lists `sm80 fwd "
+                "64/64"
+            ),
         ),
         ({"shared_bytes": 10**6}, "needs 1,000,000 bytes of shared memory, and has 166,912"),
         ({"shared_bytes": 160_000}, "needs 160,000 bytes of shared memory, more than the"),
         ({"shared_bytes": 1000}, "and needs 1,000; no reason is known"),
     ],
 )
-def test_a_reading_that_breaks_its_certificate_is_told(change, said):
+def test_a_compile_report_that_breaks_its_certificate_is_reported(change, expected):
     module = target("full_mha")
-    kernel, row = module.kernel("fwd"), [r for r in module.configs("fwd") if r.device == "sm80"][-1]
-    reading = replace(READING, shared_bytes=sram_bytes(module, kernel, row))
-    told = list(violations(module, kernel, row, replace(reading, **change)))
-    assert said in told[0] if said else told == []
+    kernel, config = module.kernel("fwd"), [r for r in module.configs("fwd") if r.device == "sm80"][-1]
+    report = replace(REPORT, shared_bytes=sram_bytes(module, kernel, config))
+    found = list(violations(module, kernel, config, replace(report, **change)))
+    assert expected in found[0] if expected else found == []
 
 
-def test_rows_that_are_not_aligned_have_their_reason(tmp_path):
-    """A head dimension of 72: the compiler does not know that rows start at multiples of 16 bytes."""
+def test_the_reason_for_unaligned_rows_is_known(tmp_path):
+    """With a head_dim of 72, the compiler does not know that rows start at multiples of 16 bytes."""
     module = lower(parse_spec("name: odd\nhead_dim: 72\n"))
     file = tmp_path / "odd.py"
     file.write_text(render(module)["kernels.py"])
-    rows = [(module.kernel(name), module.configs(name)[-1]) for name in ("delta", "dq")]
-    delta, dq = compile_all([job(module, kernel, row, file) for kernel, row in rows], 1)
-    assert delta.shared_bytes == sram_bytes(module, *rows[0]) == 1024
-    assert "are not copied ahead" in reason(module, *rows[1], dq)
+    pairs = [(module.kernel(name), module.configs(name)[-1]) for name in ("delta", "dq")]
+    delta, dq = known_reports.compile_all(
+        compile_all, [job(module, kernel, config, file) for kernel, config in pairs], 1
+    )
+    assert delta.shared_bytes == sram_bytes(module, *pairs[0]) == 1024
+    assert "are not copied ahead" in reason(module, *pairs[1], dq)
 
 
-def test_blocks_that_data_lists_are_found_within_what_is_predicted(tmp_path):
-    """By a kernel that copies nothing ahead, and by those that read the mask's booleans where blocks are cut."""
+def test_kernels_for_data_dependent_blocks_hold_their_certificates(tmp_path):
+    """The kernel that lists blocks copies nothing ahead; the others read the mask's booleans in partial blocks."""
     found, jobs = [], []
     for name, expr, tensor, asked in (
         (
@@ -188,28 +200,28 @@ def test_blocks_that_data_lists_are_found_within_what_is_predicted(tmp_path):
         file = tmp_path / f"{name}.py"
         file.write_text(render(module)["kernels.py"])
         for kernel, cls in (x.split() for x in asked):
-            row = next(r for r in reversed(module.configs(kernel)) if r.device == cls)
-            found.append((module, module.kernel(kernel), row))
+            config = next(r for r in reversed(module.configs(kernel)) if r.device == cls)
+            found.append((module, module.kernel(kernel), config))
             jobs.append(job(*found[-1], file))
-    for (module, kernel, row), reading in zip(found, compile_all(jobs, 1)):
-        assert isinstance(reading, CompileReport), reading
-        assert list(violations(module, kernel, row, reading)) == []
+    for (module, kernel, config), report in zip(found, known_reports.compile_all(compile_all, jobs, 1)):
+        assert isinstance(report, CompileReport), report
+        assert list(violations(module, kernel, config, report)) == []
 
 
-def test_spills_break_the_certificate_on_nvidia_alone():
+def test_spills_break_the_certificate_only_on_nvidia():
     module = target("causal_mha")
-    for cls, told in (("sm90", 1), ("gfx942", 0)):
-        row = [r for r in module.configs("dkdv") if r.device == cls][-1]
-        reading = replace(READING, shared_bytes=sram_bytes(module, module.kernel("dkdv"), row), spilled_bytes=72)
-        assert len(list(violations(module, module.kernel("dkdv"), row, reading))) == told
+    for cls, count in (("sm90", 1), ("gfx942", 0)):
+        config = [r for r in module.configs("dkdv") if r.device == cls][-1]
+        report = replace(REPORT, shared_bytes=sram_bytes(module, module.kernel("dkdv"), config), spilled_bytes=72)
+        assert len(list(violations(module, module.kernel("dkdv"), config, report))) == count
 
 
-def test_without_a_ring_a_difference_has_its_reason():
+def test_without_a_pipeline_the_reason_for_a_difference_is_known():
     module = target("full_mha")
-    kernel, row = module.kernel("fwd"), replace(module.configs("fwd")[0], num_stages=1)
-    reading = replace(READING, shared_bytes=sram_bytes(module, kernel, row) // 2)
-    assert list(violations(module, kernel, row, reading)) == []
-    assert "share room" in reason(module, kernel, row, reading)
+    kernel, config = module.kernel("fwd"), replace(module.configs("fwd")[0], num_stages=1)
+    report = replace(REPORT, shared_bytes=sram_bytes(module, kernel, config) // 2)
+    assert list(violations(module, kernel, config, report)) == []
+    assert "share room" in reason(module, kernel, config, report)
 
 
 # ---------------------------------------------------------------------------------------------- report.json
@@ -217,38 +229,38 @@ def test_without_a_ring_a_difference_has_its_reason():
 
 @pytest.fixture
 def kept(tmp_path):
-    """The files of a module with one reading recorded, in a folder; the module, the row and its reading."""
+    """A module, a config, the module's files with the config's compile report, and the folder that has these files."""
     module = target("full_mha")
-    row = module.configs("fwd")[-1]
-    files = record(module, render(module), {("fwd", row): READING})
+    config = module.configs("fwd")[-1]
+    files = record(module, render(module), {("fwd", config): REPORT})
     write_module(files, tmp_path / "full_mha")
-    return module, row, files, tmp_path / "full_mha"
+    return module, config, files, tmp_path / "full_mha"
 
 
-def test_a_reading_is_kept_while_its_kernel_and_row_are_the_same(kept):
-    module, row, files, folder = kept
+def test_a_compile_report_is_kept_while_its_kernel_and_config_are_unchanged(kept):
+    module, config, files, folder = kept
     assert keep(module, render(module), folder) == files != render(module)
-    assert list(stale(module, module.kernel("fwd"), row, READING, files)) == []
+    assert list(stale(module, module.kernel("fwd"), config, REPORT, files)) == []
 
 
 @pytest.mark.parametrize(
     "name, old, new",
     [
         ("kernels.py", "# Forward: online softmax", "# Forward:"),  # the kernel's source
-        ("kernels.py", "D_QK = tl.constexpr(64)", "D_QK = tl.constexpr(32)"),  # what it uses
-        ("report.json", '"sram_limit": 101376', '"sram_limit": 1'),  # the row's report
+        ("kernels.py", "D_QK = tl.constexpr(64)", "D_QK = tl.constexpr(32)"),  # a constant that it uses
+        ("report.json", '"sram_limit": 101376', '"sram_limit": 1'),  # the report of the config
     ],
 )
-def test_a_reading_of_something_else_is_dropped(kept, name, old, new):
-    module, row, files, folder = kept
+def test_a_compile_report_of_changed_code_is_dropped(kept, name, old, new):
+    module, config, files, folder = kept
     changed = render(module)
     assert old in changed[name]
     changed[name] = changed[name].replace(old, new)
     assert keep(module, changed, folder) == changed
 
 
-def test_a_reading_of_another_kernel_does_not_matter(kept):
-    module, row, files, folder = kept
+def test_a_change_of_another_kernel_keeps_the_compile_report(kept):
+    module, config, files, folder = kept
     changed = render(module)
     changed["kernels.py"] = changed["kernels.py"].replace("# Backward, dQ:", "# dQ:")
     assert keep(module, changed, folder)["report.json"] == files["report.json"]
@@ -257,26 +269,25 @@ def test_a_reading_of_another_kernel_does_not_matter(kept):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"kernels": 1}', '{"kernels": {"fwd": {"schedules": [{"reading": 1}]}}}']
 )
-def test_what_is_no_report_has_no_readings(tmp_path, text):
+def test_a_malformed_report_has_no_compile_reports(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
     assert keep(target("full_mha"), render(target("full_mha")), tmp_path) == render(target("full_mha"))
 
 
-def test_a_doctored_reading_is_told(kept):
-    module, row, files, _ = kept
-    doctored = {**files, "report.json": files["report.json"].replace('"registers": 200', '"registers": 100')}
-    (said,) = stale(module, module.kernel("fwd"), row, READING, doctored)
-    assert "another reading in report.json: registers 100 for 200; run `attngen verify --write`" in said
-    assert (
-        list(stale(module, module.kernel("fwd"), row, replace(READING, triton="1"), doctored)) == []
-    )  # by another compiler
-    (said,) = stale(module, module.kernel("fwd"), row, READING, render(module))
-    assert "has no reading in report.json" in said
+def test_an_edited_compile_report_is_reported(kept):
+    module, config, files, _ = kept
+    edited = {**files, "report.json": files["report.json"].replace('"registers": 200', '"registers": 100')}
+    (sentence,) = stale(module, module.kernel("fwd"), config, REPORT, edited)
+    assert "another compile report in report.json: registers 100 for 200; run `attngen verify --write`" in sentence
+    by_another_compiler = replace(REPORT, triton="1")
+    assert list(stale(module, module.kernel("fwd"), config, by_another_compiler, edited)) == []
+    (sentence,) = stale(module, module.kernel("fwd"), config, REPORT, render(module))
+    assert "has no compile report in report.json" in sentence
 
 
 def test_a_digest_is_of_what_triton_compiles():
-    """A kernel's own source, constants and functions of the device; not what Python alone runs, and not the other
-    kernels."""
+    """The digest covers the kernel's own source, its constants and its device functions, but neither host code nor
+    other kernels."""
     text = render(target("causal_dropout_mqa"))["kernels.py"]
     for old, new, counts in (
         ("DEVICE_CLASSES = {", "CLASSES_OF_DEVICES = {", False),
@@ -293,19 +304,19 @@ def test_a_digest_is_of_what_triton_compiles():
 
 @pytest.fixture
 def known(tmp_path):
-    """The files of a module with one reading recorded; the arguments of `recorded`, without them."""
+    """The files of a module with one compile report, the other arguments of `recorded`, and the compile report."""
     module = target("full_mha")
-    files, row, kernel = render(module), module.configs("fwd")[-1], module.kernel("fwd")
+    files, config, kernel = render(module), module.configs("fwd")[-1], module.kernel("fwd")
     (tmp_path / "kernels.py").write_text(files["kernels.py"])
-    made = job(module, kernel, row, tmp_path / "kernels.py")
-    reading = replace(READING, triton=triton_version(), job=made.digest)
-    return record(module, files, {("fwd", row): reading}), (module, kernel, row, made), reading
+    made = job(module, kernel, config, tmp_path / "kernels.py")
+    report = replace(REPORT, triton=triton_version(), job=made.digest)
+    return record(module, files, {("fwd", config): report}), (module, kernel, config, made), report
 
 
-def test_a_reading_whose_digest_holds_is_not_compiled_again(known):
-    files, what, reading = known
-    assert recorded(*what, files) == reading
-    assert list(stale(*what[:3], recorded(*what, files), files)) == []
+def test_a_kernel_whose_digest_is_recorded_is_not_compiled_again(known):
+    files, case, report = known
+    assert recorded(*case, files) == report
+    assert list(stale(*case[:3], recorded(*case, files), files)) == []
 
 
 @pytest.mark.parametrize(
@@ -318,31 +329,32 @@ def test_a_reading_whose_digest_holds_is_not_compiled_again(known):
         ('"code_bytes": 4096,', ""),
     ],
 )
-def test_an_edited_reading_is_compiled_again(known, old, new):
-    files, what, _ = known
+def test_a_kernel_whose_compile_report_was_edited_is_compiled_again(known, old, new):
+    files, case, _ = known
     assert old in files["report.json"]
-    assert recorded(*what, {**files, "report.json": files["report.json"].replace(old, new)}) is None
+    assert recorded(*case, {**files, "report.json": files["report.json"].replace(old, new)}) is None
 
 
 @pytest.mark.parametrize(
     "change", [{"types": ()}, {"tiles": ()}, {"options": ()}, {"arch": 80}, {"aligned_rows": False}, {"source": "0"}]
 )
-def test_a_reading_of_what_was_compiled_otherwise_is_compiled_again(known, change):
-    files, (module, kernel, row, made), _ = known
-    assert recorded(module, kernel, row, replace(made, **change), files) is None
-    assert recorded(module, kernel, row, made, render(module)) is None  # and one that is missing
+def test_a_kernel_that_was_compiled_differently_is_compiled_again(known, change):
+    files, (module, kernel, config, made), _ = known
+    assert recorded(module, kernel, config, replace(made, **change), files) is None
+    without_reports = render(module)
+    assert recorded(module, kernel, config, made, without_reports) is None
 
 
-def test_a_share_is_drawn_and_in_time_all_are(tmp_path):
+def test_each_commit_samples_a_share_of_jobs_and_in_time_all_of_them(tmp_path):
     jobs = [Job(tmp_path, f"kernel_{i}", (), (), (), 90, 32, True) for i in range(100)]
-    shares = [drawn(jobs, f"commit {i}") for i in range(200)]
+    shares = [sampled_jobs(jobs, f"commit {i}") for i in range(200)]
     assert {len(share) for share in shares} == {-(-100 // SHARE)} and shares[0] != shares[1]
-    assert drawn(reversed(jobs), "commit 0") == shares[0]
+    assert sampled_jobs(reversed(jobs), "commit 0") == shares[0]
     assert set().union(*shares) == {one.digest for one in jobs}
-    assert len(drawn(jobs[:1], "")) == 1
+    assert len(sampled_jobs(jobs[:1], "")) == 1
 
 
-def test_the_commit_draws_and_without_git_the_jobs_do(tmp_path):
+def test_the_sample_depends_on_the_commit_and_without_git_on_the_jobs(tmp_path):
     jobs = [Job(tmp_path, name, (), (), (), 90, 32, True) for name in ("fwd", "dq")]
     without = commit(tmp_path, jobs)
     assert without == commit(tmp_path, reversed(jobs)) != commit(tmp_path, jobs[:1])
@@ -366,45 +378,45 @@ def test_verify_compiles_writes_and_checks(tmp_path, capsys):
         main(["verify", spec, *to])
     assert "error: butterfly_gqa: on sm90 the kernel @fwd with " in capsys.readouterr().err
     run("verify", spec, *to, "--write")
-    rows = len(chosen(target("butterfly_gqa"), ["sm90"], False))
-    assert rows == 6 and f"{rows} kernels compiled for sm90" in capsys.readouterr().out
-    assert len(chosen(target("causal_mha"), ["sm90"], False)) > 4  # measured ones for few rows too
+    configs = len(chosen(target("butterfly_gqa"), ["sm90"], False))
+    assert configs == 6 and f"{configs} kernels compiled for sm90" in capsys.readouterr().out
+    assert len(chosen(target("causal_mha"), ["sm90"], False)) > 4  # the measured configs for few rows, too
     run("verify", spec, *to)
-    assert f"{rows} kernels compiled for sm90" in capsys.readouterr().out
+    assert f"{configs} kernels compiled for sm90" in capsys.readouterr().out
     run("verify", spec, *to, "--changed")
-    said = capsys.readouterr().out
-    assert "1 kernel compiled for sm90" in said and f"{rows - 1} readings of the same kernels" in said
+    output = capsys.readouterr().out
+    assert "1 kernel compiled for sm90" in output and f"{configs - 1} compile reports of the same kernels" in output
     run("build", spec, "--out", str(tmp_path), "--check")
     report = json.loads((tmp_path / "butterfly_gqa" / "report.json").read_text())
-    readings = [
+    reports = [
         r["reading"]
         for k in report["kernels"].values()
         for r in k["schedules"]
         if r["device"] == "sm90" and r["max_rows"] is None
     ]
-    assert [sorted(r) for r in readings] == [
+    assert [sorted(r) for r in reports] == [
         ["code_bytes", "digest", "registers", "shared_bytes", "source", "spilled_bytes", "states", "target", "triton"]
-    ] * rows
-    readings[0]["registers"] += 1
+    ] * configs
+    reports[0]["registers"] += 1
     (tmp_path / "butterfly_gqa" / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     with pytest.raises(SystemExit):
         main(["verify", spec, *to, "--changed"])
-    assert capsys.readouterr().err.count("has another reading in report.json: registers") == 1
+    assert capsys.readouterr().err.count("has another compile report in report.json: registers") == 1
     with pytest.raises(SystemExit):
         main(["verify", spec, *to[:-1], str(tmp_path / "elsewhere"), "--changed"])
     assert "specs/butterfly_gqa.yaml: not built: there is no" in capsys.readouterr().err
 
 
 def run(*args):
-    """The command line, which must succeed."""
+    """Run the command line, which must succeed."""
     with pytest.raises(SystemExit) as done:
         main(list(args))
     assert done.value.code in (0, None)
 
 
 def test_functions_of_scalars_and_casts_compile(tmp_path):
-    """What is computed of a head, of numbers of the call, and integers of reals: in scores and masks, each kernel
-    for each kind of GPU."""
+    """Functions of the head index and of scalars, and casts of reals to integers, compile in scores and masks, in each
+    kernel and for each kind of GPU."""
     names = ["functions of scalars in a score", "functions of scalars in a mask", "floor, round and casts in a score"]
     classes = ("sm80", "sm90", "gfx942")
     asked, jobs = [], []
@@ -414,12 +426,16 @@ def test_functions_of_scalars_and_casts_compile(tmp_path):
         file.write_text(render(module)["kernels.py"])
         for kernel, cls in zip(("fwd", "dq", "dkdv"), (classes * 2)[i:]):
             asked.append((name, kernel, cls))
-            row = next(r for r in reversed(module.configs(kernel)) if r.device == cls)
-            jobs.append(job(module, module.kernel(kernel), row, file))
-    wrong = [(*what, found) for what, found in zip(asked, compile_all(jobs, 2)) if not isinstance(found, CompileReport)]
+            config = next(r for r in reversed(module.configs(kernel)) if r.device == cls)
+            jobs.append(job(module, module.kernel(kernel), config, file))
+    wrong = [
+        (*case, found)
+        for case, found in zip(asked, known_reports.compile_all(compile_all, jobs, 2))
+        if not isinstance(found, CompileReport)
+    ]
     assert wrong == []
     assert {(kernel, cls) for _, kernel, cls in asked} == {(k, c) for k in ("fwd", "dq", "dkdv") for c in classes}
 
 
-def test_a_prediction_is_compared_with_what_is_reported() -> None:
+def test_a_prediction_is_compared_with_the_reported_number() -> None:
     assert [percent(*pair) for pair in ((64, 64), (0, 0), (105, 100), (128, 0))] == ["", "", "+5.0%", "above 0"]

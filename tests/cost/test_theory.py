@@ -1,4 +1,4 @@
-"""The theorems, each asserted; and the counts that they stand on, against loops that are run turn by turn."""
+"""Each theorem is asserted, and the counts behind the theorems are compared with loops run iteration by iteration."""
 
 from __future__ import annotations
 
@@ -41,30 +41,32 @@ from attngen.cost.theory import (
 from attngen.cost.theory import moved as moved_elements
 from attngen.devices import CLASSES
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Module
+from attngen.ir.module import Module
 from attngen.ir.names import DIRECTIONS
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.tiles.sizes import elements, tile_bytes
 from attngen.tiles.tiles import count_tiles, runs, tile_loops
 from attngen.verify import verify
-from tests.cost.walk import Walk
+from tests.cost.walk import Launch
 from tests.helpers import SPECS, edit, target
 
-# ---------------------------------------------------------------------------------------------- counts, by running the loops
+# ---------------------------------------------------------------------------------------------- counts and runs
 
-SIZES = [(48, 48, 16, 16), (40, 56, 16, 32), (33, 20, 32, 16)]  # queries, keys, tile of each
+SIZES = [(48, 48, 16, 16), (40, 56, 16, 32), (33, 20, 32, 16)]  # queries, keys, rows of a tile of each
+# Query heads and K/V heads of each spec.
 UNMASKED = {"full_mha": (2, 2), "cross_mha": (2, 2)}
 CAUSAL = {
     "causal_mha": (2, 2),
     "causal_gqa": (4, 2),
     "causal_mqa": (3, 1),
     "mla_dims": (1, 1),
-}  # query heads, K/V heads
-CAUSAL["causal_fa1"] = (2, 2)
+    "causal_fa1": (2, 2),
+}
 
 
 def naive(t: dict[str, np.ndarray], group: int, scale: float, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """Attention and its gradients, by the formulas."""
+    """Return attention and its gradients by their formulas."""
     k, v = (np.repeat(t[name], group, axis=1) for name in "KV")
     s = np.where(seen, scale * t["Q"] @ k.swapaxes(2, 3), -np.inf)
     p = np.exp(s - s.max(axis=3, keepdims=True))
@@ -77,29 +79,29 @@ def naive(t: dict[str, np.ndarray], group: int, scale: float, seen: np.ndarray) 
 
 
 class Run:
-    """Kernels run one after the other on random tensors, and what each of them moved and computed."""
+    """A launch of each kernel in order on random tensors, with the bytes and FLOPs of each launch."""
 
-    def __init__(self, some, sizes: dict[str, int]) -> None:
+    def __init__(self, sequence, sizes: dict[str, int]) -> None:
         self.sizes = {**sizes, "scale": 0.2, "Nlse": sizes["Nq"]}
         shapes = {
             a.name: tuple(self.sizes[d] for d in a.type.dims)
-            for kernel in some
+            for kernel in sequence
             for a in kernel.args
             if a.role != "scalar"
         }
         random = np.random.default_rng(0)
         self.tensors = {name: random.standard_normal(shape) for name, shape in shapes.items()}
-        for name, start in (("O_ACC", 0), ("ROW_SUM", 0), ("ROW_MAX", -np.inf), ("DQ_ACC", 0)):  # as wrappers do
+        # Wrappers fill these, too.
+        for name, start in (("O_ACC", 0), ("ROW_SUM", 0), ("ROW_MAX", -np.inf), ("DQ_ACC", 0)):
             if name in shapes:
                 self.tensors[name].fill(start)
         self.inputs = {name: t.copy() for name, t in self.tensors.items() if name in ("Q", "K", "V", "dO", "dLSE")}
-        self.walks = {kernel.name: Walk(kernel, self.tensors, self.sizes) for kernel in some}
+        self.launches = {kernel.name: Launch(kernel, self.tensors, self.sizes) for kernel in sequence}
 
     def check(self, seen: np.ndarray) -> None:
         for name, expected in naive(self.inputs, self.sizes["group"], self.sizes["scale"], seen).items():
-            found = (
-                self.tensors[name].sum(axis=2) if self.tensors[name].ndim > 4 else self.tensors[name]
-            )  # of what splits wrote
+            found = self.tensors[name]
+            found = found.sum(axis=2) if found.ndim > 4 else found  # over the splits
             np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
@@ -120,35 +122,35 @@ def test_textbook_algorithms_compute_attention_and_move_what_is_counted(name, ca
     run = Run([k for direction in DIRECTIONS for k in kernels(name, direction)], numbers)
     run.check(np.ones(case[:2], bool))
     for kernel in algorithm(name).kernels:
-        walk = run.walks[kernel.name]
-        assert walk.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0, kernel.name
-        assert walk.moved_bytes == value(traffic(kernel, tile_bytes, partial(runs, kernel)), numbers)
-        assert walk.flops == value(flops(kernel, partial(runs, kernel)), numbers)
+        launch = run.launches[kernel.name]
+        assert launch.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0, kernel.name
+        assert launch.moved_bytes == value(traffic(kernel, tile_bytes, partial(runs, kernel)), numbers)
+        assert launch.flops == value(flops(kernel, partial(runs, kernel)), numbers)
 
 
 @pytest.mark.parametrize("name", [*UNMASKED, *CAUSAL])
 def test_emitted_kernels_move_what_is_counted(name):
-    """By the generic count, and by hbm_bytes, which knows the number of tiles only as `tiles`."""
+    """Both counts agree with the launch: the generic one, and hbm_bytes, which has the number of tiles as `tiles`."""
     module, heads = target(name), {**UNMASKED, **CAUSAL}[name]
     for case in [(32, 32, 16, 16), (40, 56, 16, 32)]:
         n_q, n_kv, block_q, block_kv = case
         numbers = sizes_of(case, heads, *((24, 16) if name == "mla_dims" else (16, 16)))
-        own_kernels = [kernel for direction in DIRECTIONS for kernel in module.kernels_of(direction)]
-        run = Run(own_kernels, numbers)
+        launched = [kernel for direction in DIRECTIONS for kernel in module.kernels_of(direction)]
+        run = Run(launched, numbers)
         q, k = np.mgrid[:n_q, :n_kv]
         run.check((k <= q + n_kv - n_q) | (name in UNMASKED))
-        for kernel in own_kernels:
-            walk = run.walks[kernel.name]
-            assert walk.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0, kernel.name
-            own, loop = (n_q, n_kv) if kernel.program_axis == "q" else (n_kv, n_q)
-            tiles = 2 * heads[0] * count_tiles(kernel, own, loop, block_q, block_kv) if tile_loops(kernel) else 0
-            assert walk.moved_bytes == value(hbm_bytes(kernel).subs(TILES, tiles), numbers), kernel.name
-            assert walk.flops == value(executed_flops(kernel).subs(TILES, tiles), numbers), kernel.name
+        for kernel in launched:
+            launch = run.launches[kernel.name]
+            assert launch.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0, kernel.name
+            program, loop = (n_q, n_kv) if kernel.program_axis == "q" else (n_kv, n_q)
+            tiles = 2 * heads[0] * count_tiles(kernel, program, loop, block_q, block_kv) if tile_loops(kernel) else 0
+            assert launch.moved_bytes == value(hbm_bytes(kernel).subs(TILES, tiles), numbers), kernel.name
+            assert launch.flops == value(executed_flops(kernel).subs(TILES, tiles), numbers), kernel.name
 
 
 @pytest.mark.parametrize("queries", [1, 3, 5])
-def test_rows_of_packed_heads_see_what_their_queries_see(queries):
-    """A tile of all heads of a group: row r is query r % queries, under the causal mask."""
+def test_rows_of_pack_gqa_tiles_see_what_their_queries_see(queries):
+    """A tile holds all heads of a group: row r is query r % queries, under the causal mask."""
     group, n_kv = 4, 40
     numbers = {**sizes_of((group * queries, n_kv, 16, 16), (8, 2), 16, 16), "queries": queries}
     kernel = target("causal_gqa").kernel("packed")
@@ -156,31 +158,30 @@ def test_rows_of_packed_heads_see_what_their_queries_see(queries):
     q, k = np.mgrid[: group * queries, :n_kv]
     expected = naive({**run.inputs, "dO": run.inputs["Q"]}, 1, 0.2, k <= q % queries + n_kv - queries)
     np.testing.assert_allclose(run.tensors["O"], expected["O"], rtol=1e-9, atol=1e-9)
-    walk = run.walks["packed"]
-    assert walk.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0
+    launch = run.launches["packed"]
+    assert launch.moved == value(traffic(kernel, elements, partial(runs, kernel)), numbers) > 0
     tiles = value(total_tiles(kernel), numbers)
-    assert tiles == 2 * 2 * 3 * -(
-        -4 * queries // 16
-    )  # of each sequence and K/V head three tiles of keys, for each tile of queries
-    assert walk.moved_bytes == value(hbm_bytes(kernel).subs(TILES, tiles), numbers)
-    assert walk.flops == value(executed_flops(kernel).subs(TILES, tiles), numbers)
+    # Each sequence and K/V head has three tiles of keys for each tile of queries.
+    assert tiles == 2 * 2 * 3 * -(-4 * queries // 16)
+    assert launch.moved_bytes == value(hbm_bytes(kernel).subs(TILES, tiles), numbers)
+    assert launch.flops == value(executed_flops(kernel).subs(TILES, tiles), numbers)
     q, kv, lse = (
         2 * heads * rows * width for heads, rows, width in ((8, queries, 16 * 2), (2, n_kv, 16 * 2), (8, queries, 4))
     )
     assert value(compulsory_bytes(kernel), numbers) == 2 * q + 2 * kv + lse
 
 
-def test_standard_attention_with_one_tile_moves_every_tensor_once_but_scores_twice():
-    """Tiles as large as the matrices: the loops turn once, and only the softmax and its gradient read scores again."""
+def test_standard_attention_with_one_tile_moves_scores_twice_and_other_tensors_once():
+    """With tiles as large as the matrices, loops run once, and only the softmax and its gradient read scores again."""
     numbers = sizes_of((64, 64, 64, 64))
     for kernel in algorithm("standard").kernels:
         again = {"softmax": 1, "ds": 2}.get(kernel.name, 0) * 2 * 2 * 64 * 64 * 2  # B Hq N^2 of 2 bytes
-        walked = value(traffic(kernel, tile_bytes, partial(runs, kernel)), numbers)
-        assert walked == value(compulsory_bytes(kernel), numbers) + again, kernel.name
+        counted = value(traffic(kernel, tile_bytes, partial(runs, kernel)), numbers)
+        assert counted == value(compulsory_bytes(kernel), numbers) + again, kernel.name
 
 
 @pytest.mark.parametrize("name", TEXTBOOK)
-def test_textbook_algorithms_hold_by_the_rules_of_the_ir(name):
+def test_textbook_algorithms_pass_the_verifier(name):
     verify(algorithm(name))
 
 
@@ -197,7 +198,7 @@ def by_claim(found: list[Theorem], start: str) -> Theorem:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_emitted_schedule_is_of_the_order_for_every_variant(name):
+def test_the_emitted_schedule_has_the_order_for_every_variant(name):
     for theorem in (*emitted(target(name), "sm90"), *work(target(name)), *memory(target(name))):
         assert theorem.holds, (theorem.claim, theorem.limits)
 
@@ -209,14 +210,14 @@ def test_every_theorem_holds():
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_the_emitted_schedule_is_of_the_order_on_every_device_class(cls):
+def test_the_emitted_schedule_has_the_order_on_every_device_class(cls):
     for theorem in emitted(target("full_mha"), cls):
         assert theorem.holds, (theorem.claim, theorem.limits)
 
 
 def test_standard_attention_is_nd_plus_nn():
-    """Theorem 2: forward, scores are written, read twice, written and read; 5 N^2, and what tiles of beta d rows
-    read again."""
+    """Theorem 2: the forward writes N^2 scores, reads them twice, writes and reads the weights, 5 N^2 in all, and tiles
+    of beta d rows read their inputs again."""
     forward, backward = standard()
     assert forward.order == backward.order == N * D + N**2
     assert forward.count == 5 * N**2 + 2 * N * D + 2 * N**2 * D / B_R
@@ -225,7 +226,8 @@ def test_standard_attention_is_nd_plus_nn():
 
 
 def test_flash_attention_1_is_nndd_over_m():
-    """Theorems 2 and 5: of its own loops, 3 N d a tile of keys with B_c = M / 4d: 12; backward 5 N d: 20."""
+    """Theorems 2 and 5: its loops move 3 N d per tile of B_c = M / 4d keys, so the constant is 12; the backward moves
+    5 N d, so the constant is 20."""
     forward, backward = flash1()
     assert forward.order == backward.order == N**2 * D**2 / M
     assert forward.count == 3 * N**2 * D / B_C + 4 * N**2 / B_C + 3 * N * D + 2 * N
@@ -235,11 +237,11 @@ def test_flash_attention_1_is_nndd_over_m():
 
 
 def test_the_emitted_schedule_has_these_constants():
-    """H100, no mask: k and v once per tile of q, which takes 1/5 of a chip that holds q and two stages of k and v; 1/7
-    with three.
+    """H100, no mask: k and v are loaded once per tile of q. The tile takes 1/5 of on-chip memory with two stages of k
+    and v, and 1/7 with three.
 
-    Backward: two tensors once per tile of two others, which takes 1/8 of a chip that holds these and three stages of
-    those.
+    Backward: two tensors are loaded once per tile of two others. Each tile takes 1/8 of on-chip memory, which holds
+    the two and three stages of the loaded ones.
     """
     found = emitted(target("full_mha"), "sm90")
     assert {k: limits(by_claim(found, f"@{k}, whose mask"))[:2] for k in ("fwd", "dkdv", "dq")} == {
@@ -254,8 +256,8 @@ def test_the_emitted_schedule_has_these_constants():
     assert by_claim(found, "@delta").order == N * D
 
 
-def test_block_sparse_is_the_share_of_it():
-    """Proposition 4: N d + s N^2 d^2 / M; without any tile, N d is left."""
+def test_block_sparse_attention_moves_its_share_of_the_tiles():
+    """Proposition 4: N d + s N^2 d^2 / M; without any tile, N d remains."""
     theorem = by_claim(emitted(target("full_mha"), "sm90"), "@fwd, block-sparse")
     assert theorem.order == N * D + SHARE * FLASH
     assert theorem.count == 2 * N * D + N + SHARE * 2 * N**2 * D / B_R
@@ -268,7 +270,7 @@ def test_block_sparse_is_the_share_of_it():
     [("full_mha", 1), ("causal_mha", "1/2"), ("window_gqa", 0), ("padding_mha", 1), ("causal_padding_gqa", "1/2")],
 )
 def test_the_share_of_tiles_that_a_mask_leaves(name, share, kernel):
-    """Its limit, against tiles counted: 64 times 2**20 rows in tiles of 2**14."""
+    """The limit agrees with a count of tiles: 2**24 rows in tiles of 2**14."""
     found = visible_share(target(name).kernel(kernel))
     assert found == sympy.Rational(share)
     n, block = 2**24, 2**14
@@ -277,7 +279,8 @@ def test_the_share_of_tiles_that_a_mask_leaves(name, share, kernel):
 
 
 def test_the_lower_bound_meets_both_ends_of_its_range():
-    """Proposition 3: N^2 d at M = d; at M = N d what inputs and outputs take, so that no algorithm is o of it there."""
+    """Proposition 3: the bound is N^2 d at M = d. At M = N d it is the size of inputs and outputs, so no algorithm is
+    o of it there."""
     small, large, once, beaten = lower_bound(target("full_mha"))
     assert (small.count, large.count) == (N**2 * D, N * D)
     assert once.count == 4 * N * D and limits(once) == [4]
@@ -291,7 +294,7 @@ def test_flops_are_4_8_and_10_nnd():
 
 
 def test_memory_saved_for_the_backward():
-    """P; the maximum and the sum of each row; their LSE."""
+    """Standard attention saves P, FlashAttention-1 each row's maximum and sum, and ours each row's LSE."""
     counts = {theorem.claim: theorem.count for theorem in memory(target("causal_mha"))}
     assert counts == {
         "standard attention: P in `T`": N**2,
@@ -300,7 +303,7 @@ def test_memory_saved_for_the_backward():
     }
 
 
-# ---------------------------------------------------------------------------------------------- edits that break an order
+# ---------------------------------------------------------------------------------------------- breaking edits
 
 
 def edited(module: Module, *changes: tuple[str, str]) -> Module:
@@ -345,7 +348,8 @@ def test_queries_loaded_in_the_loop_break_the_order():
 
 
 def test_one_more_load_of_keys_raises_the_constant():
-    """Not the order: three loads a turn in place of two, on a chip that a tile takes 1/7 of in place of 1/5."""
+    """The order stays. There are three loads per iteration instead of two, and a tile takes 1/7 of on-chip memory
+    instead of 1/5."""
     theorem = count_of((LOAD_K, LOAD_K + LOAD_K.replace("%k = ", "%k_again = ")))
     assert theorem.holds and limits(theorem)[0] == 3 * 7
 
@@ -370,18 +374,18 @@ def test_a_product_computed_twice_breaks_the_count_of_flops():
 
 
 def test_numbers_of_a_model_worked_out_by_hand():
-    """Llama 70B, one layer of 64 heads, 2**17 tokens of width 128, 2 bytes an element, on an H100 with 232,448
-    bytes."""
+    """Llama 70B: one layer of 64 heads, 2**17 tokens, head_dim 128, 2 bytes per element, on an H100 with 232,448 bytes
+    of shared memory."""
     module, n, d, heads = target("causal_gqa"), 2**17, 128, 64
     problem = Problem(1, heads, 8, n, n)
     found = {(row.schedule, row.cls): row for row in moved(module, problem)}
     assert found["standard", ""].forward == heads * (4 * n * n + 4 * n * d) * 2
     assert flash1_tile(module, "sm90") == (128, 227)  # ceil(116,224 / 512)
-    turns, all_rows = -(-n // 227), heads * n
-    per_turn = 3 * d * 2 + 4 * 4  # bytes a row: q, o read and written; l and m read and written, fp32
+    iterations, all_rows = -(-n // 227), heads * n
+    per_iteration = 3 * d * 2 + 4 * 4  # bytes per row: q, o read and written; l and m read and written, fp32
     once = d * 2 + 2 * 4
-    keys = heads * turns * 227 * 2 * d * 2
-    assert found["FlashAttention-1", "sm90"].forward == all_rows * (turns * per_turn + once) + keys
+    keys = heads * iterations * 227 * 2 * d * 2
+    assert found["FlashAttention-1", "sm90"].forward == all_rows * (iterations * per_iteration + once) + keys
     (block_q, block_kv), *_ = found["ours", "sm90"].tiles
     tiles = sum(-(-(i + 1) * block_q // block_kv) for i in range(n // block_q))
     assert found["ours", "sm90"].forward == heads * (tiles * block_kv * 2 * d * 2 + n * (2 * d * 2 + 4))
@@ -394,9 +398,8 @@ def test_work_and_memory_of_a_model_worked_out_by_hand():
     found = {row.schedule: row for row in done(target("causal_gqa"), Problem(1, heads, 8, n, n))}
     assert (found["standard"].forward, found["standard"].backward) == (4 * n * n * d * heads, 8 * n * n * d * heads)
     assert found["FlashAttention-1"].backward == 10 * n * n * d * heads
-    assert found["ours"].backward == pytest.approx(
-        5 * n * n * d * heads, rel=0.01
-    )  # half of the tiles, and the diagonal's
+    # Half of the tiles, and the tiles of the diagonal, are visited.
+    assert found["ours"].backward == pytest.approx(5 * n * n * d * heads, rel=0.01)
     assert {name: row.saved for name, row in found.items()} == {
         "standard": heads * n * n * 2,
         "FlashAttention-1": heads * n * 8,

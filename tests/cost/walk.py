@@ -1,5 +1,5 @@
-"""Runs a kernel of the IR in numpy, turn by turn, and counts what its loads and stores move and its products
-compute."""
+"""Run a kernel of the IR in NumPy, iteration by iteration, and count the elements and bytes that its loads and stores
+move and the FLOPs of its products."""
 
 from __future__ import annotations
 
@@ -11,26 +11,11 @@ from typing import Any
 import numpy as np
 import sympy
 
+from attngen.ir.core import Access, Op, Type
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT
 from attngen.ir.expr import Expr
-from attngen.ir.graph import Kernel
-from attngen.ir.ops import (
-    AXIS_DIM,
-    AXIS_EXTENT,
-    Access,
-    Base,
-    Dot,
-    Gather,
-    Init,
-    Load,
-    Loop,
-    Map,
-    Mask,
-    Reduce,
-    SoftmaxStep,
-    Store,
-    Type,
-    Yield,
-)
+from attngen.ir.kernel import Kernel
+from attngen.ir.ops import Base, Dot, Gather, Init, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Store, Yield
 
 FUNCTIONS = {
     "floordiv": lambda a, b: a // b,
@@ -49,9 +34,9 @@ def compiled(e: Expr) -> tuple[list[str], Callable[..., Any]]:
     return [str(s) for s in symbols], sympy.lambdify(symbols, e, modules=[FUNCTIONS, "numpy"])
 
 
-class Walk:
-    """One launch. `tensors` are read and written in place; `sizes` name every scalar of the kernel and every tile
-    size."""
+class Launch:
+    """One launch of a kernel. `tensors` are read and written in place; `sizes` has every scalar of the kernel and
+    every tile size by name."""
 
     def __init__(self, kernel: Kernel, tensors: dict[str, np.ndarray], sizes: Values) -> None:
         self.kernel, self.tensors = kernel, tensors
@@ -74,7 +59,7 @@ class Walk:
         return function(*(at[name] for name in names))
 
     def tile(self, e: Expr, at: Values, t: Type, uses: Values) -> Any:
-        """An expression over a tile: every operand and position is broadcast to it by the names of its dimensions."""
+        """Return the value of an expression over a tile. Operands and positions are broadcast by dimension names."""
         dims = [d.removesuffix("_PAD") for d in t.dims]
         shape = tuple(at[d] for d in dims)
 
@@ -90,7 +75,7 @@ class Walk:
         return np.broadcast_to(self.number(e, named), shape).astype(float)
 
     def access(self, access: Access, at: Values) -> tuple[np.ndarray, list[Any]]:
-        """The tensor, and an index or the rows of a tile for each of its dimensions."""
+        """Return the tensor, and for each of its dimensions an index or the rows of a tile."""
         source = self.kernel.op(access.tensor)
         name, index = (
             (source.src.tensor, source.src.index + access.index)
@@ -113,62 +98,10 @@ class Walk:
         self.moved_bytes += size * (at["elem"] if t.dtype == "T" else 4)
 
     def run(self, block: str, env: Values, at: Values) -> Values:
-        """Runs a block; env has the tiles, `at` the numbers. Returns what it yields."""
-        of = self.kernel.type_of
+        """Run a block and return the values that it yields. `env` has the tiles by name, `at` the numbers."""
         env, at = dict(env), dict(at)
         for op in self.kernel.block(block).ops:
-            uses = {k: (env[r] if of(r).dims else at[r], list(of(r).dims)) for k, r in getattr(op, "uses", ())}
-            uses = {k: (v, [d.removesuffix("_PAD") for d in dims]) for k, (v, dims) in uses.items()}
             match op:
-                case Init():
-                    env[op.name] = self.tile(op.value, at, op.type, {})
-                case Load():
-                    tensor, where = self.access(op.src, at)
-                    if not op.type.dims:
-                        at[op.name] = tensor[tuple(where)]
-                        continue
-                    tile = np.full([at[d.removesuffix("_PAD")] for d in op.type.dims], float(op.other))
-                    part = tensor[tuple(i for i in where if isinstance(i, int))]
-                    rows = [i for i in where if not isinstance(i, int)]
-                    tile[tuple(slice(len(r)) for r in rows)] = part[np.ix_(*rows)]
-                    env[op.name] = tile
-                    self.count(op.type, at)
-                case Gather():
-                    tensor, inside = self.tensors[op.src.tensor], self.tile(op.where, at, op.type, uses) > 0
-                    places = tuple(
-                        np.where(inside, self.tile(e, at, op.type, uses), 0).astype(int) for e in op.src.index
-                    )
-                    env[op.name] = np.where(inside, tensor[places], 0)
-                case Store():
-                    tensor, where = self.access(op.dst, at)
-                    rows = [i for i in where if not isinstance(i, int)]
-                    part = tensor[tuple(i for i in where if isinstance(i, int))]
-                    part[np.ix_(*rows)] = env[op.value][tuple(slice(len(r)) for r in rows)]
-                    self.count(of(op.value), at)
-                case Map() if op.type.dims:
-                    env[op.name] = self.tile(op.expr, at, op.type, uses)
-                case Map():
-                    at[op.name] = self.number(op.expr, {**at, **{k: v for k, (v, _) in uses.items()}})
-                case Mask():
-                    seen = self.tile(op.where, at, op.type, uses)
-                    env[op.name] = np.where(seen > 0, env[op.value], -np.inf)
-                case Dot():
-                    a, b = of(op.a).dims, of(op.b).dims
-                    letters = {d: chr(97 + i) for i, d in enumerate(dict.fromkeys((*a, *b)))}
-                    term = ["".join(letters[d] for d in dims) for dims in (a, b, op.type.dims)]
-                    env[op.name] = np.einsum(f"{term[0]},{term[1]}->{term[2]}", env[op.a], env[op.b])
-                    self.flops += 2 * env[op.name].size * at[op.over.removesuffix("_PAD")]
-                    if op.acc:
-                        env[op.name] = env[op.name] + env[op.acc]
-                case SoftmaxStep():
-                    scale = at[op.scale] if op.scale else 1.0
-                    m = np.maximum(env[op.m], env[op.s].max(axis=1))
-                    seen = np.where(m == -np.inf, 0, m)
-                    env[f"{op.name}.p"] = np.exp2(scale * (env[op.s] - seen[:, None]))
-                    env[f"{op.name}.alpha"] = np.exp2(scale * (env[op.m] - seen))
-                    env[f"{op.name}.m"] = m
-                case Reduce():
-                    env[op.name] = getattr(env[op.value], op.op)(axis=of(op.value).dims.index(op.over))
                 case Loop():
                     carried = {field: env[ref] for field, ref in op.carry}
                     for lo, hi in op.ranges:
@@ -179,4 +112,67 @@ class Walk:
                     env |= {f"{op.name}.{field}": value for field, value in carried.items()}
                 case Yield():
                     return {field: env[ref] for field, ref in op.values}
+                case _:
+                    self.execute(op, env, at)
         return {}
+
+    def execute(self, op: Op, env: Values, at: Values) -> None:
+        """Execute an op other than a loop or a yield, and add its results to `env` or `at`."""
+        of = self.kernel.type_of
+        uses = {k: (env[r] if of(r).dims else at[r], list(of(r).dims)) for k, r in getattr(op, "uses", ())}
+        uses = {k: (v, [d.removesuffix("_PAD") for d in dims]) for k, (v, dims) in uses.items()}
+        match op:
+            case Init():
+                env[op.name] = self.tile(op.value, at, op.type, {})
+            case Load() if op.type.dims:
+                self.load(op, env, at)
+            case Load():
+                tensor, where = self.access(op.src, at)
+                at[op.name] = tensor[tuple(where)]
+            case Gather():
+                tensor, inside = self.tensors[op.src.tensor], self.tile(op.where, at, op.type, uses) > 0
+                places = tuple(np.where(inside, self.tile(e, at, op.type, uses), 0).astype(int) for e in op.src.index)
+                env[op.name] = np.where(inside, tensor[places], 0)
+            case Store():
+                tensor, where = self.access(op.dst, at)
+                rows = [i for i in where if not isinstance(i, int)]
+                part = tensor[tuple(i for i in where if isinstance(i, int))]
+                part[np.ix_(*rows)] = env[op.value][tuple(slice(len(r)) for r in rows)]
+                self.count(of(op.value), at)
+            case Map() if op.type.dims:
+                env[op.name] = self.tile(op.expr, at, op.type, uses)
+            case Map():
+                at[op.name] = self.number(op.expr, {**at, **{k: v for k, (v, _) in uses.items()}})
+            case Mask():
+                seen = self.tile(op.where, at, op.type, uses)
+                env[op.name] = np.where(seen > 0, env[op.value], -np.inf)
+            case Dot():
+                self.dot(op, env, at)
+            case SoftmaxStep():
+                scale = at[op.scale] if op.scale else 1.0
+                m = np.maximum(env[op.m], env[op.s].max(axis=1))
+                seen = np.where(m == -np.inf, 0, m)
+                env[f"{op.name}.p"] = np.exp2(scale * (env[op.s] - seen[:, None]))
+                env[f"{op.name}.alpha"] = np.exp2(scale * (env[op.m] - seen))
+                env[f"{op.name}.m"] = m
+            case Reduce():
+                env[op.name] = getattr(env[op.value], op.op)(axis=of(op.value).dims.index(op.over))
+
+    def load(self, op: Load, env: Values, at: Values) -> None:
+        """Load a tile; rows past the end of the tensor are `other`."""
+        tensor, where = self.access(op.src, at)
+        tile = np.full([at[d.removesuffix("_PAD")] for d in op.type.dims], float(op.other))
+        part = tensor[tuple(i for i in where if isinstance(i, int))]
+        rows = [i for i in where if not isinstance(i, int)]
+        tile[tuple(slice(len(r)) for r in rows)] = part[np.ix_(*rows)]
+        env[op.name] = tile
+        self.count(op.type, at)
+
+    def dot(self, op: Dot, env: Values, at: Values) -> None:
+        a, b = self.kernel.type_of(op.a).dims, self.kernel.type_of(op.b).dims
+        letters = {d: chr(97 + i) for i, d in enumerate(dict.fromkeys((*a, *b)))}
+        term = ["".join(letters[d] for d in dims) for dims in (a, b, op.type.dims)]
+        env[op.name] = np.einsum(f"{term[0]},{term[1]}->{term[2]}", env[op.a], env[op.b])
+        self.flops += 2 * env[op.name].size * at[op.over.removesuffix("_PAD")]
+        if op.acc:
+            env[op.name] = env[op.name] + env[op.acc]

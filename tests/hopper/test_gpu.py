@@ -1,5 +1,5 @@
-"""Divided kernels on a Hopper GPU: results and gradients against naive attention, the same bits twice, graphs, wide
-and narrow calls."""
+"""Warp-specialized kernels on a Hopper GPU: results and gradients compared with naive attention, repeatable bits,
+CUDA graphs, and other head_dims."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import torch
 
 from attngen.codegen.files import write_module
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, cli_cases, heads_for, load_module, make_inputs, run_case, torch_dtype
+from attngen.conformance.cases import Case, cli_cases, heads_for, make_inputs, torch_dtype
+from attngen.conformance.harness import load_module, run_case
 from attngen.conformance.over_cache import CacheCase, make_call, run_cache_case
 from attngen.conformance.sweep import repeats
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec
-from attngen.targets.hopper.configs.sm90 import TANGENTS
+from attngen.targets.hopper.configs.sm90 import JVP
 from tests.helpers import built, target
 from tests.helpers import spec as spec_of
-from tests.hopper.common import WARP_SPECIALIZED, asking, whole, wide
+from tests.hopper.common import WARP_SPECIALIZED, hopper_spec, lowered, spec_with_head_dims
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = ("bnhd", "packed", "expanded", "island")
@@ -30,25 +31,25 @@ LAYOUTS = ("bnhd", "packed", "expanded", "island")
 
 @pytest.fixture()
 def module(request: pytest.FixtureRequest, tmp_path: Path) -> ModuleType:
-    """The module of a spec, with its divided forward; only for GPUs that run this one."""
+    """The module of a spec with its warp-specialized forward; skips on GPUs that cannot run it."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     name = request.node.callspec.params["name"]
-    write_module(render(whole(name)), tmp_path / name)
+    write_module(render(lowered(name)), tmp_path / name)
     return load_module(tmp_path / name)
 
 
 def launched(module: ModuleType, kernel: str = "fwd") -> set[str]:
-    """The files whose forward, or other kernel, was launched."""
+    """The files from which the forward, or another kernel, was launched."""
     found = [launch for launches in module.runtime.LAUNCHES.values() for launch in launches if launch.name == kernel]
     return {launch.file.__name__.rpartition(".")[2] for launch in found}
 
 
 def fault(module: ModuleType, spec: Spec, case: Case, dtype: str) -> str:
-    """What is wrong with the results of a case; empty text if nothing is.
+    """The fault in the results of a case; an empty string if there is none.
 
-    Cases of many scores run one at a time, however many processes test: naive attention in fp64 takes some 10 GiB for
-    each.
+    Cases with many scores run one at a time, also across test processes, because naive attention in fp64 takes about
+    10 GiB for each.
     """
     with open(Path(tempfile.gettempdir()) / "attngen_large_case", "w") as file:
         if case.n_q * case.n_kv >= 2**22:
@@ -60,7 +61,7 @@ def fault(module: ModuleType, spec: Spec, case: Case, dtype: str) -> str:
 
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_results_and_gradients_are_right_and_repeat(name: str, module: ModuleType) -> None:
-    spec = asking(name)
+    spec = hopper_spec(name)
     cases = [case for case, dtype in cli_cases(spec, True) if dtype == spec.dtype[0]]
     cases += [Case(2, *heads_for(spec), n_q, n_kv) for n_q, n_kv in ((17, 1000), (1000, 17), (0, 5), (5, 0), (65, 129))]
     cases += [Case(2, *heads_for(spec), 127, 127, layout) for layout in LAYOUTS]
@@ -70,9 +71,9 @@ def test_results_and_gradients_are_right_and_repeat(name: str, module: ModuleTyp
     assert launched(module) == {"hopper"}
 
 
-@pytest.mark.parametrize("name", [name for name in WARP_SPECIALIZED if target(name).stand_ins(TANGENTS)])
+@pytest.mark.parametrize("name", [name for name in WARP_SPECIALIZED if target(name).stand_ins(JVP)])
 def test_tangents_are_right_and_repeat(name: str, module: ModuleType) -> None:
-    spec = asking(name)
+    spec = hopper_spec(name)
     for dtype in spec.dtype:
         for n_q, n_kv in ((1000, 1000), (65, 129), (1000, 70), (70, 1000), (2048, 2048)):
             case = Case(2, *heads_for(spec), n_q, n_kv)
@@ -82,16 +83,16 @@ def test_tangents_are_right_and_repeat(name: str, module: ModuleType) -> None:
         attention = partial(module.attention, **inputs)
         first, *others = (torch.func.jvp(attention, (q, k, v), (q, k, v))[1] for _ in range(4))
         assert all(torch.equal(first, other) for other in others)
-    assert launched(module, TANGENTS) == {"hopper"}
+    assert launched(module, JVP) == {"hopper"}
 
 
-@pytest.mark.parametrize("widths", [(96, 96), (80, 80), (192, 192), (160, 128), (48, 40), (240, 136), (64, 96)])
-def test_heads_of_other_widths(widths: tuple[int, int], tmp_path: Path) -> None:
-    """Tiles in pieces, whose last one may end with zeros; tiles of V with columns, or whole rows of a swizzle, of
-    zeros."""
+@pytest.mark.parametrize("head_dims", [(96, 96), (80, 80), (192, 192), (160, 128), (48, 40), (240, 136), (64, 96)])
+def test_other_head_dims(head_dims: tuple[int, int], tmp_path: Path) -> None:
+    """Tiles lie in column pieces, the last of which may be zero-padded; tiles of V are padded with zero columns, or
+    with whole swizzle rows of zeros."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    spec = wide(*widths)
+    spec = spec_with_head_dims(*head_dims)
     write_module(render(lower(spec)), tmp_path / "wide")
     module = load_module(tmp_path / "wide")
     for n_q, n_kv in ((1000, 1000), (65, 129), (17, 1000), (1000, 17), (0, 5)):
@@ -102,7 +103,7 @@ def test_heads_of_other_widths(widths: tuple[int, int], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["causal_gqa"])
 def test_graphs_and_two_streams(name: str, module: ModuleType) -> None:
-    spec, case = asking(name), Case(2, *heads_for(asking(name)), 1000, 1000)
+    spec, case = hopper_spec(name), Case(2, *heads_for(hopper_spec(name)), 1000, 1000)
     q, k, v, inputs = make_inputs(spec, case, torch_dtype(spec.dtype[0]), "cuda", 1)
     expected = module.attention(q, k, v, **inputs)
     graphs, captured = [torch.cuda.CUDAGraph() for _ in range(2)], []
@@ -130,9 +131,9 @@ def test_graphs_and_two_streams(name: str, module: ModuleType) -> None:
 @pytest.mark.parametrize("name", ["causal_mqa", "causal_d256"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_calls(name: str, dynamic: bool, module: ModuleType) -> None:
-    """Under torch.compile, as one graph for all lengths or one for each: the same bits, forward and backward, by
-    divided kernels."""
-    spec = asking(name)
+    """Under torch.compile, with one graph for all lengths or one per length, the warp-specialized kernels give the same
+    bits, forward and backward."""
+    spec = hopper_spec(name)
     torch._dynamo.reset()
     compiled = torch.compile(module.attention, fullgraph=True, dynamic=dynamic)
     for n in (640, 1000, 4000) if dynamic else (1000,):
@@ -145,17 +146,17 @@ def test_compiled_calls(name: str, dynamic: bool, module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", ["full_mha"])
-def test_the_environment_may_ask_for_portable_kernels(
+def test_the_environment_may_select_portable_kernels(
     name: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNGEN_BACKEND", "triton")
-    case = Case(1, *heads_for(asking(name)), 300, 300)
-    assert run_case(module, asking(name), case, asking(name).dtype[0], "cuda").ok
+    case = Case(1, *heads_for(hopper_spec(name)), 300, 300)
+    assert run_case(module, hopper_spec(name), case, hopper_spec(name).dtype[0], "cuda").ok
     assert launched(module) == {"kernels"}
 
 
 # Heads, queries, lengths of sequences before the call, new keys.
-OVER_CACHE = [
+DECODE_CALLS = [
     (128, 1, (8191, 5000, 64, 63, 0), 1),
     (128, 2, (130, 64, 1, 700), 2),
     (72, 1, (65, 127, 2000), 0),
@@ -168,9 +169,10 @@ OVER_CACHE = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "n_q", "lengths", "new"), OVER_CACHE)
-def test_decoding_of_latents(heads: int, n_q: int, lengths: tuple[int, ...], new: int) -> None:
-    """Two roles share the columns of outputs. Unused rows of pages hold NaN, and a call has the same bits each time."""
+@pytest.mark.parametrize(("heads", "n_q", "lengths", "new"), DECODE_CALLS)
+def test_mla_decode(heads: int, n_q: int, lengths: tuple[int, ...], new: int) -> None:
+    """Two warp groups split the columns of outputs. Unused rows of pages hold NaN, and repeated calls give the same
+    bits."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     spec, module = spec_of("decode_mla"), built("decode_mla")

@@ -1,4 +1,5 @@
-"""Two writers of dQ: the pass split-dq-reduction, what is refused, the proof of what roles hand over, and the code."""
+"""Two writers of dQ: the pass split-dq-reduction, IR that is refused, the protocol between warp groups, and the
+generated code."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import pytest
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.verify import verify
-from attngen.verify.machine import Program, Protocol, Step, Walk, broken
-from tests.hopper.test_fused_backward import backward, changed, edited, lines, steps, whole
+from attngen.verify.automata import Program, Protocol, Step, TileLoop
+from attngen.verify.machine import violation
+from tests.hopper.fused_backward import after_passes, backward, changed, edited, lines, lowered
 
 
-def test_a_writer_has_every_second_tile_and_waits_for_its_turn_first() -> None:
-    gone, come = changed("wide", "ping-pong", "split-dq-reduction", "write")
-    assert (gone, come) == (
+def test_a_writer_adds_every_second_tile_and_acquires_the_semaphore_first() -> None:
+    removed, added = changed("wide", "ping-pong", "split-dq-reduction", "write")
+    assert (removed, added) == (
         [],
         ["semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"],
     )
@@ -28,7 +30,7 @@ def test_a_writer_has_every_second_tile_and_waits_for_its_turn_first() -> None:
     ((old,), (new,)) = changed("wide", "ping-pong", "split-dq-reduction", "deliver")
     assert new == f"{old} round_robin(%dQ_pipeline)"
     instances = [
-        {b.name: b.warp_group.instances for b in backward(steps("wide")[step]).warp_groups if b.warp_group}
+        {b.name: b.warp_group.instances for b in backward(after_passes("wide")[step]).warp_groups if b.warp_group}
         for step in ("ping-pong", "split-dq-reduction")
     ]
     assert [found["writer"] for found in instances] == [1, 2] and instances[0]["consumer"] == instances[1][
@@ -48,197 +50,206 @@ def test_a_writer_has_every_second_tile_and_waits_for_its_turn_first() -> None:
         ("blocks_causal", 2),
     ],
 )
-def test_there_are_two_where_there_is_room_and_a_writer_has_little_time(name: str, instances: int) -> None:
-    """Tiles of 64 queries, or whose turn is read from lists; and a slot for each."""
+def test_two_writers_are_used_where_they_fit_and_one_is_too_slow(name: str, instances: int) -> None:
+    """One is too slow for tiles of 64 queries, and where the order of adds is read from lists. Each needs a stage."""
     assert [
-        b.warp_group.instances for b in backward(whole(name)).warp_groups if b.warp_group and b.name == "writer"
+        b.warp_group.instances for b in backward(lowered(name)).warp_groups if b.warp_group and b.name == "writer"
     ] == [instances]
 
 
-FOLLOW = "    semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n"
-RAISE = "    semaphore_release %DQ_SEMAPHORE[b, h, q_start]\n"
+ACQUIRE = "    semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n"
+RELEASE = "    semaphore_release %DQ_SEMAPHORE[b, h, q_start]\n"
 REFUSED = {
-    "three writers of two slots": (
+    "three writers of two stages": (
         "warp_group @writer instances(2)",
         "warp_group @writer instances(3)",
-        "`bodies`: .*%write_total deals turns by %dQ_pipeline, of 2 slots; expected as many as the role has copies",
+        (
+            "`loop-bodies`: .*%write_total splits iterations by the 2 stages of %dQ_pipeline; expected as many "
+            "stages as the warp group has"
+        ),
     ),
-    "a slot for one of two writers": (
+    "a stage for only one of two writers": (
         "%dQ_pipeline = pipeline stages(2)",
         "%dQ_pipeline = pipeline stages(1)",
-        "`bodies`: .*of 1 slots; expected as many",
+        "`loop-bodies`: .*the 1 stages of .*; expected as many",
     ),
     "two writers of the same tiles": (
         " round_robin(%dQ_pipeline)",
         "",
-        "`roles`: .*%dQ_pipeline is shared by @consumer and taken by @writer; expected ",
+        "`warp-groups`: .*%dQ_pipeline is written by @consumer and read by @writer; expected ",
     ),
-    "tiles dealt by a ring from which another role takes": (
+    "tiles split by the stages of a pipeline that another warp group reads": (
         " round_robin(%dQ_pipeline)",
         " round_robin(%Q_pipeline)",
-        "`roles`: .*%dQ_pipeline is shared by @consumer and taken by @writer; expected ",
+        "`warp-groups`: .*%dQ_pipeline is written by @consumer and read by @writer; expected ",
     ),
-    "a tile that is kept": (
+    "a tile that is not released": (
         "    consumer_release %dq_tile\n",
         "",
-        "`bodies`: .*from which @step takes a tile and gives it back",
+        "`loop-bodies`: .*from which @step waits for a tile and releases it",
     ),
-    "a tile that is given back twice": (
+    "a tile released twice": (
         "    consumer_release %dq_tile\n",
         "    consumer_release %dq_tile\n" * 2,
-        "`bodies`: .*takes a tile and gives it back",
+        "`loop-bodies`: .*waits for a tile and releases it",
     ),
-    "the turn of another tile awaited": (
+    "an acquire of the semaphore of another tile": (
         "semaphore_acquire %DQ_SEMAPHORE[b, h, q_start]",
         "semaphore_acquire %DQ_SEMAPHORE[b, h, q_start + BLOCK_Q]",
-        "`types`: .*is not the one wait for the turn of an add after it",
+        "`types`: .*is not the only acquire of the semaphore of an add after it",
     ),
-    "another turn awaited": (
+    "an acquire at another position in the order": (
         "order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n    %dq_tile",
         "order(0)\n    %dq_tile",
-        "`types`: .*is not the one wait for the turn of an add after it, in the same block",
+        "`types`: .*is not the only acquire of the semaphore of an add after it, in the same block",
     ),
-    "a turn awaited twice": (
+    "two acquires": (
         "    %dq_tile = consumer_wait",
-        f"{FOLLOW}    %dq_tile = consumer_wait",
-        "`types`: .*is not the one wait for the turn of an add",
+        f"{ACQUIRE}    %dq_tile = consumer_wait",
+        "`types`: .*is not the only acquire of the semaphore of an add",
     ),
-    "a turn passed by a consumer, too": (
+    "a release by a consumer as well": (
         "    producer_store %dQ_pipeline %dq\n",
-        f"    producer_store %dQ_pipeline %dq\n{RAISE}",
-        "`types`: .*has a turn, and it is not raised once after it",
+        f"    producer_store %dQ_pipeline %dq\n{RELEASE}",
+        "`types`: .*has a semaphore, which is not released once after it",
     ),
-    "a turn passed before the tile is there": (
+    "a release before the tile is loaded": (
         "    %dq_tile = consumer_wait",
-        f"{RAISE}    %dq_tile = consumer_wait",
-        "`types`: .*has a turn, and it is not raised once after it",
+        f"{RELEASE}    %dq_tile = consumer_wait",
+        "`types`: .*has a semaphore, which is not released once after it",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_wrong_text_is_refused_with_a_reason(mistake: str) -> None:
+def test_wrong_ir_is_refused_with_a_reason(mistake: str) -> None:
     old, new, reason = REFUSED[mistake]
     with pytest.raises(VerifyError, match=f"rule {reason}"):
         verify(edited("wide", (old, new)))
 
 
-def test_a_turn_that_is_awaited_when_the_tile_has_been_added_is_refused() -> None:
-    late = (FOLLOW, ""), ("    consumer_release %dq_tile\n", f"    consumer_release %dq_tile\n{FOLLOW}")
-    with pytest.raises(VerifyError, match="rule `types`: .*is not the one wait for the turn of an add after it"):
+def test_an_acquire_after_the_add_is_refused() -> None:
+    late = (ACQUIRE, ""), ("    consumer_release %dq_tile\n", f"    consumer_release %dq_tile\n{ACQUIRE}")
+    with pytest.raises(
+        VerifyError, match="rule `types`: .*is not the only acquire of the semaphore of an add after it"
+    ):
         verify(edited("wide", *late))
 
 
-def test_a_stage_is_not_given_back_before_what_is_in_it_is_added() -> None:
-    """In one writer, too."""
+def test_a_stage_is_not_released_before_its_tile_is_added() -> None:
+    """This holds for one writer as well."""
     for name in ("wide", "narrow"):
         early = (
             ("    consumer_release %dq_tile\n", ""),
             ("    ordered_add %DQ_ACC", "    consumer_release %dq_tile\n    ordered_add %DQ_ACC"),
         )
-        with pytest.raises(VerifyError, match="rule `types`: .*adds %dq_tile, which is not given back once after that"):
+        with pytest.raises(VerifyError, match="rule `types`: .*adds %dq_tile, which is not released once after that"):
             verify(edited(name, *early))
 
 
-def test_a_writer_has_one_warp_which_waits_for_what_it_has_told_the_engine() -> None:
+def test_a_writer_has_one_warp_which_waits_for_its_own_tma_reductions() -> None:
     two = (
         ("registers(240)", "registers(232)"),
         ("warp_group @writer instances(2) warps(1)", "warp_group @writer instances(2) warps(2)"),
     )
-    with pytest.raises(
-        VerifyError, match="rule `types`: .*is told to the copy engine by several warps, or outside of roles"
-    ):
+    with pytest.raises(VerifyError, match="rule `types`: .*is a TMA reduction of several warps, or of no warp group"):
         verify(edited("wide", *two))
 
 
-def test_tiles_are_not_dealt_to_one_writer() -> None:
+def test_tiles_are_not_split_for_a_single_writer() -> None:
     one = (
         ("%dQ_pipeline = pipeline stages(2)", "%dQ_pipeline = pipeline stages(1)"),
         ("warp_group @writer instances(2)", "warp_group @writer instances(1)"),
     )
     with pytest.raises(
-        VerifyError, match="rule `bodies`: .*of 1 slots; expected as many as the role has copies, and two or more"
+        VerifyError,
+        match=(
+            "rule `loop-bodies`: .*the 1 stages of .*; expected as many stages as the warp group has instances, and two"
+        ),
     ):
         verify(edited("wide", *one))
 
 
-def test_a_turn_that_another_program_has_is_refused() -> None:
+def test_a_position_in_the_order_that_another_program_has_is_refused() -> None:
     own, other = "order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)", "order(kv_start // BLOCK_KV)"
-    with pytest.raises(VerifyError, match="rule `walks`: .*add in other turns"):
+    with pytest.raises(VerifyError, match="rule `same-tiles`: .*add in another order"):
         verify(edited("wide", (own, other), (own, other)))
 
 
 # ---------------------------------------------------------------------------------------------- the protocol
 
 
-def handing(writers: int, steps: str, stages: int = 2, shares: str = "producer_store") -> Protocol:
-    """Two consumers share tiles, which writers do `steps` with in each turn; with several writers, slot by slot."""
+def two_consumers(writers: int, steps: str, stages: int = 2, stores: str = "producer_store") -> Protocol:
+    """Two consumers store parts of tiles, and writers do `steps` per iteration; several writers each have a stage."""
 
     def program(name: str, kinds: str, instances: int) -> Program:
-        turn = tuple(Step(kind, "X") for kind in kinds.split())
-        return Program(name, (), Walk(turn, turn), (), instances)
+        iteration = tuple(Step(kind, "X") for kind in kinds.split())
+        return Program(name, (), TileLoop(iteration, iteration), (), instances)
 
-    programs = (program("consumer", shares, 2), program("writer", steps, writers))
+    programs = (program("consumer", stores, 2), program("writer", steps, writers))
     return Protocol(programs, (("X", stages),), (("X", ""),), frozenset({"X"}) if writers > 1 else frozenset())
 
 
-def test_tiles_are_dealt_to_as_many_instances_as_there_are_stages() -> None:
-    assert broken(handing(3, "consumer_wait consumer_release", 2)) == "%X of 2 slots is dealt to 3 copies"
+def test_tiles_are_split_among_as_many_instances_as_there_are_stages() -> None:
+    assert (
+        violation(two_consumers(3, "consumer_wait consumer_release", 2))
+        == "%X of 2 stages serves 3 instances in round-robin order"
+    )
 
 
 @pytest.mark.parametrize("writers, stages", [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)])
 @pytest.mark.parametrize(
-    ("does", "shares", "reason"),
+    ("steps", "stores", "reason"),
     [
         ("consumer_wait consumer_release", "producer_store", ""),
         (
             "consumer_wait",
             "producer_store",
-            "can wait for ever|not all parts of a tile of %X are taken and given back at the end",
+            "can wait for ever|not all parts of a tile of %X are read and released at the end",
         ),
-        ("consumer_release consumer_wait", "producer_store", "gives back a tile of %X that it has not taken"),
+        ("consumer_release consumer_wait", "producer_store", "releases a tile of %X that it has not waited for"),
         (
             "consumer_wait consumer_release consumer_release",
             "producer_store",
-            "gives back a tile of %X that it has not taken",
+            "releases a tile of %X that it has not waited for",
         ),
         ("consumer_wait consumer_release consumer_wait consumer_release", "producer_store", "can wait for ever"),
         (
             "consumer_wait consumer_release",
             "producer_store producer_store",
-            "can wait for ever|not all parts of a tile of %X are taken and given back at the end",
+            "can wait for ever|not all parts of a tile of %X are read and released at the end",
         ),
     ],
 )
-def test_what_is_handed_over_is_proved_as_in_every_order(
-    writers: int, stages: int, does: str, shares: str, reason: str
+def test_the_proof_agrees_with_a_search_of_every_order(
+    writers: int, stages: int, steps: str, stores: str, reason: str
 ) -> None:
-    protocol = handing(writers, does, stages, shares)
-    for found in (broken(protocol), broken(protocol, all_orders=True)):
+    protocol = two_consumers(writers, steps, stages, stores)
+    for found in (violation(protocol), violation(protocol, all_orders=True)):
         assert bool(found) == bool(reason) and any(part in found for part in reason.split("|"))
 
 
-# ---------------------------------------------------------------------------------------------- as printed
+# ---------------------------------------------------------------------------------------------- generated code
 
 
-def test_a_writer_asks_for_its_turn_before_the_tile_is_there() -> None:
-    text = render(whole("wide"))["hopper.py"].partition("\ndef bwd_writer(")[2]
-    assert "            if dq_stage == WARP_GROUP:  # else the tile is the other writer's\n" in text
+def test_a_writer_acquires_the_semaphore_before_it_waits_for_the_tile() -> None:
+    text = render(lowered("wide"))["hopper.py"].partition("\ndef bwd_writer(")[2]
+    assert "            if dq_stage == WARP_GROUP:  # else the other writer adds the tile\n" in text
     assert (
         text.index("semaphore_acquire(")
         < text.index("mbarrier.wait(dq_full.index(dq_stage), dq_phase)")
         < text.index("tma_reduce_add(DQ_ACC")
     )
-    # counted by both, after the turn
+    # both writers advance the stage, after the add
     after = "                )\n            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)\n"
-    assert text.count(after) == 2 and "order_seen" not in text  # tiles of both classes
+    assert text.count(after) == 2 and "order_seen" not in text  # full and partial tiles
     assert "work_empty.index(stage), count=4)" in text and text.count("                bwd_writer,\n") == 2
 
 
-def test_one_writer_reads_the_next_turn_ahead() -> None:
-    text = render(whole("narrow"))["hopper.py"]
+def test_a_single_writer_reads_the_next_semaphore_ahead() -> None:
+    text = render(lowered("narrow"))["hopper.py"]
     assert (
         "def semaphore_value(counter):" in text
         and "WARP_GROUP" not in text.partition("\ndef bwd_writer(")[2].partition("@gluon")[0]
     )
-    assert "def semaphore_value(counter):" not in render(whole("wide"))["hopper.py"]
+    assert "def semaphore_value(counter):" not in render(lowered("wide"))["hopper.py"]

@@ -1,4 +1,4 @@
-"""The executor of the IR on small kernels written as text, each result worked out by hand or by plain NumPy."""
+"""The executor runs small kernels written as text; each result is worked out by hand or by plain NumPy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from attngen.errors import AttngenError
 from attngen.interp.host import execute
 from attngen.interp.numeric import value
 from attngen.interp.philox import keep_scores, philox
-from attngen.interp.tile import DOUBLE, SINGLE, OutsideTensor, execute_kernel, run_together, spread
-from attngen.ir.expr import parse, symbol
-from attngen.ir.graph import Module
-from attngen.ir.text import parse_module, print_module
+from attngen.interp.tile import execute_kernel, run_together
+from attngen.interp.values import DOUBLE, SINGLE, OutsideTensor, spread
+from attngen.ir.expr import symbol
+from attngen.ir.expr_text import parse
+from attngen.ir.module import Module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.targets.triton.legalize import LegalizeTriton
 from attngen.transforms.classify_tiles import ClassifyTiles
 from attngen.transforms.insert_cta_barriers import InsertCtaBarriers
@@ -77,7 +80,7 @@ def test_expressions_have_their_values(text: str, expected: float) -> None:
     np.testing.assert_allclose(np.broadcast_to(arrays, 2), [expected] * 2, rtol=1e-15)
 
 
-def test_a_function_that_the_ir_lacks_is_named() -> None:
+def test_the_error_names_a_function_that_the_ir_lacks() -> None:
     with pytest.raises(AttngenError, match="`cosh` is no function of the IR"):
         value(sympy.cosh(symbol("x")), {"x": 1.0})
 
@@ -94,7 +97,10 @@ def test_values_are_broadcast_by_the_names_of_their_dimensions() -> None:
 
 HIDDEN_IS_ZERO = (
     "%next = dot %masked",
-    "%zeros = map expr(select(masked > -inf, masked, 0)) uses(masked=%masked) : f32[BLOCK_Q, BLOCK_KV] @?\n    %next = dot %zeros",
+    (
+        "%zeros = map expr(select(masked > -inf, masked, 0)) uses(masked=%masked) : f32[BLOCK_Q, BLOCK_KV] @?\n"
+        "    %next = dot %zeros"
+    ),
 )
 TO_CLASSES = (ClassifyTiles(), SplitLoops())
 
@@ -104,7 +110,7 @@ TO_CLASSES = (ClassifyTiles(), SplitLoops())
 )
 @pytest.mark.parametrize(("n_q", "n_kv", "width"), [(10, 19, 16), (4, 8, 16), (1, 1, 24), (3, 0, 16), (0, 5, 16)])
 def test_a_kernel_gives_the_same_in_every_phase(passes: tuple[object, ...], n_q: int, n_kv: int, width: int) -> None:
-    """Sums of scores: tiles that the ends cut, padded columns, no key, no query."""
+    """SMALL sums scores. Sizes have tiles cut by the ends, a padded head_dim, no keys and no queries."""
     q, k = RANDOM.standard_normal((n_q, width)), RANDOM.standard_normal((n_kv, width))
     out = np.full((n_q, width), np.nan)
     run(
@@ -118,14 +124,14 @@ def test_a_kernel_gives_the_same_in_every_phase(passes: tuple[object, ...], n_q:
 @pytest.mark.parametrize(
     "passes", [(), (*TO_CLASSES, InsertCtaBarriers()), (*TO_CLASSES, InsertCtaBarriers(), LegalizeTriton())], ids=len
 )
-def test_a_program_that_walks_rewrites_its_sums(passes: tuple[object, ...]) -> None:
+def test_a_kv_outer_program_accumulates_in_memory(passes: tuple[object, ...]) -> None:
     q, k, sums = RANDOM.standard_normal((2, 10, 16)), RANDOM.standard_normal((2, 19, 16)), np.zeros((2, 10, 16))
     run(lowered(edit(WALKS, HIDDEN_IS_ZERO), *passes), {"Q": q, "K": k, "O_ACC": sums}, {"Hq": 2, "Nq": 10, "Nk": 19})
     np.testing.assert_allclose(sums, q @ k.swapaxes(1, 2) @ k, rtol=1e-12, atol=1e-12)
 
 
 def kernel(body: str) -> Module:
-    """A module of one kernel over tiles of queries, whose entry has these lines."""
+    """Return a module with one kernel over tiles of queries, whose entry block has these lines."""
     args = ["%X = arg in : f32[Nq] @?", "%O = arg out : f32[Nq] @?", "%Nq = arg scalar : i32[] @?"]
     return lowered("\n".join(["kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))", "  block @entry", *args, body]))
 
@@ -133,15 +139,18 @@ def kernel(body: str) -> Module:
 X = np.arange(10.0)
 
 
-def of_rows(body: str, x: np.ndarray = X) -> np.ndarray:
+def row_results(body: str, x: np.ndarray = X) -> np.ndarray:
     out = np.full(10, np.nan)
     run(kernel(body), {"X": x, "O": out}, {"Nq": 10})
     return out
 
 
-def test_what_is_past_a_checked_end_is_other() -> None:
+def test_elements_past_a_checked_end_are_other() -> None:
     out = np.full(3, np.nan)
-    body = "%x = load %X[q] check(q) other(7) : f32[BLOCK_Q] @?\n%sum = reduce sum %x over(BLOCK_Q) : f32[] @?\nstore %O[q_start // 4] %sum"
+    body = (
+        "%x = load %X[q] check(q) other(7) : f32[BLOCK_Q] @?\n%sum = reduce sum %x over(BLOCK_Q) : f32[] @?\n"
+        "store %O[q_start // 4] %sum"
+    )
     run(kernel(body), {"X": X, "O": out}, {"Nq": 10})
     assert out.tolist() == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8 + 9 + 7 + 7]
 
@@ -162,18 +171,18 @@ def test_what_is_past_a_checked_end_is_other() -> None:
 )
 def test_a_read_outside_a_tensor_is_an_error(line: str, message: str) -> None:
     with pytest.raises(OutsideTensor, match=message.replace("[", r"\[").replace("+", r"\+")):
-        of_rows(f"{line}\nstore %O[q] %x check(q)")
+        row_results(f"{line}\nstore %O[q] %x check(q)")
 
 
 def test_a_write_outside_a_tensor_is_an_error_and_checked_rows_stay() -> None:
     body = "%x = load %X[q] check(q) : f32[BLOCK_Q] @?\nstore %O[q] %x"
-    assert of_rows(f"{body} check(q)").tolist() == X.tolist()
+    assert row_results(f"{body} check(q)").tolist() == X.tolist()
     with pytest.raises(OutsideTensor, match="store .* goes to 8 .. 12 along dimension 0 of %O"):
-        of_rows(body)
+        row_results(body)
 
 
 def test_a_gather_reads_where_its_condition_holds() -> None:
-    out = of_rows(
+    out = row_results(
         "%x = gather %X[9 - q_idx] where(q_idx < Nq and q_idx % 2 < 1) : f32[BLOCK_Q] @?\nstore %O[q] %x check(q)"
     )
     assert out.tolist() == [9, 0, 7, 0, 5, 0, 3, 0, 1, 0]
@@ -186,54 +195,60 @@ def test_a_scatter_adds_every_element() -> None:
     assert out.tolist() == [0 + 1 + 2 + 3 + 4, 5 + 6 + 7 + 8 + 9]
 
 
-WHOLE = np.array([5, 3, 8, 8, 1, 9, 0, 2, 7, 4])
+INTEGERS = np.array([5, 3, 8, 8, 1, 9, 0, 2, 7, 4])
 
 
-def of_whole(body: str, out: np.ndarray, **more: np.ndarray) -> list[int]:
-    """What a kernel of whole numbers leaves in `out`; its programs go through X, four numbers at a time."""
+def integer_results(body: str, out: np.ndarray, **scratch: np.ndarray) -> list[int]:
+    """Return what a kernel of integers writes to `out`; its programs loop over X, four numbers at a time."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
-    scratch = "".join(f"    %{name} = arg scratch : i32[Nk] @?\n" for name in more)
+    arguments = "".join(f"    %{name} = arg scratch : i32[Nk] @?\n" for name in scratch)
     text = f"""
 kernel @fwd program_axis(kv) grid(b in B)
   block @entry
     %X = arg in : i32[Nk] @?
     %O = arg out : i32[Nk] @?
-{scratch}    %Nk = arg scalar : i32[] @?
+{arguments}    %Nk = arg scalar : i32[] @?
     %none = init 0 : i32[] @?
     %keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(before=%none) body(@step) cls(all)
   block @step
-    about go through the numbers
+    about loop over the numbers
     %before = arg carry : i32[] @?
     %x = load %X[kv] check(kv) : i32[BLOCK_KV] @?
 {lines}
 """
     module = unverified(text)
     assert print_module(parse_module(print_module(module))) == print_module(module)
-    run(module, {"X": WHOLE, "O": out, **more}, {"B": 1, "Nk": 10}, {"BLOCK_Q": 4, "BLOCK_KV": 4})
+    run(module, {"X": INTEGERS, "O": out, **scratch}, {"B": 1, "Nk": 10}, {"BLOCK_Q": 4, "BLOCK_KV": 4})
     return [int(x) for x in out]
 
 
-def test_a_scan_and_what_a_loop_carries_give_running_maxima() -> None:
+def test_a_scan_and_a_carried_value_give_running_maxima() -> None:
     body = """\
 %here = scan max %x over(BLOCK_KV) : i32[BLOCK_KV] @?
-%sofar = map expr(max(here, before)) uses(here=%here, before=%before) : i32[BLOCK_KV] @?
-store %O[kv] %sofar check(kv)
-%last = reduce max %sofar over(BLOCK_KV) : i32[] @?
+%running = map expr(max(here, before)) uses(here=%here, before=%before) : i32[BLOCK_KV] @?
+store %O[kv] %running check(kv)
+%last = reduce max %running over(BLOCK_KV) : i32[] @?
 yield values(before=%last)"""
-    assert of_whole(body, np.full(10, -1)) == np.maximum.accumulate(WHOLE).tolist()
+    assert integer_results(body, np.full(10, -1)) == np.maximum.accumulate(INTEGERS).tolist()
 
 
-def test_a_scatter_puts_and_keeps_the_smaller() -> None:
+def test_a_scatter_replaces_or_keeps_the_minimum() -> None:
     put = "scatter %O[Nk - 1 - kv_idx] %x where(kv_idx < Nk) op(put)\nyield values(before=%before)"
-    assert of_whole(put, np.full(10, -1)) == WHOLE[::-1].tolist()
+    assert integer_results(put, np.full(10, -1)) == INTEGERS[::-1].tolist()
     table = np.full(10, 99)
-    least = "scatter %TABLE[kv_idx // 5] %x where(kv_idx < Nk) op(min)\nstore %O[kv] %x check(kv)\nyield values(before=%before)"
-    of_whole(least, np.full(10, -1), TABLE=table)
-    assert table.tolist() == [min(WHOLE[:5]), min(WHOLE[5:]), *[99] * 8]
+    least = (
+        "scatter %TABLE[kv_idx // 5] %x where(kv_idx < Nk) op(min)\nstore %O[kv] %x check(kv)\n"
+        "yield values(before=%before)"
+    )
+    integer_results(least, np.full(10, -1), TABLE=table)
+    assert table.tolist() == [min(INTEGERS[:5]), min(INTEGERS[5:]), *[99] * 8]
 
 
 def test_values_are_rounded_to_their_types() -> None:
-    body = "%x = load %X[q] check(q) : f32[BLOCK_Q] @?\n%y = map expr(x/3) uses(x=%x) : f32[BLOCK_Q] @?\nstore %O[q] %y check(q)"
+    body = (
+        "%x = load %X[q] check(q) : f32[BLOCK_Q] @?\n%y = map expr(x/3) uses(x=%x) : f32[BLOCK_Q] @?\n"
+        "store %O[q] %y check(q)"
+    )
     for dtypes, real in ((SINGLE, np.float32), (DOUBLE, np.float64)):
         out = np.full(10, np.nan)
         execute_kernel(
@@ -261,7 +276,7 @@ def step(x: np.ndarray, guard: str) -> np.ndarray:
 
 
 def test_a_softmax_step() -> None:
-    """Eight equal scores above the maximum so far, -inf: their weights are 1, and what was before shrinks to 0."""
+    """Eight equal scores exceed the running maximum, -inf: their weights are 1, and earlier sums are scaled by 0."""
     np.testing.assert_allclose(step(X, "partial"), 8 + 0 + X)
     empty = np.where(X > 4, X, -np.inf)
     np.testing.assert_allclose(step(empty, "always")[5:], 8 + X[5:])
@@ -271,12 +286,12 @@ def test_a_softmax_step() -> None:
     assert np.isnan(step(empty, "partial")[:5]).all(), "outside a partial loop nothing guards it"
 
 
-def test_programs_take_turns_at_barriers() -> None:
+def test_programs_alternate_at_barriers() -> None:
     done: list[str] = []
 
-    def program(name: str, turns: int):
-        for turn in range(turns):
-            done.append(f"{name}{turn}")
+    def program(name: str, phases: int):
+        for phase in range(phases):
+            done.append(f"{name}{phase}")
             yield
         return {}
 
@@ -312,10 +327,9 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
 """
 
 
-@pytest.mark.parametrize("passes", [(), (UseBlockLists(),)], ids=["by ranks", "by lists"])
-def test_tiles_of_blocks_that_count_are_visited(passes: tuple[object, ...]) -> None:
-    """Before loops have lists, and with them: from the second tile of keys on, those of blocks 0 and 2 of 16 keys
-    each."""
+@pytest.mark.parametrize("passes", [(), (UseBlockLists(),)], ids=["ranks", "lists"])
+def test_tiles_of_kept_blocks_are_visited(passes: tuple[object, ...]) -> None:
+    """Loops with and without lists visit the tiles of blocks 0 and 2, of 16 keys each, from the second tile on."""
     text = print_module(unverified(VISITS, head_dim=16)).replace("blocks no", "blocks 16")
     module = parse_module(text)
     for one in passes:
@@ -364,8 +378,8 @@ def test_scores_are_summed_by_distance(block_q: int, block_kv: int) -> None:
 # ---------------------------------------------------------------------------------------------- a whole module
 
 
-def test_a_committed_module_computes_attention_from_its_text_alone() -> None:
-    """In fp32: results are naive attention's in float64, to fp32's rounding."""
+def test_the_text_of_a_committed_module_computes_attention() -> None:
+    """Results in fp32 equal those of naive attention in float64, to fp32 rounding."""
     module = parse_module((ROOT / "generated" / "causal_mqa" / "schedule.ir").read_text(encoding="utf-8"))
     q, k, v, grad = (
         torch.randn(2, heads, n, 64, dtype=torch.float64) for heads, n in ((3, 13), (1, 21), (1, 21), (3, 13))
@@ -404,9 +418,7 @@ def test_generated_kernels_keep_the_same_scores(device: str) -> None:
 
 
 def test_one_over_zero_is_infinite() -> None:
-    """Of a number as of an array: other conditions may hide such a place."""
+    """This holds for numbers and arrays: another condition may hide such an element."""
     with np.errstate(divide="ignore"):
-        assert value(parse("1/x**2"), {"x": 0}) == np.inf and list(value(parse("1/x"), {"x": np.array([0, 2])})) == [
-            np.inf,
-            0.5,
-        ]
+        assert value(parse("1/x**2"), {"x": 0}) == np.inf
+        assert list(value(parse("1/x"), {"x": np.array([0, 2])})) == [np.inf, 0.5]

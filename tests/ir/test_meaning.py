@@ -1,7 +1,7 @@
-"""A kernel masks and scores as its module's header says: kernels of one module in place of another's are refused, and
-so are edits.
+"""Kernels must compute the mask and the scores of their module's header: edits are refused, and so are kernels of
+another module.
 
-Whole kernels are exchanged, so that bounds of loops agree with the mask: all other rules hold.
+Whole kernels are exchanged, so that loop bounds agree with the mask and all other rules hold.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import parse, symbol, to_text
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.expr import symbol
+from attngen.ir.expr_text import parse, to_text
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify import verify
@@ -45,7 +47,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @cache
 def text_of(given: str, sharing: str = "gqa") -> str:
-    """The target IR of one of the specs above."""
+    """Return the target IR of one of the SPECS."""
     return print_module(
         lower(
             make_spec({"name": "one", "head_dim": 16, "heads": {"sharing": sharing}, "dtype": "fp16", **SPECS[given]})
@@ -91,7 +93,7 @@ NOT_IN = "`Nk - Nq + q_idx >= kv_idx` does not follow from its conditions"
             "lower",
             "dkdv",
             "scores",
-            "weighs scores by exp2(20.0*LOG2E*(1 - 2/(exp2(0.1*LOG2E*s*scale) + 1)) - LSE2[b, g + ",
+            "computes weights by exp2(20.0*LOG2E*(1 - 2/(exp2(0.1*LOG2E*s*scale) + 1)) - LSE2[b, g + ",
         ),
         (
             "capped",
@@ -112,10 +114,10 @@ def test_a_kernel_of_another_module_is_refused(given: str, other: str, kernel: s
 
 
 WEIGHT = "expr(exp2(-lse2 + masked*qk_scale))"
-OF_SUMS = "expr(inv_l_all*exp2(-m_all + masked*qk_scale))"
-UNDIVIDED = (
-    "%p is `exp2(%masked*LOG2E*scale - M_ALL[b, h, q_idx])`; expected weights of "
-    "M_ALL, or all that the loop sums of them, times INV_L_ALL"
+UNNORMALISED_WEIGHT = "expr(inv_l_all*exp2(-m_all + masked*qk_scale))"
+NOT_NORMALISED = (
+    "%p is `exp2(%masked*LOG2E*scale - M_ALL[b, h, q_idx])`; expected the weights of "
+    "M_ALL, or all sums of them, times INV_L_ALL"
 )
 
 
@@ -128,60 +130,61 @@ UNDIVIDED = (
             "causal",
             "  dropout no\n",
             "  dropout no\n  score twice expr(2*s)\n",
-            "@fwd: %soft weighs scores by exp2(LOG2E*s*scale)",
+            "@fwd: %soft computes weights by exp2(LOG2E*s*scale)",
         ),
-        ("capped", "expr(30.0*tanh(", "expr(31.0*tanh(", "@fwd: %soft weighs scores by exp2(30.0*LOG2E*"),
-        ("capped", "%score = map expr(", "%score = map expr(1 + ", "@fwd: %soft weighs scores by exp2("),
+        ("capped", "expr(30.0*tanh(", "expr(31.0*tanh(", "@fwd: %soft computes weights by exp2(30.0*LOG2E*"),
+        ("capped", "%score = map expr(", "%score = map expr(1 + ", "@fwd: %soft computes weights by exp2("),
         (
             "causal",
             WEIGHT,
             "expr(exp2(-lse2 + masked*qk_scale + 1))",
-            "@dq: %p weighs scores by exp2(LOG2E*s*scale - select(",
+            "@dq: %p computes weights by exp2(LOG2E*s*scale - select(",
         ),
-        ("causal", WEIGHT, "expr(exp2(-lse2 - masked*qk_scale))", "@dq: %p weighs scores by exp2(-LOG2E*s*scale"),
-        ("causal", WEIGHT, "expr(exp2(-lse2)*exp2(masked*qk_scale))", "@dq: makes no weights of its scores"),
-        ("causal", WEIGHT, "expr(2*exp2(-lse2 + masked*qk_scale))", "@dq: makes no weights of its scores"),
-        ("single", OF_SUMS, "expr(exp2(-m_all + masked*qk_scale))", f"@dq: {UNDIVIDED}"),
-        ("single", "expr(acc*inv_l_all)", "expr(acc*inv_l_all**2)", f"@jvp: {UNDIVIDED}"),
-        ("single", "expr(inv_l_all*tlse)", "expr(inv_l_all + tlse)", f"@jvp: {UNDIVIDED}"),
-        ("single", "tLSE_head[q] %tlse_divided", "tLSE_head[q] %keys_partial.tlse", f"@jvp: {UNDIVIDED}"),
-        ("causal", "m(%m) scale(%qk_scale)", "m(%m)", "@fwd: %soft weighs scores by exp2(s)"),
+        ("causal", WEIGHT, "expr(exp2(-lse2 - masked*qk_scale))", "@dq: %p computes weights by exp2(-LOG2E*s*scale"),
+        ("causal", WEIGHT, "expr(exp2(-lse2)*exp2(masked*qk_scale))", "@dq: computes no weights of its scores"),
+        ("causal", WEIGHT, "expr(2*exp2(-lse2 + masked*qk_scale))", "@dq: computes no weights of its scores"),
+        ("single", UNNORMALISED_WEIGHT, "expr(exp2(-m_all + masked*qk_scale))", f"@dq: {NOT_NORMALISED}"),
+        ("single", "expr(acc*inv_l_all)", "expr(acc*inv_l_all**2)", f"@jvp: {NOT_NORMALISED}"),
+        ("single", "expr(inv_l_all*tlse)", "expr(inv_l_all + tlse)", f"@jvp: {NOT_NORMALISED}"),
+        ("single", "tLSE_head[q] %tlse_divided", "tLSE_head[q] %keys_partial.tlse", f"@jvp: {NOT_NORMALISED}"),
+        ("causal", "m(%m) scale(%qk_scale)", "m(%m)", "@fwd: %soft computes weights by exp2(s)"),
         (
             "near",
             "clamp(-kv_idx + q_idx, -4, 4) + 4]",
             "clamp(-kv_idx + q_idx, -4, 4) + 3]",
-            "@fwd: %soft weighs scores by",
+            "@fwd: %soft computes weights by",
         ),
         ("sink", "sink(sink)", "sink(2*sink)", "@fwd: %m_all is `max("),
-        ("sink", "expr(s) sink(sink)", "expr(s)", "@fwd: 1 logits join a row's softmax; expected none"),
+        ("sink", "expr(s) sink(sink)", "expr(s)", "@fwd: 1 sinks are added to a row's softmax; expected none"),
     ],
 )
 def test_an_edit_of_header_or_kernel_is_refused(given: str, old: str, new: str, reason: str) -> None:
     assert refused(edit(text_of(given), (old, new))).reason.startswith(f"kernel {reason}")
 
 
-def test_a_kernel_may_divide_what_it_adds_up_in_place_of_weights() -> None:
-    """But not where it takes logarithms of the weights: what it adds up is then no sum of multiples of these."""
-    divided = (
-        "%dq_divided = map expr(dq*inv_l_all) uses(dq=%keys_partial.dq, inv_l_all=%inv_l_all) : f32[BLOCK_Q, D_QK] @reg"
+def test_a_kernel_may_normalise_its_sums_instead_of_the_weights() -> None:
+    """It may not where it takes logarithms of the weights, because its sums are then not linear in the weights."""
+    normalise = (
+        "%dq_normalised = map expr(dq*inv_l_all) "
+        "uses(dq=%keys_partial.dq, inv_l_all=%inv_l_all) : f32[BLOCK_Q, D_QK] @reg"
     )
     changes = (
-        (f"{OF_SUMS} uses(inv_l_all=%inv_l_all, ", "expr(exp2(-m_all + masked*qk_scale)) uses("),
+        (f"{UNNORMALISED_WEIGHT} uses(inv_l_all=%inv_l_all, ", "expr(exp2(-m_all + masked*qk_scale)) uses("),
         (
             "%dq_out = map expr(dq*scale) uses(dq=%keys_partial.dq",
-            f"{divided}\n    %dq_out = map expr(dq*scale) uses(dq=%dq_divided",
+            f"{normalise}\n    %dq_out = map expr(dq*scale) uses(dq=%dq_normalised",
         ),
     )
     verify(parse_module(edit(text_of("single"), *changes)))
-    assert UNDIVIDED in refused(edit(text_of("entropies"), *changes)).reason
+    assert NOT_NORMALISED in refused(edit(text_of("entropies"), *changes)).reason
     exponent = (
         "select(p > 0, -m_all + masked*qk_scale, 0)) uses(p=%p, m_all=%m_all, masked=%masked, qk_scale=%qk_scale)"
     )
     whole = ("select(p > 0, log2(p), 0)) uses(p=%p)", exponent)
-    assert UNDIVIDED in refused(edit(text_of("entropies"), *changes, whole)).reason
+    assert NOT_NORMALISED in refused(edit(text_of("entropies"), *changes, whole)).reason
 
 
-def test_masked_scores_are_read_as_weights_alone() -> None:
+def test_masked_scores_are_read_only_for_weights() -> None:
     text = text_of("causal")
     line = "    %dp = dot %do %v over(D_V) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
     more = line + "    %again = map expr(x + y) uses(x=%masked, y=%dp) : f32[BLOCK_Q, BLOCK_KV] @reg\n"
@@ -192,8 +195,8 @@ def test_masked_scores_are_read_as_weights_alone() -> None:
 
 
 @pytest.mark.parametrize("sharing", ["mha", "mqa", "gqa"])
-def test_every_sharing_of_heads_is_held_against_the_header(sharing: str) -> None:
-    """Numbers by query head and by key head, in kernels that own either, and packed."""
+def test_every_sharing_of_heads_is_compared_with_the_header(sharing: str) -> None:
+    """Inputs are indexed by query head and by K/V head, in kernels over queries, over keys and with pack-GQA."""
     text = text_of("by heads", sharing)
     error = refused(edit(text, ("expr(by_head*h +", "expr(by_head*(h + 1) +")))
     assert (error.rule, error.reason[:11]) == ("scores", "kernel @fwd")
@@ -203,7 +206,7 @@ def test_every_sharing_of_heads_is_held_against_the_header(sharing: str) -> None
 
 
 def test_limits_of_fp32_are_those_of_the_score() -> None:
-    """A score that may be -inf stays so. Of one that may not, the lower limit may be the number alone."""
+    """The limit keeps a score of -inf. For a score that is never -inf, the lower limit may be a plain number."""
     bias = {"params": {"bias": {"tensor": ["B", "H", "Nq", "Nk"]}}}
 
     def text_with(score: str) -> str:
@@ -214,9 +217,8 @@ def test_limits_of_fp32_are_those_of_the_score() -> None:
     assert (
         refused(edit(text_with("s + bias[b, h, q_idx, kv_idx]"), (lowest, "-3.4028234663852886e+38"))).rule == "scores"
     )
-    assert lowest in text_with(
-        "sqrt(abs(s + bias[b, h, q_idx, kv_idx]))"
-    )  # written out, the limit is the number alone, and is taken
+    # The kernel has the select, whose normal form is the plain number, and the verifier accepts it.
+    assert lowest in text_with("sqrt(abs(s + bias[b, h, q_idx, kv_idx]))")
 
 
 def test_an_element_at_the_larger_of_two_places_is_inside_if_both_are() -> None:
@@ -227,12 +229,12 @@ def test_an_element_at_the_larger_of_two_places_is_inside_if_both_are() -> None:
         assert refused(edit(text, ("where(max(3, h) < ids_len)", f"where({inside})"))).rule == "indexing"
 
 
-ONE_FORM = ["exp(x)", "log(2 + x*x)", "tanh(3*x)", "sigmoid(x - 1)", "3**x", "2**(-x)", "(1 + x)*(2 - x)"]
-ONE_FORM += ["0.3*(x + 1)/(1 + 2*x*x)", "-1/(2 - 4*x*x)", "1/(1 + x*x)**2", "abs(sigmoid(x))"]
+NORMALISED = ["exp(x)", "log(2 + x*x)", "tanh(3*x)", "sigmoid(x - 1)", "3**x", "2**(-x)", "(1 + x)*(2 - x)"]
+NORMALISED += ["0.3*(x + 1)/(1 + 2*x*x)", "-1/(2 - 4*x*x)", "1/(1 + x*x)**2", "abs(sigmoid(x))"]
 
 
-@pytest.mark.parametrize("text", ONE_FORM)
-def test_the_one_form_has_the_same_value(text: str) -> None:
+@pytest.mark.parametrize("text", NORMALISED)
+def test_the_normal_form_has_the_same_value(text: str) -> None:
     x = np.linspace(-0.6, 0.6, 7)
     functions: dict[str, Any] = {"power2": np.exp2, "inverse": np.reciprocal, "log2": np.log2, "log": np.log}
     functions["sigmoid"] = lambda v: 1 / (1 + np.exp(-v))
@@ -242,7 +244,7 @@ def test_the_one_form_has_the_same_value(text: str) -> None:
     np.testing.assert_allclose(*values, rtol=1e-12)
 
 
-def test_what_differs_is_not_the_same() -> None:
+def test_different_expressions_are_not_the_same() -> None:
     texts = (
         "0.1*x + tanh(0.3*y)",
         "tanh(0.30000000000000004*y) + x/10",
@@ -253,7 +255,7 @@ def test_what_differs_is_not_the_same() -> None:
     assert [same(first, other) for other in others] == [True, False, False]
     less, more = (parse(text) for text in ("kv_idx < Nk - Nq + q_idx + 1", "q_idx >= -Nk + Nq + kv_idx"))
     assert normal(less) == normal(more) != normal(parse("kv_idx < Nk - Nq + q_idx"))
-    below, at_most = (normal(parse(text)) for text in ("x < y", "x <= y - 1"))  # of numbers that may be no integers
+    below, at_most = (normal(parse(text)) for text in ("x < y", "x <= y - 1"))  # x and y may be no integers
     assert not same(below, at_most)
 
 

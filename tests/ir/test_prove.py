@@ -1,4 +1,4 @@
-"""What is proven of expressions holds wherever it is computed, and what bounds of tiles need is proven."""
+"""Proven inequalities hold at every sampled point, and the inequalities that tile bounds need are proven."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import sympy
 
-from attngen.ir.expr import parse, symbol
+from attngen.ir.expr import symbol
+from attngen.ir.expr_text import parse
 from attngen.ir.prove import entails, prove_le
 
 SYMBOLS = [symbol(name) for name in ("BLOCK_KV", "BLOCK_Q", "Nq", "kv_start", "q_start")]
@@ -33,18 +34,18 @@ FALSE = [
 
 
 def holds(a: sympy.Expr, b: sympy.Expr) -> bool:
-    """Whether a <= b at every one of POINTS."""
+    """Return whether a <= b at all POINTS."""
     return all(a.subs(point) <= b.subs(point) for point in POINTS)
 
 
 @pytest.mark.parametrize(("a", "b"), PROVEN)
-def test_what_bounds_need_is_proven_and_holds(a: str, b: str) -> None:
+def test_inequalities_that_bounds_need_are_proven_and_hold(a: str, b: str) -> None:
     left, right = parse(a), parse(b)
     assert prove_le(left, right) and holds(left, right)
 
 
 @pytest.mark.parametrize(("a", "b"), FALSE)
-def test_what_does_not_hold_is_not_proven(a: str, b: str) -> None:
+def test_false_inequalities_are_not_proven(a: str, b: str) -> None:
     left, right = parse(a), parse(b)
     assert not prove_le(left, right) and not holds(left, right)
 
@@ -54,6 +55,6 @@ def test_a_condition_follows_from_a_stricter_one() -> None:
     assert entails(strict, loose) and not entails(loose, strict)
 
 
-def test_an_answer_is_a_bool_of_python() -> None:
+def test_an_answer_is_a_python_bool() -> None:
     """Callers count them."""
     assert all(prove_le(*map(parse, pair)) is (pair in PROVEN) for pair in (*PROVEN, *FALSE))

@@ -1,4 +1,4 @@
-"""The textual IR: printing and parsing undo each other, and what does not parse is refused with its line."""
+"""Printing and parsing the textual IR are inverse, and text that does not parse is refused with its line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from attngen.codegen.render import render
 from attngen.errors import AttngenError, IRError, VerifyError
-from attngen.ir.expr import parse, to_text
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.expr_text import parse, to_text
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.verify import verify
 from tests.helpers import ROOT, edit, portable, target
 
@@ -29,7 +30,7 @@ def test_comments_and_blank_lines_do_not_count():
     assert print_module(parse_module("// a comment\n\n" + text.replace("\nkernel", "\n\n  // another\nkernel"))) == text
 
 
-BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, what the error says)
+BAD_LINES = {  # mistake: (text of the forward kernel, its replacement, a piece of the error)
     "unknown key": (
         "  mask none",
         "  colour red",
@@ -37,7 +38,7 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
     ),
     "op outside a kernel": ("  mask none", "  %x = init 0 : f32[] @reg", "`%x` is not a key of the header"),
     "no name": ("%m_init = init", "init", "`` does not name init; expected `%name = ...`"),
-    "name that is no word": (
+    "name that is not a word": (
         "%m_init = init",
         "%m init = init",
         "`%m init` does not name init; expected `%name = ...`",
@@ -45,7 +46,7 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
     "name without a result": (
         "    yield ",
         "    %y = yield ",
-        "`%y` does not name yield; expected no name, as it has no result",
+        "`%y` does not name yield; expected no name, because it has no result",
     ),
     "type without a result": (
         "acc=%acc_next)\n",
@@ -84,15 +85,15 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
         "not a kernel header; expected `kernel @fwd program_axis(q) grid(...)`",
     ),
     "op outside a block": ("  block @entry\n", "", "an op outside a block; expected `block @entry` first"),
-    "bad schedule row": (
+    "bad config": (
         "rows<=inf : BLOCK_Q=",
         "rows=inf : BLOCK_Q=",
-        "not a schedule row; expected `sm90 bytes=2 rows<=inf",
+        "not a config; expected `sm90 bytes=2 rows<=inf",
     ),
-    "bad line of none": (
+    "bad line of a tile that does not fit": (
         "sm80 bytes=2 rows<=inf : ",
         "sm80 bytes=2 none: ",
-        "not a schedule row; expected `sm90 bytes=2 rows<=inf",
+        "not a config; expected `sm90 bytes=2 rows<=inf",
     ),
     "bad module name": ("module @full_mha", "module @full mha", "`@full mha` is not a word"),
     "bad input": (
@@ -103,9 +104,9 @@ BAD_LINES = {  # what is wrong: (text of the forward kernel, its replacement, wh
 }
 
 
-def test_a_row_names_its_backend_where_it_is_not_the_modules():
+def test_a_config_names_its_backend_where_it_is_not_the_modules():
     text = print_module(portable("causal_mha"))
-    assert "backend=" not in text and {row.backend for row in parse_module(text).configs("fwd")} == {"triton"}
+    assert "backend=" not in text and {config.backend for config in parse_module(text).configs("fwd")} == {"triton"}
     other = text.replace("num_stages=3 TMA=1\n", "num_stages=3 TMA=1 backend=other\n", 1)
     assert other != text and print_module(parse_module(other)) == other
     with pytest.raises(VerifyError, match="`backend other`; expected one of triton"):
@@ -113,7 +114,7 @@ def test_a_row_names_its_backend_where_it_is_not_the_modules():
 
 
 def test_a_device_without_a_tile_prints_and_parses_back():
-    """In place of its rows; the module is verified as any other."""
+    """A line with the reason replaces the device's configs, and the module passes the verifier."""
     text = print_module(target("full_mha"))
     rows = [line for line in text.splitlines() if line.startswith("  gfx942 bytes=2 ")]
     none = "  gfx942 bytes=2 none : on gfx942 the kernel @fwd needs 70,000 bytes; a smaller head_dim needs less"
@@ -130,7 +131,7 @@ def test_a_device_without_a_tile_prints_and_parses_back():
 
 
 @pytest.mark.parametrize("old, new, reason", BAD_LINES.values(), ids=BAD_LINES)
-def test_an_error_names_source_line_and_what_was_expected(old, new, reason):
+def test_an_error_names_the_source_the_line_and_what_is_expected(old, new, reason):
     text = print_module(target("full_mha"))
     wrong = edit(text, (old, new))
     line = next(n for n, (a, b) in enumerate(zip(wrong.splitlines(), text.splitlines()), 1) if a != b)
@@ -150,7 +151,7 @@ def test_every_key_of_the_header_is_needed(key):
         parse_module(edit(text, (line + "\n", "")), "edited.ir")
 
 
-def test_the_head_dimension_has_a_form():
+def test_a_head_dim_in_another_form_is_refused():
     with pytest.raises(IRError, match="edited.ir.*`head_dim 64`; expected `head_dim qk=64 v=64`"):
         parse_module(edit(print_module(target("full_mha")), ("head_dim qk=64 v=64", "head_dim 64")), "edited.ir")
 
@@ -163,7 +164,7 @@ CONDITIONS = st.sampled_from(
 )
 
 
-def _larger(inner):
+def _compound(inner):
     operators = st.sampled_from(
         ["({}) + ({})", "({}) - ({})", "({}) * ({})", "({}) / l", "({}) / ({})", "({}) // ({})"]
     )
@@ -174,7 +175,7 @@ def _larger(inner):
     return st.builds(str.format, operators | calls | selects, inner, inner)
 
 
-TEXTS = st.recursive(NUMBERS, _larger, max_leaves=6)
+TEXTS = st.recursive(NUMBERS, _compound, max_leaves=6)
 CONDITION_TEXTS = st.builds(
     "{} {} {} {} {}".format,
     TEXTS,
@@ -187,11 +188,11 @@ CONDITION_TEXTS = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS | CONDITION_TEXTS)
-def test_an_expression_prints_what_parses_to_itself(text):
+def test_the_text_of_an_expression_parses_to_itself(text):
     try:
         e = parse(text)
     except IRError as error:
-        assert "has no value" in str(error)  # divided by zero, inf - inf
+        assert "has no value" in str(error)  # 1/0, inf - inf
         return
     assert parse(to_text(e)) == e
 
@@ -216,23 +217,24 @@ def test_how_expressions_print(text, printed):
 
 
 OUTSIDE = """
-print(1) | __import__('os') | eval(s) | s.real | s[0] | lambda: s | 's' | b's' | f'{s}' | [s for s in s] | {s} | {s: s} | (s, s)
-s if s else s | s := 1 | (s := 1) | await s | *s | s @ s | s << 2 | s & s | ~s | +s | s < s < s | s is s
-s in s | None | True | ... | 1j | exp2(x=s) | exp2(*s) | exp2(s)(s) | (exp2)(s, s) | select(s, s) | s; s | import os | s = 1 | s s
-2**3 | 9**9**9 | s**s | (9*s)**99 | 1/0 | 5 // 0 | cdiv(5, 0) | inf - inf | true + 1 | s and 3 | (s < 1) < s | min(s < 1, 2)
+print(1) | __import__('os') | eval(s) | s.real | s[0] | lambda: s | 's' | b's' | f'{s}' | [s for s in s] | {s} | {s: s}
+(s, s) | s if s else s | s := 1 | (s := 1) | await s | *s | s @ s | s << 2 | s & s | ~s | +s | s < s < s | s is s
+s in s | None | True | ... | 1j | exp2(x=s) | exp2(*s) | exp2(s)(s) | (exp2)(s, s) | select(s, s) | s; s | import os
+s = 1 | s s | 2**3 | 9**9**9 | s**s | (9*s)**99 | 1/0 | 5 // 0 | cdiv(5, 0) | inf - inf | true + 1 | s and 3
+(s < 1) < s | min(s < 1, 2)
 """
 
 
 @pytest.mark.parametrize(
     "text", ["", " ", *(t.strip() for line in OUTSIDE.split("\n") for t in line.split(" | ") if t.strip())]
 )
-def test_outside_the_grammar_is_refused(text):
+def test_text_outside_the_grammar_is_refused(text):
     with pytest.raises(IRError, match="^mask: "):
         parse(text, "mask")
 
 
 @pytest.mark.parametrize("text", ["+".join(["s"] * 5000), "(" * 500 + "s" + ")" * 500, "-" * 5000 + "s", "9" * 5000])
-def test_absurd_expressions_are_refused_in_few_words(text):
+def test_absurd_expressions_are_refused_with_a_short_error(text):
     with pytest.raises(IRError) as error:
         parse(text, "mask")
     assert len(str(error.value)) < 250
@@ -249,15 +251,15 @@ def test_any_text_parses_or_is_refused(text):
 
 
 def test_nothing_is_evaluated(monkeypatch):
-    """Names are symbols, whatever Python knows them as."""
+    """Names are symbols, even if Python has builtins with these names."""
     for name in ("eval", "exec"):
         monkeypatch.setattr(f"builtins.{name}", lambda *a, **k: pytest.fail("an expression was evaluated"))
     assert parse("__import__ + print").free_symbols == {parse("__import__"), parse("print")}
 
 
-# ---------------------------------------------------------------------------------------------- text of strangers
+# ---------------------------------------------------------------------------------------------- untrusted text
 
-TEXTS = (  # what a line of the IR says in words, or by name
+LINES = (  # starts of lines that hold free text or a name
     *(
         f"  {key} "
         for key in (
@@ -290,8 +292,8 @@ ESCAPES = ('"', '"""\nimport os\n"""', "\\", "\x00", "\x0c", "\x85", "\u2028", "
 PLAIN = "''' + x # x, __import__('os').system('true') ; ]), x: bool=__import__('os')," + "; import os" * 200
 
 
-def in_generated_code(files: dict[str, str]) -> dict[str, str]:
-    """What the files of a module do: their grammar, without the texts of strings."""
+def code_without_strings(files: dict[str, str]) -> dict[str, str]:
+    """Return the syntax trees of a module's files, without the contents of strings."""
     found = {}
     for name in ("__init__.py", "kernels.py"):
         tree = ast.parse(files[name])
@@ -302,38 +304,38 @@ def in_generated_code(files: dict[str, str]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("start", TEXTS)
-def test_text_in_ir_is_never_code_of_the_module(start: str) -> None:
-    """Wherever a text stands, one that could end a string or a comment is refused; any other is the same code, or is
-    refused."""
+@pytest.mark.parametrize("start", LINES)
+def test_text_in_the_ir_never_becomes_code(start: str) -> None:
+    """Text that could end a string or a comment is refused in every line. Other text is refused or leaves the code
+    unchanged."""
     text = (ROOT / "generated" / "temperature_mha" / "schedule.ir").read_text()
     line = next(line for line in text.splitlines() if line.startswith(start))
     before = text.partition(line)[0]
     for escape in ESCAPES:
         with pytest.raises(IRError):
             parse_module(f"{before}{start}{escape}{line.removeprefix(start)}")
-    committed = in_generated_code(
+    committed = code_without_strings(
         {p.name: p.read_text() for p in (ROOT / "generated" / "temperature_mha").glob("*.py")}
     )
     try:
         made = render(verify(parse_module(text.replace(line, f"{line} {PLAIN}", 1))))
     except AttngenError:
         return
-    assert in_generated_code(made) == committed
+    assert code_without_strings(made) == committed
 
 
 @pytest.mark.parametrize(
     "name",
     ["../x", "/tmp/x", "..", ".", "a/b", "import", "class", "X", "_x", "__init__", "1x", "x" * 65, "x y", "", "\u00e9"],
 )
-def test_a_module_is_named_as_a_folder_of_its_own(name: str) -> None:
+def test_a_module_name_that_is_no_plain_folder_name_is_refused(name: str) -> None:
     text = (ROOT / "generated" / "temperature_mha" / "schedule.ir").read_text()
     with pytest.raises(IRError, match="line 2: "):
         parse_module(text.replace("module @temperature_mha", f"module @{name}"))
 
 
 @pytest.mark.parametrize(("line", "version"), [("", 1), ("  ir 1\n", 1), ("  ir 3\n", 3)])
-def test_a_text_of_another_version_of_the_ir_is_one_sentence(line: str, version: int) -> None:
+def test_a_text_of_another_ir_version_is_refused_with_one_sentence(line: str, version: int) -> None:
     text = print_module(target("causal_mqa"))
     with pytest.raises(IRError) as caught:
         parse_module(edit(text, ("  ir 2\n", line)), "old.ir")

@@ -1,4 +1,4 @@
-"""Calls over a cache under torch.compile: one operator of the graph, which stores new keys in place."""
+"""Calls with a KV cache under torch.compile: one operator in the graph, which stores new keys in place."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("new", [0, 1])
 @pytest.mark.parametrize("name", CACHED)
-def test_a_compiled_call_is_the_call(name: str, new: int) -> None:
-    """The same bits, in the output, in the LSE and in the caches; without a break in the graph, for other lengths,
-    too."""
+def test_a_compiled_call_gives_the_bits_of_an_eager_call(name: str, new: int) -> None:
+    """Output, LSE and caches have the same bits, without a graph break, for other lengths, too."""
     torch._dynamo.reset()
     module, call = built(name), _call(name, new)
-    if "document_ids" in call.arguments:  # of the keys that the longer lengths name, too
+    if "document_ids" in call.arguments:  # defined for the keys of the longer lengths, too
         call.arguments["document_ids"] = call.arguments["document_ids"].cummax(1).values
 
     def step(
@@ -58,20 +57,18 @@ def test_a_compiled_call_is_the_call(name: str, new: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["decode_paged_fp8_gqa", "decode_sinks_paged_gqa", "decode_mla", "decode_fp8_mla"])
-def test_operators_keep_their_word(name: str) -> None:
-    """torch.library's own checks: results do not share memory, what is changed is declared, and shapes are those
-    that tracers are told."""
+def test_operators_pass_opcheck(name: str) -> None:
+    """torch.library checks that results do not share memory, that mutated arguments are declared, and that the fake
+    implementation has the right shapes."""
     module, call = built(name), _call(name, 1)
     rest = [
         call.arguments[n] for n in ("cache_seqlens", "page_table", "k_scale", "v_scale", "sink") if n in call.arguments
     ]
     new = [call.arguments[n] for n in ("k", "v") if n in call.arguments]
-    tests = (
-        ("test_faketensor",) if "fp8" in name else ("test_schema", "test_faketensor")
-    )  # the first multiplies, which torch cannot in 8 bits
-    caches = [
-        torch.zeros_like(cache, dtype=torch.float16).to(cache.dtype) for cache in call.caches
-    ]  # NaN equals nothing
+    # test_schema multiplies tensors, which torch cannot do in 8 bits.
+    tests = ("test_faketensor",) if "fp8" in name else ("test_schema", "test_faketensor")
+    # The caches of a call have NaN past their ends, which equals nothing.
+    caches = [torch.zeros_like(cache, dtype=torch.float16).to(cache.dtype) for cache in call.caches]
     torch.library.opcheck(module.SERVED.served, (call.q, *caches, *rest, 0.1), test_utils=tests)
     torch.library.opcheck(module.SERVED.stored, (call.q, *caches, *new, *rest, 0.1), test_utils=tests)
 

@@ -1,5 +1,5 @@
-"""Documents over a cache: what programs find of them, calls by the kernels, pages that nothing reads, and the rules
-that hold this."""
+"""Documents with a KV cache: the bounds that programs find, calls by the kernels, pages that nothing reads, and the
+rules of the verifier."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from attngen.builders.programs import alone
 from attngen.conformance.over_cache import POISON, CacheCase, Call, make_call, run_cache_case
 from attngen.errors import BuildError, VerifyError
 from attngen.interp.host import execute_host
-from attngen.interp.tile import _split
-from attngen.ir.graph import Module
-from attngen.ir.text import parse_module, print_module
+from attngen.interp.tile import _split_places
+from attngen.ir.module import Module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.masks.document import OF_QUERY
 from attngen.spec import Spec, make_spec
@@ -27,6 +28,8 @@ from attngen.transforms.classify_tiles import ClassifyTiles
 from attngen.verify import verify
 from tests.helpers import CUDA, built, changes, edit, lowered, module_of, spec, target
 from tests.serving.test_cache import _grown
+
+pytestmark = pytest.mark.numerics
 
 DEVICE = "cuda" if CUDA else "cpu"
 KINDS = {
@@ -44,7 +47,7 @@ def _spec(order: str, page: int, **more: Any) -> Spec:
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Spec, ModuleType, int]]:
-    """(spec, module, keys of a page) of one of KINDS, made once."""
+    """Return (spec, module, keys per page) of one of KINDS, made once."""
     made: dict[str, tuple[Spec, ModuleType, int]] = {}
 
     def find(kind: str) -> tuple[Spec, ModuleType, int]:
@@ -56,11 +59,11 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[S
     return find
 
 
-# ---------------------------------------------------------------------------------------------- what programs find
+# ---------------------------------------------------------------------------------------------- document bounds
 
 
 def _ids(kind: str, n: int, seed: int) -> torch.Tensor:
-    """Ids of keys of four sequences, [4, n]."""
+    """Return ids of the keys of four sequences, [4, n]."""
     some = torch.randint(0, 5, (4, n), generator=torch.Generator().manual_seed(seed))
     rising = some.sort(1).values
     far = torch.tensor([-(2**31) + 1, -(2**30), 0, 2**30, 2**31 - 1])
@@ -73,21 +76,20 @@ def _ids(kind: str, n: int, seed: int) -> torch.Tensor:
 def _found(
     program: str, ids: torch.Tensor, lengths: list[int], n_q: int, new: int, tile: int
 ) -> dict[str, torch.Tensor]:
-    """The results of a program, by name, on NumPy."""
+    """Return the results of a program, by name, computed on NumPy."""
     module = alone(program)
     given = {"DOCUMENT_IDS": ids.numpy(), "CACHE_SEQLENS": torch.tensor(lengths).int().numpy(), "Nq": n_q, "Nn": new}
     results = execute_host(module, module.hosts[0], given, {"BLOCK_Q": tile, "BLOCK_KV": tile})
     return {name.lower(): torch.from_numpy(x) for name, x in results.items()}
 
 
-SIZES = [(1, 1, 0), (1, 40, 1), (5, 40, 5), (48, 40, 0), (17, 64, 3), (3, 0, 1)]  # queries, room, new keys
+SIZES = [(1, 1, 0), (1, 40, 1), (5, 40, 5), (48, 40, 0), (17, 64, 3), (3, 0, 1)]  # queries, rows of the cache, new keys
 
 
 @pytest.mark.parametrize("kind", ["sorted", "far and sorted", "in runs", "any order", "far"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_programs_find_the_documents_of_queries(size: tuple[int, int, int], kind: str) -> None:
-    """Ids past the end of a sequence are not read; bounds never fall, and are as close as bounds that never fall can
-    be."""
+    """Ids past the end of a sequence are not read. Bounds never fall, and are as tight as that allows."""
     n_q, room, new = size
     for seed, tile in enumerate((4, 16, 64)):
         lengths = [0, room // 2, max(0, room - new), room]
@@ -178,8 +180,8 @@ def test_documents_go_with_the_rest_of_a_spec(more: dict[str, Any], tmp_path: Pa
 
 
 def _of_last(made: Spec, page: int, n_q: int, order: str) -> tuple[Call, Call]:
-    """A call whose queries are in the last document, which starts at key 384; and the same where keys before hold
-    NaN, and are in pages that there are not."""
+    """Return a call whose queries are in the last document, which starts at key 384, and the same call with NaN in
+    earlier keys and invalid page numbers for them."""
     calls = []
     for hidden in (False, True):
         call = make_call(made, CacheCase(4, 2, n_q, (450, 384 + n_q), 0, 464, page), torch.float16, DEVICE)
@@ -206,7 +208,7 @@ def _of_last(made: Spec, page: int, n_q: int, order: str) -> tuple[Call, Call]:
 @pytest.mark.parametrize("n_q", [1, 4, 60])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_of_other_documents_are_not_read(kind: str, n_q: int, modules: Any) -> None:
-    """Nor their numbers in the table: the bits are those of a call with these keys."""
+    """Neither are their entries in the page table: the bits are those of a call with valid earlier keys."""
     made, module, page = modules(kind)
     shown, hidden = _of_last(made, page, n_q, KINDS[kind][0])
     results = [
@@ -236,7 +238,7 @@ def test_a_cache_that_grows_gives_the_bits_of_one_that_is_whole(kind: str, modul
 
 
 def test_parts_are_of_the_keys_of_documents() -> None:
-    """One long sequence whose last document is short has as many parts as a short one."""
+    """A long sequence whose last document is short has as many splits as a short sequence."""
     kernel = target("decode_document_gqa").kernel("decode")
     start = {
         "CACHE_SEQLENS": np.array([40_000, 100, 40_000]),
@@ -249,7 +251,7 @@ def test_parts_are_of_the_keys_of_documents() -> None:
     }
     start |= {"DOCUMENT_FIRST": np.array([[39_900, 39_950], [0, 0], [100, 100]]), "Nq": 4, "BLOCK_Q": 16}
     start |= {"DOCUMENT_END": np.array([[39_950, 40_000], [100, 100], [40_000, 40_000]])}
-    parts = {place["b"]: place["parts"] for place in _split(kernel, start)}
+    parts = {place["b"]: place["num_splits"] for place in _split_places(kernel, start)}
     assert (parts[0], parts[1]) == (1, 1) and parts[2] > 30
 
 
@@ -292,12 +294,12 @@ def test_classify_tiles_takes_the_first_and_the_last_query_of_packed_rows() -> N
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
-    """The target modules of sorted ids and of ids in any order, as text."""
+    """Return the target modules for sorted ids and for ids in any order, as text."""
     return {order: print_module(lower(_spec(order, 16))) for order in ("sorted", "any order")}
 
 
 def _of(text: str, kernel: str, *edits: tuple[str, str]) -> Module:
-    """A module with edits in one kernel, or host program."""
+    """Return a module with edits in one kernel or host program."""
     at = text.index(f"{kernel} ") if kernel.startswith("kernel") else text.index(f"{kernel}\n")
     end = text.index("\n\n", at)
     return parse_module(text[:at] + edit(text[at:end], *edits) + text[end:])
@@ -345,23 +347,23 @@ BROKEN = [
     ),
     (
         "sorted",
-        "deals",
+        "split-kv",
         "kernel @decode",
         READ,
         READ.replace("queries - 1", "queries"),
-        "expected an i32 of sequence b, inside of that argument",
+        "expected an i32 of sequence b, in bounds of that argument",
     ),
     (
         "sorted",
-        "deals",
+        "split-kv",
         "kernel @decode",
         READ,
         READ.replace("[b, ", "[0, "),
-        "expected an i32 of sequence b, inside of that argument",
+        "expected an i32 of sequence b, in bounds of that argument",
     ),
     (
         "sorted",
-        "deals",
+        "split-kv",
         "kernel @decode",
         READ,
         READ.replace("%DOCUMENT_END", "%PAGE_TABLE"),
@@ -369,7 +371,7 @@ BROKEN = [
     ),
     (
         "sorted",
-        "deals",
+        "split-kv",
         "kernel @decode",
         READ,
         READ.replace("document_end_greatest=", "other="),
@@ -377,11 +379,11 @@ BROKEN = [
     ),
     (
         "sorted",
-        "deals",
+        "split-kv",
         "kernel @combine",
         READ,
         READ.replace("queries - 1", "0"),
-        "keys are dealt in another way than in @",
+        "keys are split in another way than in @",
     ),
     (
         "sorted",

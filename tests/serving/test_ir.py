@@ -1,5 +1,5 @@
-"""The IR of calls over a cache: how keys are dealt, what passes make of it, and what its kernels and host programs
-compute on NumPy."""
+"""The IR of calls with a KV cache: how keys are split, what passes produce, and what kernels and host programs compute
+on NumPy."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from attngen.errors import IRError
 from attngen.heuristics import WAVES
 from attngen.interp.host import execute_host
 from attngen.interp.numeric import value
-from attngen.interp.tile import DOUBLE
-from attngen.ir.expr import parse, portion, to_text
-from attngen.ir.graph import Module
+from attngen.interp.values import DOUBLE
+from attngen.ir.expr import portion
+from attngen.ir.expr_text import parse, to_text
+from attngen.ir.module import Module
 from attngen.ir.names import OF_CACHE
-from attngen.ir.split_kv import kv_split, unit_of_parts
-from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_kernel, print_module
+from attngen.ir.split_kv import kv_split, split_size
 from attngen.lang.names import name_problem
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
@@ -39,39 +41,38 @@ from tests.helpers import SPECS, changes, edit, lowered, spec, target
 CACHED = [name for name in SPECS if spec(name).cache]
 
 
-@settings(
-    deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # lists take long to draw on a machine that does other work
+# A busy machine takes long to generate lists.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(0, 3000), max_size=300), st.integers(1, 70), st.sampled_from([0, 0, 1, 16]))
-def test_parts_fit_and_have_no_more_than_a_unit(work: list[int], busy: int, each: int) -> None:
-    """All sequences together have no more parts than there is room for."""
+def test_splits_fit_the_room_and_are_at_most_the_split_size(work: list[int], busy: int, each: int) -> None:
+    """All sequences together have at most as many splits as there is room for."""
     items = max(WAVES * busy, 2 * len(work)) if not each else sum(-(-units // each) for units in work)
-    parts, unit = kv_split(work, items, each), unit_of_parts(work, items, each)
+    parts, unit = kv_split(work, items, each), split_size(work, items, each)
     assert all(units <= count * unit and (count - 1) * unit < max(1, units) for units, count in zip(work, parts))
     assert sum(parts) <= items
 
 
-def test_parts_are_as_few_as_keep_a_device_busy() -> None:
-    """132 multiprocessors, two programs on each, 8 K/V heads: 33 parts run at one time."""
+def test_splits_are_as_few_as_keep_a_device_busy() -> None:
+    """132 SMs with two programs each and 8 K/V heads run 33 splits at a time."""
     items = WAVES * 33
-    assert kv_split([1024], items, 0) == [32]  # 64k keys: each program has one part
+    assert kv_split([1024], items, 0) == [32]  # 64k keys: each program has one split
     assert kv_split([2048], items, 0) == [33]
-    assert kv_split([128] * 32, items, 0) == [2] * 32  # 64 parts: programs have one or two
+    assert kv_split([128] * 32, items, 0) == [2] * 32  # 64 splits: programs have one or two
     assert max(kv_split([1024, *[8] * 7], items, 0)) == 27
-    assert kv_split([1024] * 8, items, 0) == [16] * 8  # in as many turns as with LEAST_UNITS
+    assert kv_split([1024] * 8, items, 0) == [16] * 8  # as many waves as with LEAST_UNITS
     assert kv_split([8], items, 0) == [8]
     assert max(kv_split([1024, *[8] * 63], items, 0)) == 45  # the long one does not wait for a single program
     assert kv_split([40, 5, 0], items, 16) == [3, 1, 0]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 500))
-def test_portions_are_all_of_it_once(n: int, parts: int) -> None:
+def test_portions_partition_a_range(n: int, parts: int) -> None:
     ends = [value(parse("portion(n, i, parts)"), {"n": n, "i": i, "parts": parts}) for i in range(parts + 1)]
     sizes = np.diff(ends)
     assert (ends[0], ends[-1]) == (0, n) and sizes.max() - sizes.min() <= 1
 
 
-def test_portions_of_all_parts_are_known() -> None:
+def test_portions_are_simplified_at_the_ends() -> None:
     n, i, parts = (parse(name) for name in ("n", "i", "parts"))
     assert portion(n, 0 * i, parts) == 0 and portion(n, parts, parts) == n and portion(0 * n, i, parts) == 0
 
@@ -85,17 +86,18 @@ def test_split_kv_counts_the_tiles_of_a_window() -> None:
     headers = [line for line in made if "kernel @" in line]
     assert [line[0] for line in headers] == ["-", "+", "-", "+"]
     assert all(f"split_kv({work})" in line for line in headers[1::2]), headers
-    assert "+ %kv_full_from = map expr(kv_full_first + portion(kv_full_end - kv_full_first, part, parts))" in " ".join(
-        made
+    assert (
+        "+ %kv_full_from = map expr(kv_full_first + portion(kv_full_end - kv_full_first, kv_split, num_splits))"
+        in " ".join(made)
     )
     assert any(line.startswith("+ %keys_full = loop kv ranges(kv_full_from .. kv_full_to)") for line in made)
 
 
 def _split(mask: Any) -> set[str]:
-    """How keys are dealt under a mask, as text."""
+    """Return `split_kv` of the kernels under a mask, as text."""
     made = make_spec(
         {
-            "name": "served",
+            "name": "cached",
             "heads": {"sharing": "gqa"},
             "head_dim": 16,
             "mask": mask,
@@ -124,13 +126,13 @@ def test_split_kv_counts_all_keys_where_heads_visit_different_tiles() -> None:
     assert _split({"expr": "kv_idx >= 100 * hkv"}) == {"(cdiv(Nk, 64))"}
 
 
-def test_split_kv_leaves_modules_without_a_cache() -> None:
+def test_split_kv_does_not_change_modules_without_a_cache() -> None:
     before = lowered("causal_gqa")["split-loops"]
     assert SplitKV().run(before) is before
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_text_prints_and_parses_the_same(name: str) -> None:
+def test_text_is_parsed_and_printed_unchanged(name: str) -> None:
     for step in ("build", "split-kv", "dce"):
         text = print_module(lowered(name)[step])
         assert print_module(parse_module(text)) == text
@@ -149,23 +151,23 @@ def test_text_prints_and_parses_the_same(name: str) -> None:
         ("  latent rope=64", "  latent 64", "`latent 64`; expected `latent rope=64`"),
     ],
 )
-def test_text_of_a_cache_that_cannot_be_read(old: str, new: str, reason: str) -> None:
+def test_wrong_text_of_a_cache_is_refused(old: str, new: str, reason: str) -> None:
     text = print_module(target("decode_mla"))
     with pytest.raises(IRError) as error:
         parse_module(edit(text, (old, new)))
     assert reason in str(error.value)
 
 
-def test_a_rest_of_a_division_bounds_the_last_key() -> None:
-    """In rows of packed heads, a causal mask says that a key is one of the sequence: this is not tested again."""
+def test_a_remainder_bounds_the_last_key() -> None:
+    """With pack-GQA rows a causal mask implies that a key is within the sequence, so the bounds check is dropped."""
     where = parse("Nk - queries + q_idx % queries >= kv_idx and kv_idx < Nk")
     assert to_text(simplify_condition(where, "q", "kv")) == "Nk - queries + (q_idx % queries) >= kv_idx"
     before = parse("q_idx % queries <= kv_idx and kv_idx < Nk")
     assert len(simplify_condition(before, "q", "kv").args) == 2
 
 
-def test_bounds_of_parts_have_32_bits() -> None:
-    """A part of a range lies in it, so that no bound needs 64 bits."""
+def test_bounds_of_splits_have_32_bits() -> None:
+    """A portion lies within its range, so no bound needs 64 bits."""
     lo, hi, other, i, parts = sympy.symbols("lo hi other i parts", integer=True)
     assert to_triton(lo + portion(hi - lo, i, parts), lambda name: (name, ())) == "lo + portion(hi - lo, i, parts)"
     assert "int64" in to_triton(other + portion(hi - lo, i, parts), lambda name: (name, ()))
@@ -173,13 +175,11 @@ def test_bounds_of_parts_have_32_bits() -> None:
 
 @pytest.mark.parametrize("name", CACHED)
 def test_names_of_functions_that_split_kv_are_reserved(name: str) -> None:
-    """Inputs that a mask's bounds name are arguments of these functions, and of `combine`, whose own variables they
-    would replace."""
+    """Inputs in a mask's bounds are arguments of these functions and of `combine`, and would shadow their variables."""
     kernels = render(target(name))["kernels.py"]
     names = {kernel.name for kernel in target(name).kernels} - {"combine"} | {"floor_div", "floor_mod"}
-    values = {
-        name for kernel in target(name).kernels if kernel.kv_split for name, _ in kernel.kv_split.reads
-    }  # of kernels, which no input is
+    # Values of kernels, whose names no input has
+    values = {name for kernel in target(name).kernels if kernel.kv_split for name, _ in kernel.kv_split.reads}
     values |= {i.name for i in target(name).inputs}
     for function in ast.walk(ast.parse(kernels)):
         if isinstance(function, ast.FunctionDef) and function.name not in names:
@@ -188,27 +188,28 @@ def test_names_of_functions_that_split_kv_are_reserved(name: str) -> None:
             assert not [n for n in found - values if not name_problem(n) and n not in OF_CACHE], function.name
 
 
-def test_registers_are_no_more_than_a_multiprocessor_has() -> None:
-    """Of 16 warps a thread has 128: 65,536 for 512 threads."""
+def test_register_limits_fit_an_sm() -> None:
+    """With 16 warps a thread has 128 registers: 65,536 for 512 threads."""
     module = target("decode_gqa")
-    (row,) = (r for r in module.configs("decode") if r.device == "sm90" and r.max_rows is None)
+    (config,) = (r for r in module.configs("decode") if r.device == "sm90" and r.max_rows is None)
     given = {
-        warps: launch_options(module.kernel("decode"), replace(row, num_warps=warps))["maxnreg"]
+        warps: launch_options(module.kernel("decode"), replace(config, num_warps=warps))["maxnreg"]
         for warps in (4, 8, 16, 32)
     }
     assert given == {4: 255, 8: 255, 16: 128, 32: 64}
 
 
 def test_registers_of_kernels_that_split_kv() -> None:
-    """As many as they want on NVIDIA's GPUs; warp groups of a warp-specialized kernel trade theirs, without a limit."""
+    """NVIDIA GPUs allow the maximum of 255. Warp-specialized kernels have no limit, as their warp groups reallocate
+    registers."""
     module = target("decode_mla")
     of = {r.device: launch_options(module.kernel("combine"), r).get("maxnreg") for r in module.configs("combine")}
     assert of == {"sm80": 255, "sm90": 255, "sm100": 255, "any": 255, "gfx942": None}
-    ((warp_specialized, row),) = module.stand_ins("decode")
-    assert launch_options(warp_specialized, row) == {"num_warps": 4}
+    ((warp_specialized, config),) = module.stand_ins("decode")
+    assert launch_options(warp_specialized, config) == {"num_warps": 4}
 
 
-def test_a_warp_specialized_kernel_launches_dependents_when_nothing_is_left_to_copy() -> None:
+def test_a_warp_specialized_kernel_launches_dependents_after_its_last_load() -> None:
     (producer,) = re.findall(r"def decode_producer\((?s:.*?)\n\n\n", render(target("decode_mla"))["hopper.py"])
     before, after = producer.split("    launch_dependents()")
     assert "tma_load(" in before and "tma_load(" not in after and after.splitlines()[1] == "    reset(COUNTER)"
@@ -219,12 +220,12 @@ def test_a_warp_specialized_kernel_launches_dependents_when_nothing_is_left_to_c
 
 
 def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> None:
-    """Append and decode, in fp64, and compare with naive attention."""
+    """Append and decode in fp64, and compare with naive attention."""
     call = make_call(made, case, torch.float64, "cpu")
     given = {"Q": call.q.numpy(), "CACHE_SEQLENS": call.arguments["cache_seqlens"].numpy()}
-    caches = [x.view(torch.int16) if x.dtype.itemsize == 1 else x for x in call.caches]  # of 8-bit numbers, pairs
+    caches = [x.view(torch.int16) if x.dtype.itemsize == 1 else x for x in call.caches]  # pairs of 8-bit numbers
     near = 1e-12
-    if made.factors == "columns":  # rows of bytes; naive attention has factors of 24 bits
+    if made.factors == "columns":  # rows of bytes; naive attention has fp32 scales
         numbers, scales, rope = call.caches[0].split([512, 16, 8 * made.rope], -1)
         given |= {"K_SCALE": scales.view(torch.float32).double().transpose(1, 2).numpy()}
         given |= {"K_ROPE_CACHE": rope.view(torch.float64).transpose(1, 2).numpy()}
@@ -255,13 +256,13 @@ def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None
     room = 192 if page != 64 else 256
     for n_q, lengths, new in ((1, (0, 1, 63, 64, 150), 1), (2, (40, 0, 130), 0), (40, (3, 100), 40)):
         heads = (8, 1) if spec(name).rope else (4, 2)
-        n_q = 65 if spec(name).rope and n_q == 40 else n_q  # more rows than are dealt among programs
+        n_q = 65 if spec(name).rope and n_q == 40 else n_q  # more rows than the split-KV kernel takes
         lengths = tuple(min(n, room - new) for n in lengths)
         _run(module, spec(name), CacheCase(*heads, n_q, lengths, new, room, page), {"BLOCK_Q": 16, "BLOCK_KV": 16})
 
 
-def test_entries_of_the_table_past_the_last_key_are_not_read() -> None:
-    """They name no page here: to read one raises."""
+def test_page_table_entries_past_the_last_key_are_not_read() -> None:
+    """These entries are invalid pages, and reading one raises."""
     _run(
         target("decode_paged_gqa"),
         spec("decode_paged_gqa"),
@@ -270,12 +271,12 @@ def test_entries_of_the_table_past_the_last_key_are_not_read() -> None:
     )
 
 
-def test_parts_are_joined_in_several_turns() -> None:
-    """700 keys are eleven parts of 64, of which a turn joins eight, or four; 65 are two, and of one part the others
+def test_splits_are_combined_in_several_iterations() -> None:
+    """700 keys are eleven splits of 64, and an iteration combines eight or four. 65 keys are two splits. Missing splits
     are empty."""
     made = make_spec(
         {
-            "name": "parts",
+            "name": "num_splits",
             "head_dim": 16,
             "mask": "causal",
             "cache": "contiguous",
@@ -283,15 +284,15 @@ def test_parts_are_joined_in_several_turns() -> None:
             "schedule": {"split": {"keys": 64}},
         }
     )
-    for parts in (8, 4):
-        _run(lower(made), made, CacheCase(2, 2, 2, (700, 65, 64, 0), 0, 700), {"BLOCK_Q": 16, "BLOCK_KV": parts})
+    for splits in (8, 4):
+        _run(lower(made), made, CacheCase(2, 2, 2, (700, 65, 64, 0), 0, 700), {"BLOCK_Q": 16, "BLOCK_KV": splits})
 
 
-def test_there_is_room_for_all_parts_of_a_fixed_length() -> None:
-    """Of sequences that fill the cache, in parts of one unit: what is written outside of a tensor raises."""
+def test_there_is_room_for_all_splits_of_a_fixed_length() -> None:
+    """Sequences fill the cache, and splits have one unit. A write outside of a tensor raises."""
     made = make_spec(
         {
-            "name": "served",
+            "name": "cached",
             "heads": {"sharing": "gqa"},
             "head_dim": 16,
             "mask": {

@@ -1,4 +1,4 @@
-"""Keys and values of a latent (MLA): what the spec asks for, and the IR of its kernels."""
+"""Keys and values in a latent (MLA): requirements of the spec, and the IR of its kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from attngen.errors import SpecError, VerifyError
-from attngen.ir.graph import Module
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.module import Module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.spec import make_spec
 from attngen.verify import verify
 from attngen.verify.host import reasons
 from tests.helpers import edit, lowered, target
+
+pytestmark = pytest.mark.numerics
 
 MLA: dict[str, Any] = {
     "name": "served",
@@ -30,17 +33,17 @@ MLA: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"cache": None}, "`kv` is for keys in a cache, and there is none; expected `cache` beside it"),
-        ({"backward": None}, "`kv` is for serving, and the spec has a backward; expected `backward: false` beside it"),
-        ({"heads": {"sharing": "gqa"}}, "`heads` has `gqa`, and a latent is one for all heads; expected `mqa`"),
+        ({"cache": None}, "`kv` is for keys in a cache, but there is none; expected `cache` as well"),
+        ({"backward": None}, "`kv` is for serving, but the spec has a backward; expected `backward: false` as well"),
+        ({"heads": {"sharing": "gqa"}}, "`heads` has `gqa`, but all heads share one latent; expected `mqa`"),
         (
             {"head_dim": 32},
-            "`head_dim` has 32 columns of q and k; expected 48: 32 of the latent and 16 that are rotated",
+            "`head_dim` is 32 for q and k; expected 48: 32 of the latent and 16 of the rotated part",
         ),
         ({"kv": {"latent": {"rope": 8}}}, "expected a whole number from 16 to 128 that is a multiple of 16"),
         (
             {"kv": None, "head_dim": {"qk": 576, "v": 512}},
-            "`head_dim` has 576 columns; expected at most 512, or `kv: {latent: ...}` beside it",
+            "`head_dim` is 576; expected at most 512, or `kv: {latent: ...}` as well",
         ),
     ],
 )
@@ -61,7 +64,7 @@ def _read(*edits: tuple[str, str]) -> Module:
         (
             "latent rope=64",
             "latent rope=32",
-            "`latent rope=32`; expected a cache, 16 to 128 columns by 16, and 544 of q and k",
+            "`latent rope=32`; expected a cache, a multiple of 16 up to 128, and head_dim qk 544",
         ),
         ("dot %q %k over(D_V) acc(%s_rope)", "dot %q %k over(D_V)", "kernel @fwd: %s_rope is read by nothing"),
         (
@@ -73,14 +76,14 @@ def _read(*edits: tuple[str, str]) -> Module:
     ],
 )
 def test_rules(old: str, new: str, reason: str) -> None:
-    """Scores without the columns that are rotated, or with others, are refused."""
+    """Scores without the RoPE columns, or with wrong ones, are refused."""
     with pytest.raises(VerifyError) as error:
         verify(_read((old, new)))
     assert reason in str(error.value)
 
 
 def _of_kernel(name: str, change: Callable[[str], str]) -> Module:
-    """The module with one kernel's text changed."""
+    """Return the module with one kernel's text changed."""
     text = print_module(target("decode_mla"))
     at = text.index(f"kernel @{name} ")
     end = text.find("\nkernel ", at + 1)
@@ -88,7 +91,7 @@ def _of_kernel(name: str, change: Callable[[str], str]) -> Module:
 
 
 def test_all_columns_are_multiplied() -> None:
-    """A kernel that knows nothing of the columns that are rotated computes other scores."""
+    """A kernel without the RoPE columns computes other scores, and is refused."""
 
     def change(kernel: str) -> str:
         kept = [
@@ -96,12 +99,12 @@ def test_all_columns_are_multiplied() -> None:
         ]
         return "\n".join(kept).replace(" acc(%s_rope)", "")
 
-    with pytest.raises(VerifyError, match="rule `latents`: kernel @prefill: it reads no columns that are rotated"):
+    with pytest.raises(VerifyError, match="rule `latents`: kernel @prefill: it reads neither Q_ROPE nor K_ROPE"):
         verify(_of_kernel("prefill", change))
 
 
 def test_values_are_those_that_are_given() -> None:
-    """Without a cache, values are V's: the columns of the latent are as wide, and something else."""
+    """Without a cache, values come from V. The latent's columns have the same width but are not the values."""
 
     def change(kernel: str) -> str:
         kept = [line for line in kernel.splitlines() if not re.match(r"\s*%(V|v|V_head) =", line)]
@@ -122,7 +125,7 @@ def test_views_of_columns_have_the_dimensions_of_their_part() -> None:
 
 
 def test_values_are_loaded_once() -> None:
-    """In a cache the columns of the latent are K and V, and nothing is as wide as 1,024."""
+    """In a cache the latent's columns are both K and V, and no kernel loads V again."""
     for kernel in lowered("decode_mla")["build"].kernels:
         names = {arg.name for arg in kernel.args}
         assert ("V" in names) == (kernel.name == "fwd")

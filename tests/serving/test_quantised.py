@@ -1,4 +1,4 @@
-"""Caches of 8-bit numbers: the numbers, what is stored, the rules of kernels that read them, and wrong calls."""
+"""8-bit caches: number conversion, stored keys, the rules for kernels that read them, and wrong calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import torch
 from attngen.conformance.over_cache import CacheCase, cache_cases, make_call, run_cache_case
 from attngen.errors import SpecError, VerifyError
 from attngen.interp.e4m3 import NUMBERS, numbers, pairs
-from attngen.ir.graph import Module
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.module import Module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, spec, target
+
+pytestmark = pytest.mark.numerics
 
 DEVICE = "cuda" if CUDA else "cpu"
 E4M3 = torch.float8_e4m3fn
@@ -48,7 +51,7 @@ def test_numbers_are_those_of_torch() -> None:
 
 
 def test_pairs_are_the_next_numbers() -> None:
-    """Of all numbers in fp16: the nearest one, of two the even one, at most 448; NaN stays."""
+    """Every fp16 number becomes the nearest e4m3 number, ties to even, at most 448 in size; NaN stays NaN."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     wanted = every.float().clamp(-448, 448).to(E4M3).view(torch.uint8).numpy()
     found = pairs(every.double().numpy(), np.zeros(2**16)).view(np.uint16)
@@ -57,7 +60,7 @@ def test_pairs_are_the_next_numbers() -> None:
 
 
 def test_kernels_store_the_next_numbers(tmp_path: Path) -> None:
-    """The same, by the kernel that appends."""
+    """The kernel that appends rounds in the same way."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     module = module_of(_spec({}, head_dim=128), tmp_path / "served")
     new = every.view(1, 1, 512, 128).to(DEVICE)
@@ -107,7 +110,7 @@ def test_factors_of_heads_and_of_pages(
 
 
 def test_a_tile_reads_the_number_of_its_page_once(tmp_path: Path) -> None:
-    """With descriptors, factors are of the page whose number the loop has read ahead for these: 2 kernels of 2 loops
+    """With TMA, scales come from the page number that the loop prefetches for descriptors: 2 kernels with 2 loops
     each."""
     module_of(_spec({"paged": {"page_size": 64}, "scale": "page"}, head_dim=128), tmp_path / "served")
     lines = [line.strip() for line in (tmp_path / "served" / "kernels.py").read_text().splitlines()]
@@ -116,13 +119,14 @@ def test_a_tile_reads_the_number_of_its_page_once(tmp_path: Path) -> None:
 
 
 def test_factors_and_queries_of_any_size() -> None:
-    """Queries beyond fp16's numbers, and factors of many sizes: rows are divided by their largest number first."""
+    """Queries may exceed the range of fp16, and scales may have any size: rows are first divided by their largest
+    element."""
     made, module = spec(NAME), built(NAME)
     call = make_call(made, CacheCase(4, 2, 2, (70, 5), 0, 128, 64), torch.bfloat16, DEVICE)
     plain = module.attention.with_kvcache(call.q, *call.caches, **call.arguments)
     for size in (2.0**40, 2.0**-40):
         q = call.q.clone()
-        q[:, 1] *= size  # one row of a tile; the others stay as they are
+        q[:, 1] *= size  # one row of a tile; the others stay the same
         arguments = {**call.arguments, "k_scale": call.arguments["k_scale"] / size, "scale": made.head_dim.qk**-0.5}
         found = module.attention.with_kvcache(q, *call.caches, **arguments)
         assert torch.equal(found[:, 1], plain[:, 1])
@@ -172,9 +176,9 @@ def test_wrong_calls(change: dict[str, Any], error: type[Exception], said: str) 
 
 
 def test_caches_whose_pairs_cannot_be_read_are_refused() -> None:
-    """Two numbers are read as one of 16 bits: none may lie across two of these."""
+    """Kernels read two numbers as one 16-bit element, so pairs must be aligned."""
     call = make_call(spec(NAME), CacheCase(2, 1, 1, (60,), 0, 64, 64), torch.float16, DEVICE)
-    odd = call.caches[0].as_strided(call.caches[0].shape, (8192, 128, 7, 1))  # of the only head
+    odd = call.caches[0].as_strided(call.caches[0].shape, (8192, 128, 7, 1))  # strides of the only head
     with pytest.raises(
         ValueError,
         match=r"k_cache starts at element 0 of its storage and has strides \[8192, 128, 7, 1\]; expected even",
@@ -206,9 +210,9 @@ def test_factors_of_pages_are_checked(tmp_path: Path) -> None:
 
 
 def test_narrow_heads_are_refused() -> None:
-    """Products of half the columns have 16 at least."""
+    """Matrix products take half the columns, and need at least 16."""
     with pytest.raises(
-        SpecError, match="`head_dim` has 16 columns, beside a cache of 8 bits; expected a multiple of 16, 32 at least"
+        SpecError, match="`head_dim` is 16, but the cache has 8 bits; expected a multiple of 16, 32 at least"
     ):
         _spec({}, head_dim=16)
 
@@ -221,7 +225,7 @@ def _of_page() -> Module:
 
 
 def _changed(text: str, kernel: str, old: str, new: str) -> Module:
-    """The module with one kernel's text changed."""
+    """Return the module with one kernel's text changed."""
     at = text.index(f"kernel @{kernel} ")
     end = text.find("\nkernel ", at + 1)
     end = len(text) if end < 0 else end
@@ -231,11 +235,11 @@ def _changed(text: str, kernel: str, old: str, new: str) -> Module:
 @pytest.mark.parametrize(
     ("kernel", "old", "new", "said"),
     [
-        ("decode", "load %K_SCALE[hkv]", "load %V_SCALE[hkv]", "weighs scores by"),
-        ("decode", "expr(k_scale*q_size)", "expr(q_size) ", "weighs scores by"),
-        ("decode", "dot %q_columns.odd %k.odd", "dot %q_columns.odd %k.even", "weighs scores by"),
-        ("decode", "select(q_size > 0, q/q_size, q)", "select(q_size > 0, q/q_size, 0)", "weighs scores by"),
-        ("decode", "expr(max(-q, q))", "expr(max(-q, 2*q))", "weighs scores by"),
+        ("decode", "load %K_SCALE[hkv]", "load %V_SCALE[hkv]", "computes weights by"),
+        ("decode", "expr(k_scale*q_size)", "expr(q_size) ", "computes weights by"),
+        ("decode", "dot %q_columns.odd %k.odd", "dot %q_columns.odd %k.even", "computes weights by"),
+        ("decode", "select(q_size > 0, q/q_size, q)", "select(q_size > 0, q/q_size, 0)", "computes weights by"),
+        ("decode", "expr(max(-q, q))", "expr(max(-q, 2*q))", "computes weights by"),
         ("decode", "expr(acc*v_scale)", "expr(acc*v_scale**2)", "expected the factor V_SCALE[hkv] in it, once"),
         ("decode", "dot %p_cast %v.odd", "dot %p_cast %v.even", "is no sum of odd columns"),
         ("append", "expr(k/k_scale)", "expr(k*k_scale)", "expected an element of K_NEW / K_SCALE[hkv]"),
@@ -268,7 +272,7 @@ def test_rules_of_heads(kernel: str, old: str, new: str, said: str) -> None:
         (
             "expr(rescaled + summed*v_scale) uses(rescaled=%rescaled_odd",
             "expr(summed*v_scale + 2*rescaled) uses(rescaled=%rescaled_odd",
-            "joins",
+            "combine",
         ),
         ("PAGE_TABLE[b, kv_start // 64]", "PAGE_TABLE[b, kv_start // 32]", "rule `indexing`"),
     ],
@@ -282,7 +286,7 @@ def test_rules_of_pages(old: str, new: str, said: str) -> None:
 def test_tiles_with_one_factor_divide_pages() -> None:
     text = print_module(_of_page())
     at = text.index("schedule @decode")
-    with pytest.raises(VerifyError, match="tiles of 128 keys, which have one factor each, do not divide pages of 64"):
+    with pytest.raises(VerifyError, match="tiles of 128 keys, which have one scale each, do not divide pages of 64"):
         verify(
             parse_module(
                 text[:at]

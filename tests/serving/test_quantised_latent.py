@@ -1,5 +1,4 @@
-"""Caches of 8-bit latents: what a row holds, how new keys are stored, the rules of kernels that read them, and wrong
-calls."""
+"""8-bit latent caches: the layout of a row, stored keys, the rules for kernels that read them, and wrong calls."""
 
 from __future__ import annotations
 
@@ -11,10 +10,13 @@ import torch
 
 from attngen.conformance.over_cache import CacheCase, Call, cache_cases, make_call, run_cache_case
 from attngen.errors import SpecError, VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.spec import make_spec
 from attngen.verify import verify
 from tests.helpers import CUDA, built, edit, module_of, spec, target
+
+pytestmark = pytest.mark.numerics
 
 DEVICE = "cuda" if CUDA else "cpu"
 NAME = "decode_fp8_mla"
@@ -36,13 +38,13 @@ SPEC: dict[str, Any] = {
     [
         (
             {"cache": {"dtype": "fp8_e4m3", "scale": "head"}},
-            "`cache.scale` is `head`, and a latent has a factor for each key and 128 columns; expected the key left out",
+            "`cache.scale` is `head`, but a latent has one scale per key and 128 numbers; expected the key left out",
         ),
         (
             {"head_dim": {"qk": 272, "v": 256}},
-            "`head_dim` has 256 columns of v; expected 512, those of a latent that is kept in 8 bits",
+            "`head_dim` is 256 for v; expected 512, the head_dim of an 8-bit latent",
         ),
-        ({"dtype": "fp32"}, "`dtype` names `fp32`, beside a cache of 8 bits; expected `bf16`, `fp16` or both"),
+        ({"dtype": "fp32"}, "`dtype` names `fp32`, but the cache has 8 bits; expected `bf16`, `fp16` or both"),
     ],
 )
 def test_what_latents_of_8_bits_need(change: dict[str, Any], reason: str) -> None:
@@ -72,7 +74,7 @@ def test_caches_and_masks(cache: dict[str, Any], change: dict[str, Any], tmp_pat
 
 
 def _stored_call(new: torch.Tensor) -> tuple[Call, torch.Tensor]:
-    """A call that stores keys [1, 1, n, 576] in an empty cache, and the rows of these, [n, 656] bytes."""
+    """Return a call that stores keys [1, 1, n, 576] in an empty cache, and their rows, [n, 656] bytes."""
     n = new.shape[2]
     call = make_call(spec(NAME), CacheCase(1, 1, 1, (0,), n, 64, 64), new.dtype, DEVICE)
     call.arguments["k"] = new.to(DEVICE)
@@ -83,7 +85,7 @@ def _stored_call(new: torch.Tensor) -> tuple[Call, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_row_has_numbers_factors_and_rotated_columns(dtype: torch.dtype) -> None:
-    """FlashMLA's layout: 512 numbers of 8 bits, 4 factors in fp32, 64 columns in 16 bits."""
+    """FlashMLA's layout: 512 e4m3 numbers, 4 fp32 scales, and 64 16-bit RoPE elements."""
     torch.manual_seed(0)
     new = (torch.randn(1, 1, 40, 576) * torch.exp(2 * torch.randn(1, 1, 40, 1))).to(dtype)
     _, rows = _stored_call(new)
@@ -92,13 +94,13 @@ def test_a_row_has_numbers_factors_and_rotated_columns(dtype: torch.dtype) -> No
     groups = new[0, 0, :, :512].double().unflatten(1, (4, 128))
     torch.testing.assert_close(factors, groups.abs().amax(2) / 448, rtol=1e-6, atol=0)
     assert (numbers.abs().amax(2) == 448).all()
-    near = (numbers * factors[..., None] - groups).abs()  # half of a number's last bit, or of the smallest number
+    near = (numbers * factors[..., None] - groups).abs()  # half an ulp, or half the smallest number
     assert (near <= (groups.abs() / 16).maximum(factors[..., None] * 2.0**-10) * (1 + 1e-5)).all()
     assert torch.equal(rows[:, 528:].contiguous().view(dtype), new[0, 0, :, 512:])
 
 
 def test_latents_of_zeros_and_of_no_numbers() -> None:
-    """Zeros have a factor above 0, and stay zeros; what is no number makes its group none, and no other key."""
+    """Zeros have a scale above 0, and stay zeros. NaN makes its group NaN, and no other key."""
     new = torch.ones(1, 1, 3, 576, dtype=torch.float16)
     new[0, 0, 0] = 0
     new[0, 0, 1, 130] = float("nan")
@@ -158,7 +160,7 @@ def test_rows_start_at_multiples_of_16_bytes() -> None:
 # ---------------------------------------------------------------------------------------------- rules
 
 
-LATENTS = "multiplies weights by %k; expected a tile of %K, numbers times their factors"
+LATENTS = "multiplies weights by %k; expected a tile of %K, multiplied by its scales"
 
 
 @pytest.mark.parametrize(
@@ -174,10 +176,10 @@ LATENTS = "multiplies weights by %k; expected a tile of %K, numbers times their 
             "append",
             "reduce max %k_abs over(D_V)",
             "reduce sum %k_abs over(D_V)",
-            "expected the largest size of a group of K_NEW / 448",
+            "expected the largest size in a group of K_NEW / 448",
         ),
-        ("append", "expr(max(-k, k))", "expr(max(k, 2*k))", "expected the largest size of a group of K_NEW / 448"),
-        ("append", "k_size/448", "k_size/224", "expected the largest size of a group of K_NEW / 448"),
+        ("append", "expr(max(-k, k))", "expr(max(k, 2*k))", "expected the largest size in a group of K_NEW / 448"),
+        ("append", "k_size/448", "k_size/224", "expected the largest size in a group of K_NEW / 448"),
     ],
 )
 def test_rules(kernel: str, old: str, new: str, said: str) -> None:
@@ -190,7 +192,7 @@ def test_rules(kernel: str, old: str, new: str, said: str) -> None:
 
 
 def test_groups_broadcast_to_columns_alone() -> None:
-    """A factor for each group of columns is one for all keys only where the value has these columns."""
+    """A scale per group of columns broadcasts only to a value that has these columns."""
     text = print_module(target(NAME))
     at = text.index("kernel @decode ")
     line = "%alone = map expr(2*k_scale) uses(k_scale=%k_scale) : f32[BLOCK_KV] @reg\n    %s_rope ="

@@ -1,4 +1,4 @@
-"""classify-tiles: closed-form bounds of the empty, partial and full tiles (soundness: test_tiles_bruteforce.py)."""
+"""classify-tiles gives closed-form bounds of empty, partial and full tiles (soundness: test_tiles_bruteforce.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from attngen.verify import verify
 from tests.helpers import SMALL, WALKS, changes, edit, module, unverified
 
 LOOP = "%keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step)"
-TILES = {  # the mask: visible start; full start; full end; visible end
+TILES = {  # mask: "visible start; full start; full end; visible end"
     "kv_idx < Nk": "0; 0; Nk // BLOCK_KV; cdiv(Nk, BLOCK_KV)",
-    "kv_idx < Nk and kv_idx <= q_idx": "0; 0; min(Nk, q_start + 1) // BLOCK_KV; cdiv(min(Nk, Nq, BLOCK_Q + q_start), BLOCK_KV)",
+    "kv_idx < Nk and kv_idx <= q_idx": "0; 0; min(Nk, q_start + 1) // BLOCK_KV; "
+    "cdiv(min(Nk, Nq, BLOCK_Q + q_start), BLOCK_KV)",
     "kv_idx < 100": "0; 0; min(100, Nk) // BLOCK_KV; cdiv(min(100, Nk), BLOCK_KV)",
     "kv_idx >= 100": "min(cdiv(Nk, BLOCK_KV), (100 // BLOCK_KV)); min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV)); "
     "max((Nk // BLOCK_KV), min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV))); cdiv(Nk, BLOCK_KV)",
@@ -34,15 +35,15 @@ def test_a_loop_gets_the_bounds_of_its_mask(where, tiles):
     assert changes(ClassifyTiles(), before) == [f"- {LOOP}", f"+ {LOOP} tiles({tiles})"]
 
 
-def test_the_last_keys_of_a_program_that_sums_over_them_are_masked():
-    """No tile of queries is full beside a tile of keys that passes the end: the zeros loaded there would count as
+def test_a_kv_outer_program_masks_the_last_keys():
+    """No tile of queries is full if the program's tile of keys passes the end: the zeros loaded there would count as
     scores."""
     loop = "%queries = loop q ranges(0 .. cdiv(Nq, BLOCK_Q)) body(@step)"
     tiles = "0; 0; select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0); cdiv(Nq, BLOCK_Q)"
     assert changes(ClassifyTiles(), module(WALKS)) == [f"- {loop}", f"+ {loop} tiles({tiles})"]
 
 
-def test_what_is_known_of_an_opaque_mask_bounds_it():
+def test_facts_about_an_opaque_mask_bound_its_tiles():
     opaque = "kv_idx*q_idx < 100"
     bounded = f"where({opaque}) known({opaque} needs kv_idx < 90 enough kv_idx < 50)"
     before = module(edit(SMALL, ("where(kv_idx < Nk)", bounded)))
@@ -56,7 +57,7 @@ def test_a_loop_that_is_classified_keeps_its_bounds():
     assert changes(ClassifyTiles(), before) == []
 
 
-def test_a_mask_of_what_nothing_defines_is_refused():
+def test_a_mask_with_an_undefined_name_is_refused():
     before = replace(
         unverified(edit(SMALL, ("where(kv_idx < Nk)", "where(kv_idx < window)"))), meaning=unverified(SMALL).meaning
     )

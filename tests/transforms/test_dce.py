@@ -1,11 +1,11 @@
-"""dce: what no store depends on goes."""
+"""dce removes ops that no store depends on."""
 
 from __future__ import annotations
 
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.text import print_module
+from attngen.ir.printer import print_module
 from attngen.transforms.dce import Dce
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
@@ -14,19 +14,19 @@ SCHEDULED = edit(SMALL, ("body(@step)", "body(@step) cls(partial)"))
 UNREAD = "    %unread = map expr(2*x) uses(x=%s) : f32[BLOCK_Q, BLOCK_KV] @?\n"
 
 
-def test_an_unread_value_goes_and_what_only_it_read():
+def test_an_unread_value_is_removed_with_the_values_that_only_it_reads():
     chain = UNREAD.replace("%unread", "%first") + UNREAD.replace("x=%s", "x=%first")
     text = edit(SCHEDULED, ("    %masked = mask", chain + "    %masked = mask"))
     assert changes(Dce(), module(text, "scheduled")) == [f"- {line.strip()}" for line in chain.splitlines()]
 
 
-def test_what_stores_depend_on_stays():
-    """Through loops: what is carried, what the body yields, and arguments even if unread."""
+def test_ops_that_stores_depend_on_stay():
+    """They depend through loops on carried and yielded values. Unread arguments also stay."""
     assert changes(Dce(), module(SCHEDULED, "scheduled")) == []
 
 
-def test_a_loop_that_stores_stays_though_it_carries_nothing():
-    """With what its bounds are made of."""
+def test_a_loop_that_stores_stays_even_if_it_carries_nothing():
+    """The values in its bounds stay, too."""
     text = """
 kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
   block @entry
@@ -44,8 +44,8 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     assert changes(Dce(), module(text, "scheduled")) == []
 
 
-def test_what_a_loop_carries_stays_if_its_own_turns_read_it():
-    """Though nothing reads it after the loop."""
+def test_a_carried_value_stays_if_later_iterations_read_it():
+    """It stays even if nothing reads it after the loop; a carried value that nothing reads is removed."""
     text = """
 kernel @fwd program_axis(kv) grid(b in B)
   block @entry
@@ -60,9 +60,9 @@ kernel @fwd program_axis(kv) grid(b in B)
     %more = arg carry : i32[] @?
     %id = load %IDS[b, kv] check(kv) : i32[BLOCK_KV] @?
     %here = scan max %id over(BLOCK_KV) : i32[BLOCK_KV] @?
-    %sofar = map expr(max(here, before)) uses(here=%here, before=%before) : i32[BLOCK_KV] @?
-    store %SUMS[b, kv] %sofar check(kv)
-    %last = reduce max %sofar over(BLOCK_KV) : i32[] @?
+    %running = map expr(max(here, before)) uses(here=%here, before=%before) : i32[BLOCK_KV] @?
+    store %SUMS[b, kv] %running check(kv)
+    %last = reduce max %running over(BLOCK_KV) : i32[] @?
     yield values(before=%last, more=%last)
 """
     assert changes(Dce(), module(text, "scheduled")) == [
@@ -75,8 +75,8 @@ kernel @fwd program_axis(kv) grid(b in B)
     ]
 
 
-def test_what_a_loop_carries_goes_field_by_field():
-    """With where it starts, what the body makes of it, and the body's argument."""
+def test_unread_carried_values_are_removed_field_by_field():
+    """The initial value, the next value and the body's argument are removed with the field."""
     lines = (
         "%none = init 0 : f32[BLOCK_Q, D_QK] @?",
         "%twice = arg carry : f32[BLOCK_Q, D_QK] @?",
@@ -106,7 +106,7 @@ def test_scalars_that_ranges_and_masks_name_stay():
 
 
 def test_a_scalar_that_a_map_names_without_reading_it_is_refused():
-    """Such a scalar is no operand, so it goes, and the verifier sees that it is missed."""
+    """Such a scalar is no operand, so the pass removes it, and the verifier reports that it is missing."""
     named = "    %half = map expr(1/Nk) : f32[] @?\n"
     text = edit(
         SCHEDULED,

@@ -1,5 +1,5 @@
-"""exp2-softmax: exponentials and logarithms become those that the hardware has, in forms that do not overflow into
-NaN."""
+"""exp2-softmax writes exponentials and logarithms in base two, as the hardware has them, in forms that do not overflow
+into NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import exp2, log2, parse, symbol, to_text
+from attngen.ir.expr import exp2, log2, symbol
+from attngen.ir.expr_text import parse, to_text
 from attngen.transforms.exp2_softmax import Exp2Softmax, in_base_two
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, unverified
@@ -47,7 +48,7 @@ def test_a_kernel_without_such_functions_stays_as_it_is() -> None:
     assert changes(Exp2Softmax(), module(SMALL)) == []
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_an_undefined_name_is_refused() -> None:
     before = unverified(with_score("c*tanh(width)"))
     with pytest.raises(VerifyError, match="rule `names`: .*has `width`, which is no operand, scalar or position"):
         verify(Exp2Softmax().run(before))
@@ -55,7 +56,7 @@ def test_what_is_no_number_is_refused() -> None:
 
 @pytest.mark.parametrize("text", FORMS)
 def test_the_forms_have_the_functions_values_and_limits(text: str) -> None:
-    """In fp32, over all that fp32 has: no NaN where the function has a value, and its values elsewhere."""
+    """Over the range of fp32, the forms have the functions' values and are finite where the functions are."""
     e = in_base_two(parse(text)).subs(
         {symbol("LOG2E"): math.log2(math.e), symbol("LN2"): math.log(2), symbol("c"): 0.5}
     )

@@ -1,11 +1,12 @@
-"""inline-scores: a modifier that scales becomes part of the softmax, any other stays a map."""
+"""inline-scores makes a scaling modifier part of the softmax step; any other modifier stays a map."""
 
 from __future__ import annotations
 
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.transforms.inline_scores import InlineScores
 from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, unverified
@@ -36,7 +37,7 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
 
 
 def test_a_scale_moves_into_the_exponent():
-    """The mask reads raw scores, and what is read from the maxima is scaled where it is used."""
+    """The mask reads raw scores, and reads of the maxima are scaled where they are used."""
     assert changes(InlineScores(), module(SOFTMAX)) == [
         "- %lse = map expr(m + log2(l)) uses(m=%keys.m, l=%keys.l) : f32[BLOCK_Q] @?",
         "+ %lse = map expr(m*qk_scale + log2(l)) uses(m=%keys.m, l=%keys.l, qk_scale=%qk_scale) : f32[BLOCK_Q] @?",
@@ -47,8 +48,8 @@ def test_a_scale_moves_into_the_exponent():
     ]
 
 
-def test_what_is_read_of_the_maxima_in_the_loop_is_scaled_too():
-    """The running maximum is in units of raw scores there: that of the turn before, and the new one."""
+def test_reads_of_the_maxima_in_the_loop_are_scaled_too():
+    """There the previous and the new running maximum are maxima of raw scores."""
     grown = "%grown = map expr({}) uses(m=%m, m_next=%soft.m{}) : f32[BLOCK_Q] @?"
     text = edit(
         SOFTMAX,
@@ -91,21 +92,20 @@ def test_any_other_modifier_stays_as_a_map(expr):
 def test_the_backward_scales_inside_its_exponent():
     """P = 2^(score - lse2) is recomputed from raw scores."""
     before, after = (print_module(lowered("causal_mha")[stage]) for stage in ("build", "inline-scores"))
-    assert (
-        before.count("%p = map expr(exp2(-lse2 + masked)) uses(lse2=%lse2, masked=%masked)") == 4
-    )  # dQ, dK and dV, all, jvp
+    # The kernels are dq, dkdv, bwd and jvp.
+    assert before.count("%p = map expr(exp2(-lse2 + masked)) uses(lse2=%lse2, masked=%masked)") == 4
     assert (
         after.count("%p = map expr(exp2(-lse2 + masked*qk_scale)) uses(lse2=%lse2, masked=%masked, qk_scale=%qk_scale)")
         == 4
     )
 
 
-def test_a_modifier_of_what_nothing_defines_is_refused():
+def test_a_modifier_with_an_undefined_name_is_refused():
     before = unverified(edit(SOFTMAX, ("expr(qk_scale*s) uses(s=%s,", "expr(qk_scale*s*cap) uses(s=%s,")))
     with pytest.raises(VerifyError, match="rule `names`: .*`cap`, which is no operand, scalar or position"):
         verify(InlineScores().run(before))
 
 
-def test_what_it_gives_prints_and_parses():
+def test_the_result_prints_and_parses():
     after = InlineScores().run(module(SOFTMAX))
     assert print_module(parse_module(print_module(after))) == print_module(after)

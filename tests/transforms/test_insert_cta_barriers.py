@@ -1,14 +1,15 @@
-"""insert-cta-barriers: programs wait before they load again what they have stored."""
+"""insert-cta-barriers: a program waits at a barrier before it loads tiles that it has stored."""
 
 from __future__ import annotations
 
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.transforms.insert_cta_barriers import InsertCtaBarriers
 from attngen.verify import verify
-from attngen.verify.structure import rewrites
+from attngen.verify.updates import rewrites
 from tests.helpers import SMALL, WALKS, changes, edit, lowered, module, target, unverified
 
 SPLIT = edit(WALKS, ("body(@step)", "body(@step) cls(partial)"))
@@ -21,17 +22,15 @@ def test_a_loop_that_rewrites_tiles_follows_a_barrier():
     assert print_module(parse_module(text)) == text
 
 
-def test_each_of_two_loops_does():
+def test_each_of_two_such_loops_follows_a_barrier():
     before, after = (print_module(lowered("causal_fa1")[step]) for step in ("use-block-lists", "insert-cta-barriers"))
-    assert (before.count("barrier"), after.count("barrier")) == (
-        0,
-        4,
-    )  # the full and the partial loop of fwd and of bwd
+    # The four loops are the full and the partial one of fwd and of bwd.
+    assert (before.count("barrier"), after.count("barrier")) == (0, 4)
     for name in ("queries_full", "queries_partial", "total_full", "total_partial"):
         assert f"    barrier\n    %{name} = loop q" in after
 
 
-def test_kernels_that_rewrite_nothing_stay():
+def test_kernels_that_rewrite_nothing_are_unchanged():
     assert changes(InsertCtaBarriers(), module(SMALL)) == []
     assert "    barrier\n" not in print_module(target("causal_gqa"))
 
@@ -40,7 +39,7 @@ def test_without_a_barrier_a_kernel_is_refused():
     text = print_module(target("causal_fa1"))
     assert print_module(verify(parse_module(text))) == text
     with pytest.raises(
-        VerifyError, match="rule `ordered`: kernel @fwd: %queries_partial loads tiles that others have stored"
+        VerifyError, match="rule `barriers`: kernel @fwd: %queries_partial loads tiles that other threads have stored"
     ):
         verify(parse_module(edit(text, ("    barrier\n    %queries_partial", "    %queries_partial"))))
 
@@ -53,11 +52,11 @@ def test_without_a_barrier_a_kernel_is_refused():
             "",
             "%O_ACC has 1 loads and stores; expected one load, and then one",
         ),
-        ("store %O_ACC[h, q", "store %O_ACC[0, q", "%O_ACC is loaded at one place and stored at another"),
+        ("store %O_ACC[h, q", "store %O_ACC[0, q", "%O_ACC is loaded at one index and stored at another"),
         ("body(@step)", "body(@step) cls(all)", "%O_ACC is rewritten outside of a loop over its tiles"),
     ],
 )
-def test_what_is_rewritten_has_one_place_and_one_turn(old, new, reason):
+def test_a_tensor_is_rewritten_at_one_index_in_one_loop(old, new, reason):
     made = unverified(edit(WALKS, (old, new)))
-    (said,) = rewrites(made, made.kernels[0])
-    assert said.startswith(reason)
+    (found,) = rewrites(made, made.kernels[0])
+    assert found.startswith(reason)

@@ -1,20 +1,21 @@
-"""legalize-triton: pointers made once, operands cast, head dimensions padded."""
+"""legalize-triton computes pointers once, casts operands and pads head dimensions."""
 
 from __future__ import annotations
 
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.targets.triton.legalize import LegalizeTriton
 from attngen.verify import verify
 from tests.helpers import SMALL, changes, edit, module, target
 
 DEVICES = ("sm80", "sm90", "sm100", "gfx942", "any")
-ROWS = "schedule @fwd\n" + "".join(
+CONFIGS = "schedule @fwd\n" + "".join(
     f"  {d} bytes=2 rows<=inf : BLOCK_Q=64 BLOCK_KV=64 num_warps=4 num_stages=1\n" for d in DEVICES
 )
-# with heads, and placed; `%T[...]` of the product is in registers
+# SMALL with heads and memory spaces; all values are in registers.
 SCHEDULED = edit(
     SMALL.replace("@?", "@reg"),
     ("body(@step)", "body(@step) cls(partial)"),
@@ -33,8 +34,8 @@ def added(before):
     return [line for line in changes(LegalizeTriton(), before) if line[0] == "+"]
 
 
-def test_heads_are_addressed_once_and_operands_cast():
-    assert added(module(SCHEDULED + ROWS, "scheduled")) == [
+def test_heads_are_addressed_once_and_operands_are_cast():
+    assert added(module(SCHEDULED + CONFIGS, "scheduled")) == [
         "+ %Q_head = base %Q[b, h] : ptr[] @reg",
         "+ %O_head = base %O[b, h] : ptr[] @reg",
         "+ %K_head = base %K[b, h] : ptr[] @reg",
@@ -46,8 +47,8 @@ def test_heads_are_addressed_once_and_operands_cast():
     ]
 
 
-def test_a_width_that_is_no_power_of_two_is_padded_and_checked():
-    lines = added(module(SCHEDULED + ROWS, "scheduled", head_dim=80))
+def test_a_head_dim_that_is_no_power_of_two_is_padded_and_checked():
+    lines = added(module(SCHEDULED + CONFIGS, "scheduled", head_dim=80))
     assert "+ %q = load %Q_head[q, d_qk] check(q, d_qk) : T[BLOCK_Q, D_QK_PAD] @reg" in lines
     assert "+ %k = load %K_head[kv, d_qk] check(kv if partial, d_qk) : T[BLOCK_KV, D_QK_PAD] @reg" in lines
     assert "+ %s = dot %q %k over(D_QK_PAD) : f32[BLOCK_Q, BLOCK_KV] @reg" in lines
@@ -55,15 +56,15 @@ def test_a_width_that_is_no_power_of_two_is_padded_and_checked():
     assert not any("= arg" in line and "_PAD" in line and "carry" not in line for line in lines)
 
 
-def test_fp32_products_say_their_precision():
-    rows = ROWS.replace("bytes=2", "bytes=4")
-    lines = added(module(SCHEDULED + rows, "scheduled", dtype="fp32"))
+def test_fp32_products_have_a_precision():
+    configs = CONFIGS.replace("bytes=2", "bytes=4")
+    lines = added(module(SCHEDULED + configs, "scheduled", dtype="fp32"))
     assert "+ %s = dot %q %k over(D_QK) precision(ieee) : f32[BLOCK_Q, BLOCK_KV] @reg" in lines
-    assert not any("precision" in line for line in added(module(SCHEDULED + ROWS, "scheduled")))
+    assert not any("precision" in line for line in added(module(SCHEDULED + CONFIGS, "scheduled")))
 
 
-def test_a_pointer_is_made_outside_the_loops_that_do_not_move_it():
-    """dK/dV of grouped heads: keys belong to the program, queries to each head of the group."""
+def test_a_pointer_is_computed_outside_the_loops_that_do_not_change_it():
+    """In dK/dV of grouped heads, keys are fixed for the program, and queries change with each head of the group."""
     kernel = target("causal_gqa").kernel("dkdv")
     assert {
         op.name: kernel.graph.nodes[op.name]["block"] for op in kernel.ops() if op.name in ("K_head", "Q_head")
@@ -74,8 +75,8 @@ def test_a_pointer_is_made_outside_the_loops_that_do_not_move_it():
 
 
 @pytest.mark.parametrize("head_dim, recomputed", [(128, False), (192, True), (256, True)])
-def test_a_loop_with_a_wide_accumulator_recomputes_what_does_not_change(head_dim, recomputed):
-    loops = [line for line in added(module(SCHEDULED + ROWS, "scheduled", head_dim=head_dim)) if " = loop " in line]
+def test_a_loop_with_a_wide_accumulator_recomputes_invariants(head_dim, recomputed):
+    loops = [line for line in added(module(SCHEDULED + CONFIGS, "scheduled", head_dim=head_dim)) if " = loop " in line]
     assert [line.endswith("cls(partial) recompute(yes)") for line in loops] == [True] * recomputed
 
 
@@ -98,12 +99,12 @@ def test_a_loop_with_two_accumulators_or_a_loop_in_it_recomputes():
 @pytest.mark.parametrize(
     "old, new, rule, reason",
     [
-        (ROWS, "", "scheduled-everywhere", "no device class has a schedule at 2 bytes"),
+        (CONFIGS, "", "scheduled-everywhere", "no device class has a config at 2 bytes"),
         ("BLOCK_Q=64", "BLOCK_Q=48", "powers-of-two", "sm80: BLOCK_Q=48; Triton needs a power of two, 16 at least"),
     ],
 )
 def test_schedules_that_triton_cannot_run_are_refused(old, new, rule, reason):
-    before = module(edit(SCHEDULED + ROWS, (old, new)), "scheduled")
+    before = module(edit(SCHEDULED + CONFIGS, (old, new)), "scheduled")
     with pytest.raises(VerifyError, match=f"rule `{rule}`: .*{reason}"):
         verify(LegalizeTriton().run(before))
 
@@ -112,7 +113,7 @@ def test_schedules_that_triton_cannot_run_are_refused(old, new, rule, reason):
     "old, new, rule",
     [("dot %masked_cast %k", "dot %masked %k", "dot-operands"), ("check(q, d_qk)", "check(q)", "padding-checked")],
 )
-def test_undoing_it_is_refused(old, new, rule):
-    text = print_module(LegalizeTriton().run(module(SCHEDULED + ROWS, "scheduled", head_dim=80)))
+def test_undoing_the_legalization_is_refused(old, new, rule):
+    text = print_module(LegalizeTriton().run(module(SCHEDULED + CONFIGS, "scheduled", head_dim=80)))
     with pytest.raises(VerifyError, match=f"rule `{rule}`"):
         verify(parse_module(edit(text, (old, new))))

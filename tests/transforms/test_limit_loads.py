@@ -1,4 +1,4 @@
-"""limit-loads: loads of partial tiles have the bounds that data gives, and the rule that holds them."""
+"""limit-loads limits loads of partial tiles to the rows that data bounds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from attngen.ir.graph import Module
+from attngen.ir.module import Module
 from attngen.ir.ops import Load
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.transforms.limit_loads import LimitLoads
@@ -17,28 +18,34 @@ from tests.helpers import SPECS, changes, target
 
 
 def before(mask: Any, **more: Any) -> Module:
-    """A small module as it is before the pass."""
+    """Return a small module as it is before the pass."""
     return lower(make_spec({"name": "small", "head_dim": 16, "mask": mask, **more}), "drop-unspecialized")
 
 
 def limits(module: Module) -> dict[str, set[str]]:
-    """The loads of each kernel that are limited, by the kernel's name."""
+    """Return the names of the limited loads of each kernel, by the kernel's name."""
     found = {k.name: {op.name for op in k.ops() if isinstance(op, Load) and op.needed} for k in module.kernels}
     return {name: loads for name, loads in found.items() if loads}
 
 
 def lines(mask: Any, **more: Any) -> list[str]:
-    """What the pass changes in a small module."""
+    """Return the lines that the pass changes in a small module."""
     return changes(LimitLoads(), before(mask, **more))
 
 
-def test_keys_behind_a_length_are_not_loaded() -> None:
+def test_keys_past_a_length_are_not_loaded() -> None:
     assert lines({"key_padding": {"lengths": True}}, backward=False) == [
         "+ %kv_needed_end = map expr(min(Nk, kv_lengths)) uses(kv_lengths=%kv_lengths) : i32[] @reg",
         "- %k = load %K[b, h, kv, d_qk] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_QK] @sram",
-        "+ %k = load %K[b, h, kv, d_qk] check(kv if partial) via(descriptor) needed(0 .. kv_needed_end) : T[BLOCK_KV, D_QK] @sram",
+        (
+            "+ %k = load %K[b, h, kv, d_qk] check(kv if partial) via(descriptor) needed(0 .. kv_needed_end) : "
+            "T[BLOCK_KV, D_QK] @sram"
+        ),
         "- %v = load %V[b, h, kv, d_v] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_V] @sram",
-        "+ %v = load %V[b, h, kv, d_v] check(kv if partial) via(descriptor) needed(0 .. kv_needed_end) : T[BLOCK_KV, D_V] @sram",
+        (
+            "+ %v = load %V[b, h, kv, d_v] check(kv if partial) via(descriptor) needed(0 .. kv_needed_end) : "
+            "T[BLOCK_KV, D_V] @sram"
+        ),
     ]
 
 
@@ -75,7 +82,7 @@ def test_keys_behind_a_length_are_not_loaded() -> None:
     ids=str,
 )
 def test_which_loads_are_limited(mask: Any, more: dict[str, Any], found: dict[str, list[str]]) -> None:
-    """Where data says which rows there are. Of a cache, sequences have lengths, and a window leaves keys behind."""
+    """Loads are limited where data bounds the rows, as lengths in a cache do; a window leaves earlier keys out."""
     assert limits(LimitLoads().run(before(mask, **more))) == {kernel: set(names) for kernel, names in found.items()}
 
 
@@ -84,7 +91,7 @@ def test_warp_specialized_kernels_have_no_limits(name: str) -> None:
     assert not limits(replace(target(name), kernels=target(name).warp_specialized))
 
 
-def test_the_text_is_read_again() -> None:
+def test_the_limits_print_and_parse() -> None:
     text = print_module(target("packed_document_gqa"))
     assert "needed(document_first_least .. kv_needed_end)" in text
     assert print_module(parse_module(text, "again.ir")) == text

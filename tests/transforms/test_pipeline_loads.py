@@ -1,4 +1,4 @@
-"""pipeline-loads: the number of stages of loads, config by config."""
+"""pipeline-loads chooses the number of stages of each config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attngen.targets.triton.cost import cost
 from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, spec
 
-ROW = "sm90 bytes=2 rows<=inf : BLOCK_Q=64 BLOCK_KV=64 num_warps=4"
+CONFIG = "sm90 bytes=2 rows<=inf : BLOCK_Q=64 BLOCK_KV=64 num_warps=4"
 LOOP = f"""
 kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
   block @entry
@@ -35,26 +35,26 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     %next = map expr(row + sum) uses(sum=%sum, row=%row) : f32[BLOCK_Q] @reg
     yield values(sum=%next)
 schedule @fwd
-  {ROW} num_stages=1
+  {CONFIG} num_stages=1
 """.replace("f32[Nq, D_QK]", "f32[Nq]")
 
 
-def test_a_row_gets_the_depth_that_costs_least():
+def test_a_config_gets_the_number_of_stages_with_the_least_cost():
     before = module(LOOP, "scheduled")
-    kernel, (row,) = before.kernels[0], before.configs("fwd")
-    best = min((1, 2, 3), key=lambda s: cost(before, kernel, replace(row, num_stages=s)))
+    kernel, (config,) = before.kernels[0], before.configs("fwd")
+    best = min((1, 2, 3), key=lambda s: cost(before, kernel, replace(config, num_stages=s)))
     assert best > 1
-    assert changes(PipelineLoads(), before) == [f"- {ROW} num_stages=1", f"+ {ROW} num_stages={best}"]
+    assert changes(PipelineLoads(), before) == [f"- {CONFIG} num_stages=1", f"+ {CONFIG} num_stages={best}"]
 
 
-def test_an_override_is_taken():
-    assert changes(PipelineLoads(num_stages=2), module(LOOP, "scheduled"))[1:] == [f"+ {ROW} num_stages=2"]
+def test_an_override_is_used():
+    assert changes(PipelineLoads(num_stages=2), module(LOOP, "scheduled"))[1:] == [f"+ {CONFIG} num_stages=2"]
 
 
 def test_a_kernel_without_loops_needs_no_stages():
     before, after = (lowered("causal_mha")[stage].configs("delta") for stage in ("select-tiles", "pipeline-loads"))
     assert before == after
-    assert {row.num_stages for row in after} == {1}
+    assert {config.num_stages for config in after} == {1}
 
 
 def test_stages_that_do_not_fit_are_refused():
@@ -63,22 +63,22 @@ def test_stages_that_do_not_fit_are_refused():
         verify(PipelineLoads(num_stages=8).run(before))
 
 
-def test_a_part_of_keys_has_the_most_stages_with_which_two_programs_fit_a_multiprocessor():
-    """Of 64 keys three buffers with 16 rows and two with 64, of 128 keys two; a program of 8 warps has the
-    multiprocessor to itself."""
+def test_a_decode_kernel_has_the_most_stages_with_which_two_programs_fit_an_sm():
+    """Tiles of 64 keys have three buffers with 16 rows and two with 64; tiles of 128 keys have two. A program of 8
+    warps has the SM to itself."""
     found = {}
     for name in ("decode_gqa", "decode_window_paged_gqa", "decode_mla"):
         modelled = dict(stages(spec(name), {}))  # without measured schedules
         before, after = (modelled[stage] for stage in ("select-tiles", "pipeline-loads"))
-        assert {row.num_stages for row in before.configs("decode")} == {1}
+        assert {config.num_stages for config in before.configs("decode")} == {1}
         found[name] = [
             (r.block_q, r.block_kv, r.num_warps, r.num_stages) for r in after.configs("decode") if r.device == "sm90"
         ]
     assert found["decode_gqa"] == [(16, 64, 4, 3), (64, 64, 4, 2)]
     assert found["decode_mla"][-1] == (64, 64, 8, 2)
-    assert found["decode_window_paged_gqa"] == [(16, 128, 4, 2), (64, 128, 8, 2)]  # whose third buffer spills
+    assert found["decode_window_paged_gqa"] == [(16, 128, 4, 2), (64, 128, 8, 2)]  # a third buffer would spill
 
 
-def test_an_override_is_taken_for_parts_of_keys_too():
+def test_an_override_is_used_for_decode_kernels_too():
     after = PipelineLoads(num_stages=1).run(dict(stages(spec("decode_gqa"), {}))["select-tiles"])
-    assert {row.num_stages for row in after.configs("decode")} == {1}
+    assert {config.num_stages for config in after.configs("decode")} == {1}

@@ -1,5 +1,5 @@
-"""Which share of the blocks bounds leave and lists have, counted in a sample, against brute force where the sample
-is all."""
+"""Sampled counts of the blocks that bounds visit and that lists hold, compared with brute force where the sample is
+complete."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("scene", [Scene("q", "kv"), Scene("kv", "q")], ids=["rows", "columns"])
-def test_counts_are_those_of_brute_force(name: str, scene: Scene) -> None:
+def test_counts_equal_those_of_brute_force(name: str, scene: Scene) -> None:
     where = make_spec({"name": "x", "head_dim": 16, "mask": {"expr": TEXTS[name]}}).mask.expression()
     seen = MASKS[name](*np.ogrid[:N, :N]).reshape(SAMPLED_ROWS, LISTED, -1, LISTED)
     some, every = seen.any((1, 3)).sum(), seen.all((1, 3)).sum()
     found = counted(where, scene, N)
-    assert samples(where) and (found.all, found.listed, found.listed_cut) == (SAMPLED_ROWS**2, some, some - every)
-    assert found.listed <= found.bounded <= found.all and found.listed_cut <= found.bounded_cut
-    if name != "columns":  # of which the remainders are not solved
-        assert (found.bounded, found.bounded_cut) == (found.listed, found.listed_cut)
+    assert samples(where) and (found.all, found.listed, found.listed_partial) == (SAMPLED_ROWS**2, some, some - every)
+    assert found.listed <= found.bounded <= found.all and found.listed_partial <= found.bounded_partial
+    if name != "columns":  # bounds are not solved for its remainders
+        assert (found.bounded, found.bounded_partial) == (found.listed, found.listed_partial)
 
 
-def test_what_reads_data_or_hides_nothing_is_not_counted() -> None:
-    of_data = {"expr": "kv_idx < lengths[b]", "params": {"lengths": {"tensor": ["B"], "dtype": "int32"}}}
-    of_a_number = {"expr": "kv_idx < n", "params": {"n": {"scalar": "int"}}}
-    for mask in (of_data, of_a_number, "none"):
+def test_masks_that_read_data_or_hide_nothing_are_not_sampled() -> None:
+    reads_data = {"expr": "kv_idx < lengths[b]", "params": {"lengths": {"tensor": ["B"], "dtype": "int32"}}}
+    reads_a_scalar = {"expr": "kv_idx < n", "params": {"n": {"scalar": "int"}}}
+    for mask in (reads_data, reads_a_scalar, "none"):
         assert not samples(make_spec({"name": "x", "head_dim": 16, "mask": mask}).mask.expression())
 
 
-def test_lists_are_worth_their_while_where_bounds_are_loose() -> None:
+def test_listing_blocks_is_worthwhile_where_bounds_are_loose() -> None:
     for text, worth in (("kv_idx <= q_idx", False), ("abs(q_idx // 64 % 8 - kv_idx // 64 % 8) < 1", True)):
         assert (
             worth_listing(make_spec({"name": "x", "head_dim": 16, "mask": {"expr": text}}).mask.expression()) == worth

@@ -1,4 +1,4 @@
-"""simplify: each condition said once, in its cheapest form (equality: test_tiles_bruteforce.py)."""
+"""simplify states each condition once, in its cheapest form (equality: test_tiles_bruteforce.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import sympy
 
 from attngen.errors import VerifyError
-from attngen.ir.expr import conjuncts, parse, symbol, to_text
+from attngen.ir.expr import conjuncts, symbol
+from attngen.ir.expr_text import parse, to_text
 from attngen.ir.ops import Mask
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
@@ -16,7 +17,7 @@ from tests.helpers import SMALL, changes, edit, module, unverified
 
 
 def loops(where, full="0", end="cdiv(Nk, BLOCK_KV)"):
-    """SMALL with a mask, as two loops, the full one up to `full`; without one if that is 0."""
+    """Return SMALL with a mask and two loops: the full loop runs to `full`, and is left out if that is 0."""
     line = "%keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step)"
     split = [f"%keys_full = loop kv ranges(0 .. {full}) carry(sum=%zero) body(@step) cls(full)"] if full != "0" else []
     carried = "%keys_full.sum" if split else "%zero"
@@ -27,10 +28,8 @@ def loops(where, full="0", end="cdiv(Nk, BLOCK_KV)"):
 @pytest.mark.parametrize(
     "where, simple",
     [
-        (
-            "kv_idx <= Nk - Nq + q_idx and kv_idx < Nk",
-            "kv_idx <= Nk - Nq + q_idx",
-        ),  # for valid queries the first implies the second
+        # For valid queries, the first condition implies the second.
+        ("kv_idx <= Nk - Nq + q_idx and kv_idx < Nk", "kv_idx <= Nk - Nq + q_idx"),
         ("kv_idx < Nk and kv_idx < Nk + 1", "kv_idx < Nk"),
         ("kv_idx < Nk and q_idx - kv_idx <= 3", "kv_idx >= q_idx - 3 and kv_idx < Nk"),
         ("kv_idx < Nk and kv_idx - q_idx < 1", "kv_idx <= min(q_idx, Nk - 1)"),
@@ -40,23 +39,21 @@ def loops(where, full="0", end="cdiv(Nk, BLOCK_KV)"):
             "kv_idx < Nk and kv_idx < 20.5 and kv_idx < q_idx/2 and kv_idx <= q_idx",
             "kv_idx <= min(q_idx, Nk - 1) and kv_idx < 20.5 and kv_idx < q_idx/2",
         ),
-        ("kv_idx < Nk and kv_idx <= max(5, q_idx)", "kv_idx <= max(5, q_idx) and kv_idx < Nk"),  # as it was said
+        ("kv_idx < Nk and kv_idx <= max(5, q_idx)", "kv_idx <= max(5, q_idx) and kv_idx < Nk"),  # unchanged
         ("kv_idx < Nk and kv_idx >= q_idx and kv_idx > 4", "kv_idx >= max(5, q_idx) and kv_idx < Nk"),
-        (
-            "kv_idx < Nk and 1 - 2*kv_idx <= q_idx",
-            "1 - 2*kv_idx <= q_idx and kv_idx < Nk",
-        ),  # not solved: it would take a division
+        # This is not solved for kv_idx, because that takes a division.
+        ("kv_idx < Nk and 1 - 2*kv_idx <= q_idx", "1 - 2*kv_idx <= q_idx and kv_idx < Nk"),
     ],
 )
-def test_conditions_are_said_once_and_solved_for_the_loops_index(where, simple):
+def test_conditions_are_stated_once_and_solved_for_the_loop_index(where, simple):
     before = module(loops(where), "scheduled")
     after = next((line for line in changes(Simplify(), before) if line.startswith("+ %masked")), f"where({where})")
     assert f"where({simple})" in after
 
 
-def test_data_is_compared_as_it_is():
-    """It may be the least or greatest integer, of which one less or more is another one. Bounds of positions take
-    its form."""
+def test_loaded_integers_are_compared_unchanged():
+    """A loaded integer may be the least or the greatest one, so adding or subtracting 1 could overflow. Bounds of
+    positions take the form of its comparison instead."""
     q, kv, low, high = (symbol(name) for name in ("q_idx", "kv_idx", "low", "high"))
 
     def simple(where):
@@ -65,14 +62,13 @@ def test_data_is_compared_as_it_is():
     assert simple((kv <= q) & (kv < high)) == (kv < sympy.Min(high, q + 1))
     assert simple((kv >= q) & (kv > low)) == (kv > sympy.Max(low, q - 1))
     assert simple((kv < high) & (kv <= low)) == (kv < high) & (kv <= low)
-    assert simple((kv < high * low) & (kv <= q) & (kv < 33)) == (kv < high * low) & (
-        kv <= sympy.Min(q, 32)
-    )  # the first takes 64 bits
+    # The product takes 64 bits.
+    assert simple((kv < high * low) & (kv <= q) & (kv < 33)) == (kv < high * low) & (kv <= sympy.Min(q, 32))
     assert simple((q - kv <= low) | (kv < 9)) == (q - kv <= low) | (kv < 9)  # the sum could be too large
 
 
-def test_bounds_that_change_along_the_loop_stay_apart():
-    """Another vector in the bound would be compared for each turn."""
+def test_bounds_that_vary_along_the_loop_are_not_merged():
+    """A merged bound would compare another vector in each iteration."""
     last = {"last": {"tensor": ["B", "Nk"], "dtype": "int32"}}
     mask = {"expr": "kv_idx <= q_idx and kv_idx < last[b, kv_idx]", "params": last}
     made = lower(make_spec({"name": "t", "head_dim": 16, "mask": mask}))
@@ -87,16 +83,16 @@ def test_bounds_that_change_along_the_loop_stay_apart():
         ("kv_idx <= min(Nk - 1, q_idx)", ["kv_idx <= Nk - 1", "kv_idx <= q_idx"]),
         ("kv_idx > max(2, q_idx)", ["kv_idx > 2", "kv_idx > q_idx"]),
         ("min(2, q_idx) > kv_idx", ["kv_idx < 2", "kv_idx < q_idx"]),
-        ("kv_idx <= max(2, q_idx)", ["kv_idx <= max(2, q_idx)"]),  # one bound, which is solved as a whole
+        ("kv_idx <= max(2, q_idx)", ["kv_idx <= max(2, q_idx)"]),  # one bound, solved as a whole
         ("kv_idx < Nk", ["kv_idx < Nk"]),
     ],
 )
-def test_what_is_below_the_least_of_some_is_below_each(text, parts):
+def test_a_bound_by_a_minimum_is_split_into_one_condition_for_each_operand(text, parts):
     assert set(conjuncts(parse(text))) == set(map(parse, parts))
 
 
-def test_a_greatest_of_numbers_is_decided() -> None:
-    """`max(0, window) < 1` leaves a comparison of numbers, which has no sides any more."""
+def test_a_maximum_of_numbers_is_decided() -> None:
+    """`max(0, window) < 1` leaves a comparison of numbers, which is decided and has no operands."""
     window = symbol("window")
     assert conjuncts(sympy.Max(window, 0) < 1) == (sympy.Gt(1, window),)
     assert conjuncts(sympy.Max(window, 0) < 0) == (sympy.false,)
@@ -115,7 +111,7 @@ def test_where_no_loop_is_full_masks_and_checks_are_unconditional():
     ]
 
 
-def test_a_loop_that_claims_too_much_is_not_laundered():
+def test_a_wrongly_labelled_full_loop_stays_refused():
     before = unverified(loops("kv_idx < Nk and kv_idx <= q_idx", "Nk // BLOCK_KV"), "scheduled")
     with pytest.raises(VerifyError, match="rule `full-is-proven`: .*class partial is right for any range"):
         verify(Simplify().run(before))

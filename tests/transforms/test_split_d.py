@@ -1,4 +1,4 @@
-"""split-d: programs share the columns of wide sums; and the rule of those that do."""
+"""split-d splits the head_dim of wide accumulators over programs, and the rule `split-d` checks such kernels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import pytest
 
 from attngen.builders import build_module
 from attngen.errors import VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import passes
 from attngen.spec import parse_spec
-from attngen.tiles.sizes import column_choices
+from attngen.tiles.sizes import block_d_choices
 from attngen.transforms.split_d import SplitD
 from attngen.transforms.split_dkdv import SplitDkdv
 from attngen.verify import verify
 from tests.helpers import changes, edit, module
-from tests.transforms.test_equality import Call, check_steps
+from tests.transforms.equality import Call, check_steps
 
-# A sum over values, and a number of each query, which is the same in all programs of a tile.
+# A sum over values, and a number per query, which is the same in all programs of a tile.
 FORWARD = """
 kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
   about Sums of values, one program per query tile.
@@ -50,7 +51,7 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
     %l_next = map expr(l + sum) uses(l=%l, sum=%sum) : f32[BLOCK_Q] @?
     yield values(l=%l_next, acc=%acc_next)
 """
-# A sum over keys, which scores need as a whole.
+# A sum over keys; scores need all of the head_dim of keys.
 GRADIENT = """
 kernel @dq grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
   block @entry
@@ -79,66 +80,68 @@ def added(text, head_dim=512):
     return [line[2:] for line in changes(SplitD(), module(text, head_dim=head_dim)) if line.startswith("+")]
 
 
-def test_each_program_has_columns_of_its_own():
-    """And what no column differs in is stored by the first of them."""
+def test_each_program_has_its_own_part_of_the_head_dim():
+    """Results that are the same for all parts are stored by the first program."""
     assert added(FORWARD) == [
-        "kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), own_v in cdiv(D_V, OWN_V), h in Hq, b in B)",
-        "about Sums of values, one program per query tile; OWN_V columns each.",
-        "%acc_init = init 0 : f32[BLOCK_Q, OWN_V] @?",
-        "%o = map expr(x) uses(x=%keys.acc) : T[BLOCK_Q, OWN_V] @?",
-        "store %O[b, h, q, own_v] %o check(q)",
-        "store %DELTA[b, h, q] %keys.l check(q) first_along(own_v)",
-        "%acc = arg carry : f32[BLOCK_Q, OWN_V] @?",
-        "%v = load %V[b, h, kv, own_v] check(kv if partial) : T[BLOCK_KV, OWN_V] @?",
-        "%acc_next = dot %masked %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, OWN_V] @?",
+        "kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), split_v in cdiv(D_V, SPLIT_V), h in Hq, b in B)",
+        "about Sums of values, one program per query tile; SPLIT_V columns each.",
+        "%acc_init = init 0 : f32[BLOCK_Q, SPLIT_V] @?",
+        "%o = map expr(x) uses(x=%keys.acc) : T[BLOCK_Q, SPLIT_V] @?",
+        "store %O[b, h, q, split_v] %o check(q)",
+        "store %DELTA[b, h, q] %keys.l check(q) first_along(split_v)",
+        "%acc = arg carry : f32[BLOCK_Q, SPLIT_V] @?",
+        "%v = load %V[b, h, kv, split_v] check(kv if partial) : T[BLOCK_KV, SPLIT_V] @?",
+        "%acc_next = dot %masked %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, SPLIT_V] @?",
     ]
 
 
 def test_a_tile_that_scores_need_stays_whole():
-    """The program's columns of it stand beside it."""
+    """The program also loads its own part of the head_dim separately."""
     assert added(GRADIENT) == [
-        "kernel @dq grid(q in cdiv(Nq, BLOCK_Q), own_qk in cdiv(D_QK, OWN_QK), h in Hq, b in B)",
-        "%dq_init = init 0 : f32[BLOCK_Q, OWN_QK] @?",
-        "%dq_out = map expr(x) uses(x=%keys.dq) : T[BLOCK_Q, OWN_QK] @?",
-        "store %dQ[b, h, q, own_qk] %dq_out check(q)",
-        "%dq = arg carry : f32[BLOCK_Q, OWN_QK] @?",
-        "%k_own = load %K[b, h, kv, own_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, OWN_QK] @?",
-        "%dq_next = dot %masked %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, OWN_QK] @?",
+        "kernel @dq grid(q in cdiv(Nq, BLOCK_Q), split_qk in cdiv(D_QK, SPLIT_QK), h in Hq, b in B)",
+        "%dq_init = init 0 : f32[BLOCK_Q, SPLIT_QK] @?",
+        "%dq_out = map expr(x) uses(x=%keys.dq) : T[BLOCK_Q, SPLIT_QK] @?",
+        "store %dQ[b, h, q, split_qk] %dq_out check(q)",
+        "%dq = arg carry : f32[BLOCK_Q, SPLIT_QK] @?",
+        "%k_own = load %K[b, h, kv, split_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, SPLIT_QK] @?",
+        "%dq_next = dot %masked %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, SPLIT_QK] @?",
     ]
 
 
-def test_columns_that_fill_no_power_of_two_are_checked():
-    assert "store %O[b, h, q, own_v] %o check(q, own_v)" in added(FORWARD, 320)
-    assert "%v = load %V[b, h, kv, own_v] check(kv if partial, own_v) : T[BLOCK_KV, OWN_V] @?" in added(FORWARD, 320)
+def test_a_head_dim_that_is_no_power_of_two_is_checked():
+    assert "store %O[b, h, q, split_v] %o check(q, split_v)" in added(FORWARD, 320)
+    assert "%v = load %V[b, h, kv, split_v] check(kv if partial, split_v) : T[BLOCK_KV, SPLIT_V] @?" in added(
+        FORWARD, 320
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
-def test_narrower_sums_stay_whole(head_dim):
+def test_narrow_accumulators_stay_whole(head_dim):
     assert changes(SplitD(), module(FORWARD, head_dim=head_dim)) == []
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "shared"),
+    ("head_dim", "split"),
     [
-        ("512", {"fwd": "own_v", "dq": "own_qk", "dk": "own_qk", "dv": "own_v", "jvp": "own_v"}),
-        ("{qk: 512, v: 64}", {"dq": "own_qk", "dk": "own_qk"}),
-        ("{qk: 64, v: 264}", {"fwd": "own_v", "dv": "own_v", "jvp": "own_v"}),
+        ("512", {"fwd": "split_v", "dq": "split_qk", "dk": "split_qk", "dv": "split_v", "jvp": "split_v"}),
+        ("{qk: 512, v: 64}", {"dq": "split_qk", "dk": "split_qk"}),
+        ("{qk: 64, v: 264}", {"fwd": "split_v", "dv": "split_v", "jvp": "split_v"}),
         ("{qk: 256, v: 256}", {}),
     ],
 )
-def test_it_is_the_sums_that_count(head_dim, shared):
+def test_the_width_of_the_accumulators_decides(head_dim, split):
     spec = parse_spec(f"name: wide\nhead_dim: {head_dim}\nmask: causal\n")
     made = verify(SplitD().run(SplitDkdv().run(build_module(spec))))
-    assert {k.name: k.shared_columns.var for k in made.kernels if k.shared_columns} == shared
-    choices = {k.name: column_choices(made, k) for k in made.kernels}
-    assert set(choices.values()) == {(0,)} | ({(512, 256, 128)} if shared else set())
+    assert {k.name: k.shared_columns.var for k in made.kernels if k.shared_columns} == split
+    choices = {k.name: block_d_choices(made, k) for k in made.kernels}
+    assert set(choices.values()) == {(0,)} | ({(512, 256, 128)} if split else set())
 
 
-def test_kernels_over_a_cache_and_latents_stay_whole():
+def test_decode_kernels_and_kernels_of_latents_stay_whole():
     wide = "head_dim: 512\n"
     latent = "heads: {sharing: mqa}\nhead_dim: {qk: 576, v: 512}\nkv: {latent: {rope: 64}}\n"
     for text, expected in ((wide, {"fwd"}), (latent, set())):
-        spec = parse_spec(f"name: served\nmask: causal\ncache: contiguous\nbackward: false\n{text}")
+        spec = parse_spec(f"name: decode\nmask: causal\ncache: contiguous\nbackward: false\n{text}")
         made = verify(SplitD().run(build_module(spec)))
         assert {k.name for k in made.kernels if k.shared_columns} == expected
 
@@ -148,29 +151,29 @@ def test_kernels_over_a_cache_and_latents_stay_whole():
     [
         (
             FORWARD,
-            "in cdiv(D_V, OWN_V)",
+            "in cdiv(D_V, SPLIT_V)",
             "in 2",
-            "columns",
-            "expected one such axis, behind tiles, in cdiv(D_V, OWN_V)",
+            "split-d",
+            "expected one such axis, after tiles, in cdiv(D_V, SPLIT_V)",
         ),
         (
             FORWARD,
-            " first_along(own_v)",
+            " first_along(split_v)",
             "",
             "indexing",
-            "rows of %DELTA that the other programs along own_v write, too",
+            "rows of %DELTA that the other programs along split_v write, too",
         ),
         (
             FORWARD,
-            "store %O[b, h, q, own_v] %o check(q)",
-            "store %O[b, h, q, own_v] %o check(q) first_along(own_v)",
-            "columns",
-            "none of its columns",
+            "store %O[b, h, q, split_v] %o check(q)",
+            "store %O[b, h, q, split_v] %o check(q) first_along(split_v)",
+            "split-d",
+            "no index of its columns",
         ),
-        (FORWARD, "%V[b, h, kv, own_v]", "%V[b, h, kv, d_v]", "types", "the access is of [BLOCK_KV, D_V]"),
-        (GRADIENT, "%K[b, h, kv, own_qk]", "%Q[b, h, kv, own_qk]", "indexing", "indexes Nq of %Q by `kv`"),
-        (GRADIENT, "check(kv if partial) columns_of(%k)", "check(kv) columns_of(%k)", "columns", "is no part of %k"),
-        (GRADIENT, "columns_of(%k)", "columns_of(%q)", "columns", "is no part of %q"),
+        (FORWARD, "%V[b, h, kv, split_v]", "%V[b, h, kv, d_v]", "types", "the access is of [BLOCK_KV, D_V]"),
+        (GRADIENT, "%K[b, h, kv, split_qk]", "%Q[b, h, kv, split_qk]", "indexing", "indexes Nq of %Q by `kv`"),
+        (GRADIENT, "check(kv if partial) columns_of(%k)", "check(kv) columns_of(%k)", "split-d", "is no part of %k"),
+        (GRADIENT, "columns_of(%k)", "columns_of(%q)", "split-d", "is no part of %q"),
         (
             GRADIENT,
             "%dq_next = dot %masked %k_own",
@@ -180,7 +183,7 @@ def test_kernels_over_a_cache_and_latents_stay_whole():
         ),
     ],
 )
-def test_what_is_no_part_of_all_columns_is_refused(text, old, new, rule, reason):
+def test_a_wrong_part_of_the_head_dim_is_refused(text, old, new, rule, reason):
     after = print_module(SplitD().run(module(text, head_dim=512)))
     with pytest.raises(VerifyError) as error:
         verify(parse_module(edit(after, (old, new)), "edited.ir"))
@@ -190,34 +193,39 @@ def test_what_is_no_part_of_all_columns_is_refused(text, old, new, rule, reason)
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("COLUMNS=512", "COLUMNS=96", "COLUMNS=96; expected a power of two from 128 to 512"),
-        ("COLUMNS=512", "COLUMNS=64", "COLUMNS=64; expected a power of two from 128 to 512"),
-        ("COLUMNS=512 ", "", "COLUMNS=0; expected a power of two"),
-        ("check(q, own_v)", "check(q)", "does not check own_v"),
+        ("BLOCK_D=512", "BLOCK_D=96", "BLOCK_D=96; expected a power of two from 128 to 512"),
+        ("BLOCK_D=512", "BLOCK_D=64", "BLOCK_D=64; expected a power of two from 128 to 512"),
+        ("BLOCK_D=512 ", "", "BLOCK_D=0; expected a power of two"),
+        ("check(q, split_v)", "check(q)", "does not check split_v"),
     ],
 )
-def test_rows_that_leave_columns_out_are_refused(old, new, reason):
-    """A row gives a part for the kernel's sums; where parts may pass the end of the columns, they are checked."""
-    rows = "\nschedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=16 BLOCK_KV=16 COLUMNS=512 num_warps=4 num_stages=1\n"
+def test_configs_that_leave_a_part_of_the_head_dim_out_are_refused(old, new, reason):
+    """A config gives the width of a part; parts that may pass the end of the head_dim are checked."""
+    configs = (
+        "\nschedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=16 BLOCK_KV=16 BLOCK_D=512 num_warps=4 num_stages=1\n"
+    )
     after = print_module(SplitD().run(module(FORWARD, head_dim=320)))
     with pytest.raises(VerifyError) as error:
-        verify(parse_module(edit(after + rows, (old, new)), "edited.ir"))
-    assert error.value.rule == "columns" and reason in error.value.reason
+        verify(parse_module(edit(after + configs, (old, new)), "edited.ir"))
+    assert error.value.rule == "split-d" and reason in error.value.reason
 
 
-def test_a_kernel_whose_programs_share_nothing_takes_no_columns():
-    rows = "\nschedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=16 BLOCK_KV=16 COLUMNS=64 num_warps=4 num_stages=1\n"
-    with pytest.raises(VerifyError, match="its programs do not share columns"):
-        module(FORWARD + rows)
-    with pytest.raises(VerifyError, match="stores something alone, and no axis of the grid is of such parts"):
-        module(edit(FORWARD, ("%keys.l check(q)", "%keys.l check(q) first_along(own_v)")))
+def test_a_kernel_that_does_not_split_the_head_dim_takes_no_block_d():
+    configs = "\nschedule @fwd\n  sm90 bytes=2 rows<=inf : BLOCK_Q=16 BLOCK_KV=16 BLOCK_D=64 num_warps=4 num_stages=1\n"
+    with pytest.raises(VerifyError, match="its programs do not split columns"):
+        module(FORWARD + configs)
+    with pytest.raises(VerifyError, match="a store of the first program only, and no grid axis splits columns"):
+        module(edit(FORWARD, ("%keys.l check(q)", "%keys.l check(q) first_along(split_v)")))
 
 
 @pytest.mark.parametrize(
     "more",
     [
         "head_dim: 264\nmask: causal\n",
-        "head_dim: {qk: 320, v: 40}\nheads: {sharing: gqa}\nmask: {sliding_window: {left: 9, right: 2}}\nscore: {softcap: 2.0}\n",
+        (
+            "head_dim: {qk: 320, v: 40}\nheads: {sharing: gqa}\nmask: {sliding_window: {left: 9, right: 2}}\n"
+            "score: {softcap: 2.0}\n"
+        ),
         "head_dim: {qk: 16, v: 384}\ndropout: true\noutputs: [lse, entropy, max_score]\n",
         "head_dim: {qk: 264, v: 272}\nheads: {sharing: mqa}\nmask: {block_sparse: {block: 16}}\n"
         "score:\n  expr: s * t[q_idx] + bias[h, q_idx - kv_idx + 64]\n"
@@ -225,7 +233,7 @@ def test_a_kernel_whose_programs_share_nothing_takes_no_columns():
     ],
 )
 def test_every_pass_keeps_what_wide_modules_compute(more):
-    """On NumPy, where programs have half of the columns: results and all gradients, also those that are added to."""
+    """Programs with half of the head_dim compute results and all gradients, also accumulated ones, in the executor."""
     spec = parse_spec(f"name: wide\n{more}")
     made = verify(build_module(spec))
     assert check_steps(spec, made, Call.random(random.Random(3), spec, made), passes(spec, made)) > 3

@@ -1,4 +1,4 @@
-"""split-dkdv: dK and dV of wide heads in a kernel each."""
+"""split-dkdv computes dK and dV of wide heads in separate kernels."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 
 from attngen.builders import build_module
 from attngen.codegen.render import render
-from attngen.conformance.harness import Case, heads_for, run_case
+from attngen.conformance.cases import Case, heads_for
+from attngen.conformance.harness import run_case
 from attngen.errors import VerifyError
 from attngen.ir.ops import Loop, Store, Yield
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.schedule.table import schedule_of, shown
 from attngen.spec import parse_spec
@@ -17,7 +19,7 @@ from attngen.transforms.split_dkdv import SplitDkdv
 from attngen.verify import verify
 from tests.helpers import changes, edit, module, module_of, target
 
-# Gradients in outline: %s is what both need, %ds what dK alone does.
+# Outlined gradients: both need %s, and only dK needs %ds.
 GRID = "grid(kv in cdiv(Nk, BLOCK_KV), h in Hq, b in B)\n  block @entry\n"
 SCALARS = """\
     %scale = arg scalar : f32[] @?
@@ -26,7 +28,7 @@ SCALARS = """\
     %Nk = arg scalar : i32[] @?
     %k = load %K[b, h, kv, d_qk] check(kv) : T[BLOCK_KV, D_QK] @?
 """
-FUSED = f"""
+ONE_KERNEL = f"""
 kernel @dkdv {GRID}\
     %Q = arg in : T[B, Hq, Nq, D_QK] @?
     %K = arg in : T[B, Hkv, Nk, D_QK] @?
@@ -54,7 +56,7 @@ kernel @dkdv {GRID}\
     %dk_next = dot %ds %q over(BLOCK_Q) acc(%dk) : f32[BLOCK_KV, D_QK] @?
     yield values(dk=%dk_next, dv=%dv_next)
 """
-SPLIT = f"""
+TWO_KERNELS = f"""
 kernel @dk {GRID}\
     %Q = arg in : T[B, Hq, Nq, D_QK] @?
     %K = arg in : T[B, Hkv, Nk, D_QK] @?
@@ -95,27 +97,27 @@ kernel @dv {GRID}\
 
 
 def test_wide_heads_get_a_kernel_for_each_gradient():
-    """Each with what its own store depends on, and nothing else."""
-    after = verify(SplitDkdv().run(module(FUSED, head_dim=256)))
-    assert print_module(after) == print_module(module(SPLIT, head_dim=256))
+    """Each kernel has only the ops that its store depends on."""
+    after = verify(SplitDkdv().run(module(ONE_KERNEL, head_dim=256)))
+    assert print_module(after) == print_module(module(TWO_KERNELS, head_dim=256))
 
 
 @pytest.mark.parametrize("head_dim", [16, 96, 128])
 def test_narrow_heads_keep_one_kernel(head_dim):
-    assert changes(SplitDkdv(), module(FUSED, head_dim=head_dim)) == []
+    assert changes(SplitDkdv(), module(ONE_KERNEL, head_dim=head_dim)) == []
 
 
 @pytest.mark.parametrize(
     ("dims", "more"), [("{qk: 192, v: 128}", ["bwd", "dq_end"]), ("{qk: 80, v: 256}", []), ("176", [])]
 )
-def test_it_is_columns_of_both_that_count(dims, more):
-    """But for the kernel that also adds to dQ, whose programs hold the sums of both for 64 keys."""
+def test_the_sum_of_both_head_dims_decides(dims, more):
+    """The fused backward is an exception: its programs hold both accumulators for 64 keys."""
     made = SplitDkdv().run(build_module(parse_spec(f"name: wide\nhead_dim: {dims}\n")))
     assert [k.name for k in verify(made).kernels] == ["fwd", "dq", "delta", "dk", "dv", *more, "jvp"]
 
 
 def test_both_loops_of_a_group_are_split():
-    """And dropout stays with the gradient of what it drops: both."""
+    """Both kernels keep the dropout mask, because both gradients need it."""
     spec = parse_spec("name: wide\nhead_dim: 256\nheads: {sharing: gqa}\nmask: causal\ndropout: true\n")
     for name in ("dk", "dv"):
         kernel = verify(SplitDkdv().run(build_module(spec))).kernel(name)
@@ -125,8 +127,8 @@ def test_both_loops_of_a_group_are_split():
         assert "keep" in kernel.graph
 
 
-def test_a_split_with_all_else_in_it_gives_the_gradients(tmp_path, device):
-    """Grouped heads of padded widths, dropout, and lists of blocks, which neither gradient reads before
+def test_split_kernels_with_many_features_compute_the_gradients(tmp_path, device):
+    """The features are grouped heads, padded head dims, dropout, and block lists, which no gradient reads before
     use-block-lists."""
     spec = parse_spec(
         "name: wide\nheads: {sharing: gqa}\nhead_dim: {qk: 192, v: 144}\ndtype: fp16\ndropout: true\n"
@@ -136,7 +138,7 @@ def test_a_split_with_all_else_in_it_gives_the_gradients(tmp_path, device):
     assert result.ok, str(result)
 
 
-def test_each_kernel_runs_on_tiles_of_its_own():
+def test_each_kernel_has_its_own_tile_sizes():
     made = target("mla_dims")
     on_h100 = {
         name: shown(schedule_of([r for r in made.configs(name) if r.device == "sm90"][-1])) for name in ("dk", "dv")
@@ -155,7 +157,7 @@ def test_each_kernel_runs_on_tiles_of_its_own():
         (
             "%dV = arg out : T[B, Hkv, Nk, D_V]",
             "%dO2 = arg out : T[B, Hkv, Nk, D_V]",
-            "launch @dv: %dO2 is neither given nor allocated",
+            "launch @dv: %dO2 is neither an argument nor allocated",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""split-loops: a loop over the full tiles, and one over the partial ones."""
+"""split-loops splits a loop into one over the full tiles and one over the partial tiles."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PARTIAL = "%keys_partial = loop kv ranges(kv_full_end .. kv_end) carry(sum=%keys
 
 
 def classified(tiles, where="kv_idx < Nk"):
-    """SMALL with the bounds of its tiles."""
+    """Return SMALL with the bounds of its tiles."""
     return module(
         edit(SMALL, ("body(@step)", f"body(@step) tiles({tiles})"), ("where(kv_idx < Nk)", f"where({where})"))
     )
 
 
 def test_one_loop_becomes_two():
-    """Bounds become named scalars, and what read the loop's result reads the last one's."""
+    """Bounds become named scalars, and readers of the loop's result read the second loop's."""
     before = classified("0; 0; Nk // BLOCK_KV; cdiv(Nk, BLOCK_KV)")
     assert [line for line in changes(SplitLoops(), before) if line[0] == "+"] == [
         "+ %kv_end = map expr(cdiv(Nk, BLOCK_KV)) : i32[] @?",
@@ -32,14 +32,14 @@ def test_one_loop_becomes_two():
     ]
 
 
-def test_a_range_that_is_empty_is_left_out():
+def test_an_empty_range_is_left_out():
     before = classified("0; 0; 0; cdiv(Nk, BLOCK_KV)")
     assert [line for line in changes(SplitLoops(), before) if "loop" in line][1:] == [
         "+ %keys_partial = loop kv ranges(0 .. kv_end) carry(sum=%zero) body(@step) cls(partial)"
     ]
 
 
-def test_partial_ranges_with_nothing_full_between_are_one():
+def test_partial_ranges_with_no_full_tile_between_are_merged():
     start, full = "min(cdiv(Nk, BLOCK_KV), (100 // BLOCK_KV))", "min(cdiv(100, BLOCK_KV), cdiv(Nk, BLOCK_KV))"
     before = classified(f"{start}; {full}; {full}; cdiv(Nk, BLOCK_KV)", "kv_idx < Nk and kv_idx >= 100")
     assert [line for line in changes(SplitLoops(), before) if "loop" in line][1:] == [
@@ -57,13 +57,13 @@ def test_partial_tiles_on_both_sides_are_two_ranges_of_one_loop():
     assert "ranges(kv_first .. kv_full_first, kv_full_end .. kv_end)" in loops[1]
 
 
-def test_a_loop_that_is_not_over_tiles_stays():
+def test_a_loop_that_is_not_over_tiles_is_unchanged():
     before = lowered("causal_gqa")["classify-tiles"]
     heads = [[loop for loop in m.kernel("dkdv").loops if loop.var == "g"] for m in (before, SplitLoops().run(before))]
     assert len(heads[0]) == 1 and heads[0] == heads[1]
 
 
-def test_a_loop_inside_one_over_own_tiles_has_its_bounds_there():
+def test_the_bounds_of_an_inner_loop_are_in_the_outer_loop():
     tiles = "0; 0; select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0); cdiv(Nq, BLOCK_Q)"
     before = module(edit(WALKS, ("body(@step)", f"body(@step) tiles({tiles})")))
     assert [line for line in changes(SplitLoops(), before) if line[0] == "+"] == [
@@ -72,12 +72,10 @@ def test_a_loop_inside_one_over_own_tiles_has_its_bounds_there():
         "+ %queries_full = loop q ranges(0 .. q_full_end) body(@step) cls(full)",
         "+ %queries_partial = loop q ranges(q_full_end .. q_end) body(@step) cls(partial)",
     ]
-    with pytest.raises(VerifyError, match="rule `full-is-proven`: .*proven"):  # the zeros past the last key would count
-        verify(
-            SplitLoops().run(
-                module(edit(WALKS, ("body(@step)", "body(@step) tiles(0; 0; Nq // BLOCK_Q; cdiv(Nq, BLOCK_Q))")))
-            )
-        )
+    # With these bounds, the zeros past the last key would count as scores.
+    wrong = module(edit(WALKS, ("body(@step)", "body(@step) tiles(0; 0; Nq // BLOCK_Q; cdiv(Nq, BLOCK_Q))")))
+    with pytest.raises(VerifyError, match="rule `full-is-proven`: .*proven"):
+        verify(SplitLoops().run(wrong))
 
 
 @pytest.mark.parametrize(

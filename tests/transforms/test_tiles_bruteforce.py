@@ -1,4 +1,4 @@
-"""classify-tiles and simplify against brute force over every (query, key) pair of random masks and sizes."""
+"""classify-tiles and simplify are compared with brute force over every (query, key) pair of random masks and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attngen.ir.expr import parse, symbol
+from attngen.ir.expr import symbol
+from attngen.ir.expr_text import parse
 from attngen.masks.causal import Causal
 from attngen.masks.key_padding import KeyPadding
 from attngen.masks.sliding_window import SlidingWindow
@@ -27,8 +28,8 @@ EXTENT = {"q": "Nq", "kv": "Nk"}
 
 @dataclass(frozen=True)
 class Condition:
-    """One part of a mask: its expression, the same by hand in numpy, run-time values, and what is known of a part
-    not linear."""
+    """One condition of a mask: its expression, the same condition written by hand in NumPy, values of the call, and
+    facts about a condition that is not linear."""
 
     where: Any
     visible: Callable[..., Any]  # of q, kv, Nq, Nk
@@ -71,7 +72,7 @@ def lengths(draw):
 
 @st.composite
 def padding(draw):
-    """A tensor of booleans, of which only the span is known to classify-tiles."""
+    """A boolean tensor; classify-tiles knows only the span of its true elements."""
     bits = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=12)))
     keep = np.repeat(bits, draw(st.integers(1, 20)))
     mask = KeyPadding()
@@ -99,7 +100,7 @@ def linear(draw):
 
 @st.composite
 def union(draw):
-    """A union, of a condition on the loop's index and one on the own tile, whichever they are."""
+    """A union of a condition on keys and one on queries."""
     n, m = draw(st.tuples(*[st.integers(0, 60)] * 2))
     return Condition(parse(f"kv_idx < {n} or q_idx < {m}"), lambda q, kv, nq, nk: (kv < n) | (q < m))
 
@@ -114,15 +115,15 @@ SIZES = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80), BLOCKS, BLOCK
 
 @dataclass
 class Problem:
-    """A mask at one size, seen by the programs that own tiles of one axis."""
+    """A mask at one size, as seen by programs whose tiles are along one axis."""
 
     parts: list[Condition]
-    own: str
+    program: str
     n: dict[str, int]
     block: dict[str, int]
 
     def __post_init__(self) -> None:
-        self.loop = "kv" if self.own == "q" else "q"
+        self.loop = "kv" if self.program == "q" else "q"
         self.tiles = {x: -(-self.n[x] // self.block[x]) for x in ("q", "kv")}
         self.values = {f"BLOCK_{x.upper()}": self.block[x] for x in ("q", "kv")} | {
             EXTENT[x]: self.n[x] for x in ("q", "kv")
@@ -132,46 +133,46 @@ class Problem:
 
     @property
     def where(self) -> Any:
-        """As the kernels have it: those that own queries mask keys past the end, the others load nothing there."""
-        bounds = [symbol("kv_idx") < symbol("Nk")] if self.own == "q" else []
+        """The mask of the kernel: kernels over queries mask keys past the end, kernels over keys load zeros there."""
+        bounds = [symbol("kv_idx") < symbol("Nk")] if self.program == "q" else []
         return sympy.And(*(p.where for p in self.parts), *bounds)
 
-    def visible(self, own: Any, loop: Any) -> Any:
-        """By hand, over [own rows, loop rows]; nothing out of bounds is visible."""
-        own, loop = own[:, None], loop[None, :]
-        q, kv = (own, loop) if self.own == "q" else (loop, own)
-        seen = (own < self.n[self.own]) & (loop < self.n[self.loop])
+    def visible(self, program: Any, loop: Any) -> Any:
+        """Return the visible pairs in bounds by the hand-written conditions, as [program rows, loop rows]."""
+        program, loop = program[:, None], loop[None, :]
+        q, kv = (program, loop) if self.program == "q" else (loop, program)
+        seen = (program < self.n[self.program]) & (loop < self.n[self.loop])
         for part in self.parts:
             seen = seen & part.visible(q, kv, self.n["q"], self.n["kv"])
         return seen
 
     def bounds(self) -> Any:
-        """The bounds that classify-tiles gives, [four for each run, tiles of the own axis]."""
-        starts = range(0, self.n[self.own], self.block[self.own])
+        """Return the bounds that classify-tiles gives, as [four per run of tiles, program tiles]."""
+        starts = range(0, self.n[self.program], self.block[self.program])
         facts = tuple(fact for p in self.parts for fact in p.facts)
         opaque = frozenset(str(fact.literal) for fact in facts)
-        exprs = classify(self.where, Scene(self.own, self.loop, others=opaque, facts=facts))
+        exprs = classify(self.where, Scene(self.program, self.loop, others=opaque, facts=facts))
         return np.array(
-            [[evaluate(e, {**self.values, f"{self.own}_start": x}) for x in starts] for e in exprs], dtype=int
+            [[evaluate(e, {**self.values, f"{self.program}_start": x}) for x in starts] for e in exprs], dtype=int
         )
 
     def pairs(self, i: int) -> Any:
-        """What program i sees, as [tiles along the loop, valid own rows, rows of a tile]."""
-        first = i * self.block[self.own]
-        rows = np.arange(first, min(first + self.block[self.own], self.n[self.own]))
+        """Return the pairs that program i sees, as [tiles along the loop, valid program rows, rows of a tile]."""
+        first = i * self.block[self.program]
+        rows = np.arange(first, min(first + self.block[self.program], self.n[self.program]))
         block, tiles = self.block[self.loop], self.tiles[self.loop]
         return self.visible(rows, np.arange(tiles * block)).reshape(len(rows), tiles, block).swapaxes(0, 1)
 
 
 def problems(parts, sizes):
-    """Each mask at each size, from both axes."""
-    for own in ("q", "kv"):
+    """Yield the mask at each size, for programs along each axis."""
+    for program in ("q", "kv"):
         for n_q, n_kv, block_q, block_kv in sizes:
-            yield Problem(parts, own, {"q": n_q, "kv": n_kv}, {"q": block_q, "kv": block_kv})
+            yield Problem(parts, program, {"q": n_q, "kv": n_kv}, {"q": block_q, "kv": block_kv})
 
 
 def check_sound(problem):
-    """No visible pair outside the visible range, nothing hidden or out of bounds inside the full one."""
+    """Check that the visible range has every visible pair, and the full one no hidden or out-of-bounds pair."""
     for i, bounds in enumerate(problem.bounds().T):
         pairs = problem.pairs(i)
         seen = pairs.any(axis=(1, 2))
@@ -201,7 +202,7 @@ def test_bounds_of_opaque_masks_are_sound(parts, sizes):
 @settings(max_examples=60, deadline=None)
 @given(causal() | window(), SIZES)
 def test_bounds_of_one_causal_or_window_are_exact(part, sizes):
-    """First and last visible tile are the ones that brute force finds, and every full tile is known to be."""
+    """The first and the last visible tile are those of brute force, and every full tile is classified as full."""
     for problem in problems([part], sizes):
         for i, (a, b, c, d) in enumerate(problem.bounds().T):
             pairs = problem.pairs(i)
@@ -209,12 +210,12 @@ def test_bounds_of_one_causal_or_window_are_exact(part, sizes):
             if len(seen):
                 assert (a, d) == (seen[0], seen[-1] + 1)
             else:
-                assert d - a <= 1  # one tile may be visited for nothing
+                assert d - a <= 1  # one tile may be visited although it is empty
             assert full.sum() == c - b
 
 
 def on_grid(e, values):
-    """A condition for arrays of indices."""
+    """Evaluate a condition for arrays of indices."""
     names = sorted(str(s) for s in e.free_symbols)
     return sympy.lambdify([symbol(n) for n in names], e, modules="numpy")(*(values[n] for n in names))
 
@@ -222,25 +223,27 @@ def on_grid(e, values):
 @settings(max_examples=60, deadline=None)
 @given(MASKS | OPAQUE, SIZES)
 def test_a_simplified_condition_is_the_same_where_it_is_tested(parts, sizes):
-    """On valid own rows, and on every row of the tiles along the loop; outside these, it may differ."""
+    """The condition is tested on valid program rows and on every row of the loop's tiles; elsewhere it may differ."""
     for problem in problems(parts, sizes):
-        simple = simplify_condition(problem.where, problem.own, problem.loop)
-        own, loop = np.mgrid[: problem.n[problem.own], : problem.tiles[problem.loop] * problem.block[problem.loop]]
-        grid = {f"{problem.own}_idx": own, f"{problem.loop}_idx": loop, "key_padding": loop % 3 > 0}
+        simple = simplify_condition(problem.where, problem.program, problem.loop)
+        program, loop = np.mgrid[
+            : problem.n[problem.program], : problem.tiles[problem.loop] * problem.block[problem.loop]
+        ]
+        grid = {f"{problem.program}_idx": program, f"{problem.loop}_idx": loop, "key_padding": loop % 3 > 0}
         before, after = (on_grid(e, {**problem.values, **grid}) for e in (problem.where, simple))
         assert np.all(before == after)
 
 
-@pytest.mark.parametrize("own", ["q", "kv"])
-def test_the_check_itself_can_fail(own):
-    """The brute force tells a bound that is one tile off."""
+@pytest.mark.parametrize("program", ["q", "kv"])
+def test_the_check_finds_a_wrong_bound(program):
+    """Brute force finds a bound that is one tile off."""
     part = Condition(Causal().expression(), lambda q, kv, nq, nk: kv <= q + nk - nq)
-    problem = Problem([part], own, {"q": 40, "kv": 50}, {"q": 8, "kv": 4})
+    problem = Problem([part], program, {"q": 40, "kv": 50}, {"q": 8, "kv": 4})
     right = problem.bounds()
     check_sound(problem)
-    for bound, by in ((0, 1), (1, -1), (2, 1), (3, -1)):
+    for bound, offset in ((0, 1), (1, -1), (2, 1), (3, -1)):
         wrong = right.copy()
-        wrong[bound] += by
+        wrong[bound] += offset
         problem.bounds = lambda wrong=wrong: wrong
         with pytest.raises(AssertionError):
             check_sound(problem)

@@ -1,4 +1,4 @@
-"""use-block-lists: loops over tiles visit those of the blocks that are listed."""
+"""use-block-lists makes loops visit only the tiles of listed blocks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from functools import cache
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.graph import Blocks, Module
-from attngen.ir.text import parse_module, print_kernel, print_module
+from attngen.ir.module import Blocks, Module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_kernel, print_module
 from attngen.lowering.pipeline import lower, stages
 from attngen.spec import make_spec, parse_spec
 from attngen.transforms.use_block_lists import UseBlockLists
 from attngen.verify import verify
 from attngen.verify.host import reasons
-from attngen.verify.tiles import lists
+from attngen.verify.tiles import block_lists
 from tests.helpers import changes, edit, lowered, module
 
 BEFORE = """
@@ -53,16 +54,21 @@ def test_ranges_of_tiles_become_ranges_of_positions():
         "+ %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[] @?",
         "+ %KV_LIST_row = base %KV_LIST[b, h, q_start // 128] : ptr[] @?",
         "+ %kv_full_end_at = list_position %KV_RANK_row tile(kv_full_end) : i32[] @?",
-        "+ %keys_full = loop kv ranges(0 .. kv_full_end_at) carry(sum=%zero) body(@step) cls(full) listed(%KV_LIST_row)",
+        (
+            "+ %keys_full = loop kv ranges(0 .. kv_full_end_at) carry(sum=%zero) body(@step) cls(full) "
+            "listed(%KV_LIST_row)"
+        ),
         "+ %kv_end_at = list_position %KV_RANK_row tile(kv_end) : i32[] @?",
-        "+ %keys_partial = loop kv ranges(kv_full_end_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) cls(partial) "
-        "listed(%KV_LIST_row)",
+        (
+            "+ %keys_partial = loop kv ranges(kv_full_end_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) "
+            "cls(partial) listed(%KV_LIST_row)"
+        ),
     ]
 
 
-def test_ends_that_are_of_rows_are_left_out_where_data_lists_blocks():
-    """A list of data ends with the last block that a row sees, so no number for each row is needed before the loops
-    start."""
+def test_per_row_bounds_are_left_out_where_data_lists_blocks():
+    """A list made from data ends with the last visible block, so programs need not load a bound per row before their
+    loops."""
     limit = {"expr": "kv_idx <= limit[b, q_idx]", "params": {"limit": {"tensor": ["B", "Nq"], "dtype": "int32"}}}
     made = list(stages(make_spec({"name": "limit", "head_dim": 64, "mask": limit, "backward": False})))
     at = [name for name, _ in made].index("use-block-lists")
@@ -72,18 +78,22 @@ def test_ends_that_are_of_rows_are_left_out_where_data_lists_blocks():
     assert [line for line in added if not line.startswith("%KV")] == [
         "%kv_all = map expr(cdiv(Nk, BLOCK_KV)) : i32[] @?",
         "%kv_all_full_at = list_position %KV_FULL_RANK_row tile(kv_all) : i32[] @?",
-        "%keys_full = loop kv ranges(0 .. kv_all_full_at) carry(m=%m_init, l=%l_init, acc=%acc_init) body(@step) cls(full) "
-        "listed(%KV_LIST_row)",
+        (
+            "%keys_full = loop kv ranges(0 .. kv_all_full_at) carry(m=%m_init, l=%l_init, acc=%acc_init) body(@step) "
+            "cls(full) listed(%KV_LIST_row)"
+        ),
         "%kv_0_at = list_position %KV_RANK_row tile(0) : i32[] @?",
         "%kv_all_at = list_position %KV_RANK_row tile(kv_all) : i32[] @?",
-        "%keys_partial = loop kv ranges(kv_0_at .. kv_all_at) carry(m=%keys_full.m, l=%keys_full.l, acc=%keys_full.acc) body(@step) "
-        "cls(partial) listed(%KV_LIST_row)",
+        (
+            "%keys_partial = loop kv ranges(kv_0_at .. kv_all_at) "
+            "carry(m=%keys_full.m, l=%keys_full.l, acc=%keys_full.acc) body(@step) cls(partial) listed(%KV_LIST_row)"
+        ),
     ]
 
 
-def test_blocks_that_data_lists_are_visited_full_ones_first():
-    """What full and partial loops visited is visited by both, each its own blocks: the mask's expression does not
-    tell them apart."""
+def test_blocks_listed_from_data_are_visited_full_ones_first():
+    """The full and the partial loop both run over all tiles, each over its own blocks, because the mask's expression
+    cannot separate full from partial tiles."""
     ranks = "    %KV_FULL_RANK = arg in : i32[B, Hq, Tq, Tk1] @?\n    %KV_RANK ="
     before = replace(module(edit(BEFORE, ("    %KV_RANK =", ranks)), "scheduled"), blocks=Blocks(128, data=True))
     assert [line for line in changes(UseBlockLists(), before) if line[0] == "+"] == [
@@ -91,10 +101,16 @@ def test_blocks_that_data_lists_are_visited_full_ones_first():
         "+ %KV_RANK_row = base %KV_RANK[b, h, q_start // 128] : ptr[] @?",
         "+ %KV_LIST_row = base %KV_LIST[b, h, q_start // 128] : ptr[] @?",
         "+ %kv_end_full_at = list_position %KV_FULL_RANK_row tile(kv_end) : i32[] @?",
-        "+ %keys_full = loop kv ranges(0 .. kv_end_full_at) carry(sum=%zero) body(@step) cls(full) listed(%KV_LIST_row)",
+        (
+            "+ %keys_full = loop kv ranges(0 .. kv_end_full_at) carry(sum=%zero) body(@step) cls(full) "
+            "listed(%KV_LIST_row)"
+        ),
         "+ %kv_0_at = list_position %KV_RANK_row tile(0) : i32[] @?",
         "+ %kv_end_at = list_position %KV_RANK_row tile(kv_end) : i32[] @?",
-        "+ %keys_partial = loop kv ranges(kv_0_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) cls(partial) listed(%KV_LIST_row)",
+        (
+            "+ %keys_partial = loop kv ranges(kv_0_at .. kv_end_at) carry(sum=%keys_full.sum) body(@step) "
+            "cls(partial) listed(%KV_LIST_row)"
+        ),
     ]
 
 
@@ -112,7 +128,7 @@ mask:
 
 @cache
 def data() -> Module:
-    """The target module of DATA."""
+    """Return the target module of DATA."""
     return lower(DATA)
 
 
@@ -120,22 +136,22 @@ def data() -> Module:
     ("rule", "old", "new", "reason"),
     [
         (
-            "lists",
+            "block-lists",
             "ranges(0 .. kv_end_full_at)",
             "ranges(0 .. kv_end)",
-            "`kv_end`; expected 0 or a position among %KV_FULL_RANK",
+            "`kv_end`; expected 0 or a position in %KV_FULL_RANK",
         ),
         (
-            "lists",
+            "block-lists",
             "ranges(kv_0_at .. kv_end_at)",
             "ranges(0 .. kv_end_at)",
-            "runs to or from `0`; expected a position among %KV_RANK",
+            "runs to or from `0`; expected a position in %KV_RANK",
         ),
         (
-            "lists",
+            "block-lists",
             "list_position %KV_RANK_row tile(0)",
             "list_position %KV_FULL_RANK_row tile(0)",
-            "`kv_0_at`; expected a position among %KV_RANK",
+            "`kv_0_at`; expected a position in %KV_RANK",
         ),
         (
             "covers",
@@ -150,7 +166,7 @@ def data() -> Module:
             "the loops over @step are partial, partial; expected full and partial",
         ),
         (
-            "lists",
+            "block-lists",
             "BLOCK_Q=128 BLOCK_KV=32 num_warps=8 num_stages=1",
             "BLOCK_Q=64 BLOCK_KV=32 num_warps=8 num_stages=1",
             "64x32; expected",
@@ -158,14 +174,14 @@ def data() -> Module:
         ("full-is-proven", " listed(%KV_LIST_row)", "", "is proven to hold nothing masked"),
     ],
 )
-def test_lists_of_data_are_refused_where_they_do_not_hold(rule, old, new, reason):
+def test_wrong_uses_of_lists_from_data_are_refused(rule, old, new, reason):
     text = print_module(data())
     with pytest.raises(VerifyError) as caught:
         verify(parse_module(edit(text, (old, new)), "edited.ir"))
     assert (caught.value.rule, reason in caught.value.reason) == (rule, True), caught.value.reason
 
 
-def test_the_kernel_that_lists_blocks_is_there_where_data_lists_them():
+def test_a_module_without_the_kernel_that_lists_its_blocks_is_refused():
     found = data()
     without = replace(found, kernels=found.kernels[:-1], schedules=found.schedules[:-1])
     assert ("host-launches", "host @count: it launches @blocks; the kernels are fwd, dq, delta, dkdv, jvp") in list(
@@ -173,36 +189,36 @@ def test_the_kernel_that_lists_blocks_is_there_where_data_lists_them():
     )
 
 
-def test_without_blocks_nothing_changes():
+def test_a_module_without_blocks_is_unchanged():
     before = module(BEFORE, "scheduled")
     assert UseBlockLists().run(before) is before
 
 
-def test_lists_of_a_group_are_those_of_each_of_its_heads():
-    """In dK/dV of gqa the lists are found inside the loop over heads, by the query's head."""
+def test_each_head_of_a_group_has_its_own_lists():
+    """In dK/dV of GQA, lists are found inside the loop over heads, by the query head."""
     after = lowered("butterfly_gqa")["use-block-lists"].kernel("dkdv")
     row = after.op("Q_LIST_row")
     assert after.graph.nodes["Q_LIST_row"]["block"] == "group"
     assert [str(i) for i in row.src.index[:2]] == ["b", "g + group*hkv"]
 
 
-def test_listed_loops_and_large_tiles_are_refused_where_they_do_not_belong():
+def test_lists_without_blocks_and_tiles_larger_than_blocks_are_refused():
     dense, target = (lowered(name)["legalize-triton"] for name in ("causal_mha", "butterfly_gqa"))
     fwd = dense.kernel("fwd").rewrite(lambda _, op: [replace(op, listed="K_head") if op.name == "keys_full" else op])
-    with pytest.raises(VerifyError, match="%keys_full visits listed tiles; expected all of them: blocks no"):
+    with pytest.raises(VerifyError, match="%keys_full visits listed tiles, and is in a module without blocks"):
         verify(dense.map_kernels(lambda k: fwd if k.name == "fwd" else k))
-    rows = tuple((name, tuple(replace(r, block_q=128) for r in rows)) for name, rows in target.schedules)
-    found = list(lists(replace(target, schedules=rows), target.kernel("fwd")))
+    schedules = tuple((name, tuple(replace(r, block_q=128) for r in rows)) for name, rows in target.schedules)
+    found = list(block_lists(replace(target, schedules=schedules), target.kernel("fwd")))
     assert found and all("do not divide blocks of 64" in reason for reason in found)
 
 
 @pytest.mark.parametrize("name", ["keys_full", "keys_partial"])
-def test_a_loop_that_is_left_out_is_refused(name):
-    """Were one loop to visit all tiles, the verifier of the target phase would say so."""
+def test_a_loop_without_a_list_is_refused(name):
+    """If one loop visited all tiles, the verifier of the target phase would refuse the module."""
     target = lowered("block_sparse_mha")["legalize-triton"]
 
-    def unlist(kernel):
+    def without_list(kernel):
         return kernel.rewrite(lambda _, op: [replace(op, listed=None) if op.name == name else op])
 
-    with pytest.raises(VerifyError, match=f"%{name} visits tiles of blocks that do not count"):
-        verify(target.map_kernels(unlist))
+    with pytest.raises(VerifyError, match=f"%{name} also visits tiles of masked blocks"):
+        verify(target.map_kernels(without_list))

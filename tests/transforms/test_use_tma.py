@@ -1,16 +1,17 @@
-"""use-tma: which tiles a copy engine can fetch."""
+"""use-tma loads tiles by tensor descriptor where TMA can copy them."""
 
 from __future__ import annotations
 
 import pytest
 
 from attngen.errors import VerifyError
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.targets.triton.use_tma import UseTMA
 from attngen.verify import verify
 from tests.helpers import changes, edit, lowered, module, target
 
-# The same sums of scores as SMALL, of the heads of two tensors.
+# The sums of scores of SMALL, for each head of two tensors.
 HEADS = """
 kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
   block @entry
@@ -35,7 +36,7 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
 """
 
 
-def test_tiles_of_rows_of_a_head_are_described():
+def test_tiles_of_a_heads_rows_are_loaded_by_descriptor():
     assert changes(UseTMA(), module(HEADS)) == [
         "- %q = load %Q[b, h, q, d_qk] check(q) : T[BLOCK_Q, D_QK] @sram",
         "+ %q = load %Q[b, h, q, d_qk] check(q) via(descriptor) : T[BLOCK_Q, D_QK] @sram",
@@ -44,20 +45,20 @@ def test_tiles_of_rows_of_a_head_are_described():
     ]
 
 
-def test_a_tile_for_registers_is_not():
+def test_a_tile_in_registers_is_not():
     text = edit(
         HEADS, ("check(kv if partial) : T[BLOCK_KV, D_QK] @sram", "check(kv if partial) : T[BLOCK_KV, D_QK] @reg")
     )
     assert [line.split()[1] for line in changes(UseTMA(), module(text))] == ["%q", "%q"]
 
 
-def test_statistics_and_outputs_are_not_described():
+def test_row_statistics_and_outputs_are_not():
     after = print_module(lowered("causal_gqa")["use-tma"])
     described = {line.split()[0] for line in after.splitlines() if "via(descriptor)" in line}
     assert described == {"%q", "%k", "%v", "%do", "%tq", "%tk", "%tv"}
 
 
-def test_rows_that_are_no_tile_of_a_head_are_refused():
+def test_a_descriptor_for_row_statistics_is_refused():
     text = edit(
         print_module(target("causal_gqa")),
         ("%lse = load %LSE_head[q] check(q)", "%lse = load %LSE_head[q] check(q) via(descriptor)"),

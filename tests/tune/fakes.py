@@ -1,8 +1,8 @@
-"""A GPU that is made up, for tests of tuning."""
+"""A fake GPU, for tests of tuning."""
 
 from __future__ import annotations
 
-from attngen.ir.graph import Config
+from attngen.ir.module import Config
 from attngen.schedule.table import schedule_of, shown
 from attngen.targets.registry import SPECIALIZERS
 from attngen.tune.workers import Lost
@@ -11,13 +11,13 @@ BY = {"gpu": "a GPU", "torch": "2", "triton": "3"}
 
 
 def tile(config: Config) -> str:
-    """A row as results name it."""
+    """Return the name that results give a config."""
     return shown(schedule_of(config)) + f" {config.backend}" * (config.backend in SPECIALIZERS)
 
 
 class Gpu:
-    """Answers as one would: milliseconds by tile, of all rounds or of each, or what else happens. `drift` is what
-    each round adds."""
+    """Answers requests as a real worker does: with milliseconds by tile, for all rounds or for each, or with a failure.
+    Each round is slower by `drift`."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class Gpu:
         self.asked: list[tuple[str, ...]] = []
 
     def __call__(self, request, limit_s):
-        _, rows, rounds = request
-        self.asked.append(tuple(map(tile, rows)))
-        answers = [self.times.get(tile(row), self.default) for row in rows]
+        _, configs, rounds = request
+        self.asked.append(tuple(map(tile, configs)))
+        answers = [self.times.get(tile(config), self.default) for config in configs]
         for answer in answers:
             if isinstance(answer, Lost):
                 raise answer

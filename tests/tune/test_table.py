@@ -1,4 +1,5 @@
-"""Tables of measured schedules: what shares an entry, what comes before what, and files that come back as they were."""
+"""Tables of measured schedules: keys that share an entry, precedence over the model, and files that are read back
+unchanged."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from attngen.cost.report import report
 from attngen.devices import CLASSES, DEVICES
 from attngen.errors import AttngenError
 from attngen.heuristics import MODELLED, RANGES, SHORT_ROWS
-from attngen.ir.graph import Config, Module
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.module import Config, Module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.schedule.pipeline_loads import PipelineLoads
 from attngen.schedule.select_tiles import SelectTiles
@@ -26,6 +28,7 @@ from attngen.verify import verify
 from tests.helpers import ROOT, SPECS, lowered, target
 
 SMALL_TILE = {"block_q": 64, "block_kv": 32, "num_warps": 4, "num_stages": 2, "tma": False}
+# One spec of each kind.
 MIXED = (
     "block_sparse_mha",
     "causal_fp32",
@@ -34,34 +37,35 @@ MIXED = (
     "document_gqa",
     "mla_dims",
     "relative_bias_mha",
-)  # of all kinds
+)
 FWD = Key("fwd", "128/128", "16-bit", "mha", "causal", 2048)
 
 
 def table(*keys: Key, schedule: Schedule = SMALL_TILE) -> dict[str, Table]:
-    """Tables that have one schedule for these keys, by device class."""
+    """Return tables, by device class, with one schedule for these keys."""
     entry = Entry(schedule, 0.5, SMALL_TILE, 0.6, "3.6.0")
     return {"sm90": Table("H200", "NVIDIA H200", "2.11.0", "3.6.0", dict.fromkeys(keys, entry))}
 
 
 def scheduled(name: str, tables: dict[str, Table], **overrides: int) -> Module:
-    """The module of a spec with its schedules."""
+    """Return the module of a spec with its schedules."""
     return verify(PipelineLoads().run(SelectTiles(**overrides, tables=tables).run(lowered(name)["use-tma"])))
 
 
 @cache
 def modelled(name: str) -> Module:
-    """The module of a spec as if nothing were measured."""
+    """Return the module of a spec with an empty table of measurements."""
     return scheduled(name, {})
 
 
-def rows(module, kernel="fwd", device="sm90"):
+def configs(module, kernel="fwd", device="sm90"):
     return [(r.max_rows, shown(schedule_of(r)), r.measured) for r in module.configs(kernel) if r.device == device]
 
 
 # ---------------------------------------------------------------------------------------------- classes of masks
 
 
+# By spec: the class for each range of rows. The other specs have causal in all ranges.
 CLASSES_OF = {
     "alibi_mha": "causal+score causal+score causal+score causal+score",
     "block_sparse_mha": "full+blocks full+blocks full+blocks full+blocks",
@@ -71,7 +75,7 @@ CLASSES_OF = {
     "causal_padding_dropout_mha": "causal+rows+dropout causal+rows+dropout causal+rows+dropout causal+rows+dropout",
     "chunked_gqa": "causal causal causal causal",
     "cross_mha": "full full full full",
-    "dense_bias_dropout_mha": "full+pairs+score+dropout full+pairs+score+dropout full+pairs+score+dropout full+pairs+score+dropout",
+    "dense_bias_dropout_mha": " ".join(["full+pairs+score+dropout"] * 4),
     "dilated_mha": "masked masked masked masked",
     "decode_document_gqa": "causal+rows causal+rows short+rows short+rows",
     "document_gqa": "causal+rows causal+rows short+rows short+rows",
@@ -79,7 +83,7 @@ CLASSES_OF = {
     "local_global_dropout_mha": "full+blocks+dropout full+blocks+dropout full+blocks+dropout full+blocks+dropout",
     "packed_document_gqa": "full+rows full+rows short+rows short+rows",
     "padding_mha": "full+rows full+rows full+rows full+rows",
-    "prefix_lm_gqa": "full full full full",  # as if the prefix were all
+    "prefix_lm_gqa": "full full full full",  # as if the prefix were the whole sequence
     "relative_bias_mha": "full+lookups+score full+lookups+score full+lookups+score full+lookups+score",
     "sinks_window_gqa": "masked+score masked+score masked+score masked+score",
     "softcap_window_gqa": "causal+score causal+score causal+score causal+score",
@@ -88,20 +92,21 @@ CLASSES_OF = {
     "window_gqa": "causal causal short short",
     "decode_sinks_paged_gqa": "masked+score masked+score masked+score masked+score",
     "decode_window_paged_gqa": "causal causal short short",
-}  # of the other specs: causal, whatever the range
+}
+# The same for @packed, pack-GQA of few queries. The other specs have full, as no diagonal crosses their tiles.
 PACKED_OF = {
     "chunked_gqa": "full full full causal",
     "softcap_window_gqa": "full+score full+score full+score causal+score",
     "streaming_gqa": "full full short short",
     "window_gqa": "full full short short",
     "decode_window_paged_gqa": "full full short short",
-}  # of the heads of few queries, packed; of the other specs: full, as no diagonal cuts their tiles
+}
 
 
-# Of kernels over a cache; where this has pages, their numbers are read for each row, and places too where tiles do not
-# lie in pages.
-OTHERS = {  # kernels of these specs whose loops are not those of the others
-    ("causal_fa1", "jvp"): "causal causal causal causal",  # owns queries, in either order of the other loops
+# Kernels whose loops differ from those of the spec's other kernels, most of them with a KV cache. With pages, a kernel
+# reads a page number per row, and also a position in the page where tiles do not lie within pages.
+OTHERS = {
+    ("causal_fa1", "jvp"): "causal causal causal causal",  # its program axis is q in either loop order
     ("decode_gqa", "decode"): "full full full full",
     ("decode_mla", "decode"): "full+rows full+rows full+rows full+rows",
     ("decode_mla", "prefill"): "causal+rows causal+rows causal+rows causal+rows",
@@ -122,7 +127,7 @@ OTHERS = {  # kernels of these specs whose loops are not those of the others
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_classes_of_masks_by_range(name):
+def test_mask_classes_by_range(name):
     module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text())
     for kernel in (k for k in module.kernels if k.dots):
         classes, other = (PACKED_OF, "full") if kernel.name == "packed" else (CLASSES_OF, "causal")
@@ -131,10 +136,11 @@ def test_classes_of_masks_by_range(name):
     assert {mask_class(module, k, n) for k in module.kernels if not k.loops for _, n in RANGES} <= {"none"}
 
 
-def test_data_that_lists_blocks_hides_the_shape():
+def test_a_mask_with_block_lists_has_the_class_listed():
     made = lower(
         parse_spec(
-            'name: pairs\nhead_dim: 64\nmask: {expr: "ids[b, q_idx, kv_idx]", params: {ids: {tensor: [B, Nq, Nk], dtype: bool}}}\n'
+            'name: pairs\nhead_dim: 64\nmask: {expr: "ids[b, q_idx, kv_idx]", params: {ids: {tensor: [B, Nq, '
+            "Nk], dtype: bool}}}\n"
         )
     )
     assert {mask_class(made, made.kernel(name), 4096) for name in ("fwd", "dkdv", "dq")} == {"listed+blocks+pairs"}
@@ -143,9 +149,10 @@ def test_data_that_lists_blocks_hides_the_shape():
 
 @pytest.mark.parametrize("name", MIXED)
 def test_select_tiles_and_tuning_see_the_same_keys(name):
-    """One asks before, the other measures after what legalize-triton adds."""
+    """select-tiles computes keys before legalize-triton, and tuning after it."""
     early, late = lowered(name)["use-tma"], target(name)
-    stay = {kernel.name for kernel in late.kernels if not kernel.adds}  # what is not divided, nor drops out with that
+    # Kernels that do not drop out with unspecialized ones
+    stay = {kernel.name for kernel in late.kernels if not kernel.adds_in_order}
     for kernel in (kernel for kernel in early.kernels if kernel.name in stay):
         for limit, _ in ranges(kernel):
             found = key(early, kernel, 2, limit)
@@ -153,9 +160,9 @@ def test_select_tiles_and_tuning_see_the_same_keys(name):
             assert found.max_rows == limit and found.kernel == ("fwd" if kernel.name == "packed" else kernel.name)
 
 
-def test_what_shares_a_key():
-    """bf16 and fp16; one K/V head, or one for a group; heads that are as wide on chip. Not: mha and gqa, other
-    widths, ranges, kernels."""
+def test_variants_that_share_a_key():
+    """bf16 and fp16 share a key, and so do gqa and mqa, and head_dims that are padded to the same width. mha and gqa,
+    other widths and other masks do not."""
     text = "name: x\nhead_dim: 128\nheads: {sharing: gqa}\nmask: causal\n"
     base, variants = (
         lower(parse_spec(text), "use-tma"),
@@ -168,51 +175,53 @@ def test_what_shares_a_key():
     assert same == [True, True, True, False, False, False]
 
 
-# ---------------------------------------------------------------------------------------------- what comes before what
+# ---------------------------------------------------------------------------------------------- precedence
 
 
-def test_measured_rows_come_before_the_models_in_their_range():
+def test_measured_configs_precede_the_models_in_their_range():
     before, made = modelled("causal_mha"), scheduled("causal_mha", table(FWD))
-    *short, any_ = rows(before)
+    *short, any_ = configs(before)
     assert [limit for limit, _, _ in short] == list(MODELLED) and any_[1].endswith(" TMA")
-    assert rows(made) == [*short, (2048, "64x32x4x2", True), any_]
-    assert rows(made, "dq") == rows(before, "dq") and rows(made, device="sm80") == rows(before, device="sm80")
+    assert configs(made) == [*short, (2048, "64x32x4x2", True), any_]
+    assert configs(made, "dq") == configs(before, "dq") and configs(made, device="sm80") == configs(
+        before, device="sm80"
+    )
 
 
-def test_an_entry_for_few_rows_takes_the_place_of_the_models():
-    """And is what the packed heads of fewer queries run with, however many rows these are."""
+def test_an_entry_for_few_rows_replaces_the_models_config():
+    """pack-GQA of few queries runs with it, too, for any number of rows."""
     packed = FWD._replace(heads="grouped", mask="full", max_rows=SHORT_ROWS)
     before, made = modelled("causal_gqa"), scheduled("causal_gqa", table(packed, packed._replace(mask="causal")))
-    least, (limit, _, _), any_ = rows(before)
-    assert rows(made) == [least, (limit, "64x32x4x2", True), any_] and limit == SHORT_ROWS
-    assert rows(made, "packed") == [rows(before, "packed")[0], (None, "64x32x4x2", True)]
+    least, (limit, _, _), any_ = configs(before)
+    assert configs(made) == [least, (limit, "64x32x4x2", True), any_] and limit == SHORT_ROWS
+    assert configs(made, "packed") == [configs(before, "packed")[0], (None, "64x32x4x2", True)]
 
 
-def test_an_entry_of_a_kernel_that_deals_keys_is_for_few_queries_or_for_more():
-    """It is taken where its tiles lie in pages, if it has descriptors."""
+def test_split_kv_kernels_have_entries_for_few_queries_and_for_more():
+    """An entry with TMA is used only where its tiles lie within pages."""
     few = Key("decode", "128/128", "16-bit", "grouped", "full", 16)
     before, made = modelled("decode_gqa"), scheduled("decode_gqa", table(few))
-    least, any_ = rows(before, "decode")
-    assert rows(made, "decode") == [(16, "64x32x4x2", True), any_] and least[0] == 16
+    least, any_ = configs(before, "decode")
+    assert configs(made, "decode") == [(16, "64x32x4x2", True), any_] and least[0] == 16
     made = scheduled("decode_gqa", table(few, few._replace(max_rows=None)))
-    assert rows(made, "decode") == [(None, "64x32x4x2", True)]
+    assert configs(made, "decode") == [(None, "64x32x4x2", True)]
     paged, tile = few._replace(mask="full+rows"), {"block_q": 16, "num_warps": 4, "num_stages": 2, "tma": True}
     for block_kv, measured in ((64, True), (128, False)):
         made = scheduled("decode_paged_gqa", table(paged, schedule={**tile, "block_kv": block_kv}))
-        assert rows(made, "decode")[0][2] == measured
+        assert configs(made, "decode")[0][2] == measured
 
 
-def test_an_entry_for_any_number_of_rows_leaves_out_superfluous_ones():
+def test_an_entry_for_any_number_of_rows_removes_superfluous_configs():
     made = scheduled("causal_mha", table(FWD, FWD._replace(max_rows=8192), FWD._replace(max_rows=None)))
     before = modelled("causal_mha")
-    few, some, any_ = rows(before)
-    assert rows(made) == [few, some, (None, "64x32x4x2", True)]
+    few, some, any_ = configs(before)
+    assert configs(made) == [few, some, (None, "64x32x4x2", True)]
     (same,) = (schedule_of(r) for r in before.configs("fwd") if (r.device, r.max_rows) == ("sm90", some[0]))
-    made = scheduled("causal_mha", table(FWD, schedule=same))  # what the model takes for fewer rows
-    assert rows(made) == [few, (2048, some[1], True), any_]
+    made = scheduled("causal_mha", table(FWD, schedule=same))  # the model's choice for fewer rows
+    assert configs(made) == [few, (2048, some[1], True), any_]
 
 
-def test_the_specs_own_schedule_comes_before_measured_ones():
+def test_the_schedule_of_the_spec_precedes_measured_ones():
     made = scheduled("causal_mha", table(FWD._replace(max_rows=None)), block_q=128)
     assert not any(r.measured for r in made.configs("fwd")) and {r.block_q for r in made.configs("fwd")} == {128}
 
@@ -220,47 +229,44 @@ def test_the_specs_own_schedule_comes_before_measured_ones():
 @pytest.mark.parametrize(
     "schedule",
     [
-        {
-            "block_q": 128,
-            "block_kv": 128,
-            "num_warps": 8,
-            "num_stages": 4,
-        },  # of D = 128: more shared memory than there is
-        {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 2},  # more registers than there are
+        # too much shared memory for D = 128
+        {"block_q": 128, "block_kv": 128, "num_warps": 8, "num_stages": 4},
+        # too many registers
+        {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 2},
     ],
 )
 def test_an_entry_that_does_not_fit_or_spills_is_left_out(schedule):
     made = scheduled("causal_mha", table(FWD, schedule=schedule | {"tma": False}))
-    assert rows(made) == rows(modelled("causal_mha"))
+    assert configs(made) == configs(modelled("causal_mha"))
 
 
-def test_an_entry_with_descriptors_is_left_out_where_no_load_has_one():
+def test_an_entry_with_tma_is_left_out_of_kernels_without_descriptors():
     tables = table(FWD, FWD._replace(kernel="delta", mask="none"), schedule=SMALL_TILE | {"tma": True})
     made = scheduled("causal_mha", tables)
-    assert (2048, "64x32x4x2 TMA", True) in rows(made)
-    assert not any(measured for _, _, measured in rows(made, "delta"))
+    assert (2048, "64x32x4x2 TMA", True) in configs(made)
+    assert not any(measured for _, _, measured in configs(made, "delta"))
 
 
-def test_an_entry_that_is_listed_to_spill_is_left_out(monkeypatch):
-    """As `attngen verify` asks for, where the Triton that compiles it is not the one that it was measured with."""
+def test_an_entry_in_the_list_of_spills_is_left_out(monkeypatch):
+    """`attngen verify` lists a schedule that spills with another Triton than the one that it was measured with."""
     module = target("causal_mha")
     config = Config("sm90", 2, 2048, **SMALL_TILE)
     assert usable(module, module.kernel("fwd"), config)
     monkeypatch.setattr(model, "_listed", lambda: frozenset([schedule_key(module, module.kernel("fwd"), config)]))
     assert not usable(module, module.kernel("fwd"), config)
-    assert not any(measured for _, _, measured in rows(scheduled("causal_mha", table(FWD))))
+    assert not any(measured for _, _, measured in configs(scheduled("causal_mha", table(FWD))))
 
 
-def test_tiles_that_do_not_divide_blocks_are_left_out():
+def test_tiles_larger_than_blocks_are_left_out():
     keys = [Key("fwd", "64/64", "16-bit", "grouped", "causal+blocks", limit) for limit, _ in RANGES]
-    for block, taken in ((64, True), (128, False)):
+    for block, used in ((64, True), (128, False)):
         made = scheduled("butterfly_gqa", table(*keys, schedule=SMALL_TILE | {"block_kv": block}))
-        assert any(r.measured for r in made.configs("fwd")) == taken
+        assert any(r.measured for r in made.configs("fwd")) == used
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_modules_of_all_kinds_take_entries(name):
-    """With entries of its own, which the verifier finds to fit."""
+def test_modules_of_all_kinds_use_entries(name):
+    """Each module uses entries for its own keys, and the verifier accepts them."""
     before = target(name)
     keys = [
         key(before, k, elem, limit)
@@ -277,26 +283,26 @@ def test_modules_of_all_kinds_take_entries(name):
 
 
 @pytest.mark.parametrize(("tma", "printed"), [(False, ""), (True, " TMA=1")])
-def test_measured_rows_print_parse_and_are_told(tma, printed):
+def test_measured_configs_are_printed_parsed_and_reported(tma, printed):
     made = scheduled("causal_mha", table(FWD, schedule=SMALL_TILE | {"tma": tma}))
     text = print_module(made)
     (line,) = re.findall(".*measured", text)
     assert line == f"  sm90 bytes=2 rows<=2048 : BLOCK_Q=64 BLOCK_KV=32 num_warps=4 num_stages=2{printed} measured"
     assert print_module(parse_module(text)) == text
-    told = [
-        (row["max_rows"], row.get("measured"))
-        for row in report(made)["kernels"]["fwd"]["schedules"]
-        if row["device"] == "sm90"
+    reported = [
+        (config["max_rows"], config.get("measured"))
+        for config in report(made)["kernels"]["fwd"]["schedules"]
+        if config["device"] == "sm90"
     ]
-    assert told == [(64, None), (512, None), (2048, True), (None, None)]
+    assert reported == [(64, None), (512, None), (2048, True), (None, None)]
 
 
-def test_measured_rows_are_certified_whatever_their_range():
+def test_measured_configs_are_certified_in_every_range():
     made = scheduled("causal_mha", table(FWD))
     assert [config.max_rows for kernel, config in chosen(made, ["sm90"], False) if kernel.name == "fwd"] == [2048, None]
 
 
-def test_a_table_comes_back_from_its_file_one_line_an_entry(tmp_path):
+def test_a_table_is_read_back_from_its_file_with_one_line_per_entry(tmp_path):
     (made,) = table(FWD._replace(max_rows=None), FWD, FWD._replace(kernel="dq")).values()
     (tmp_path / "t.json").write_text(made.text())
     assert read_table(tmp_path / "t.json") == made
@@ -316,13 +322,13 @@ def test_a_table_comes_back_from_its_file_one_line_an_entry(tmp_path):
         '{"device": "H200", "entries": [], "x": 1}',
     ],
 )
-def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+def test_a_file_that_is_not_a_table_is_refused(tmp_path, text):
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(AttngenError, match="t.json: "):
         read_table(tmp_path / "t.json")
 
 
-def test_the_committed_tables_are_of_their_class_and_as_written():
+def test_the_committed_tables_have_their_device_class_and_canonical_text():
     from attngen.schedule.table import path_of
 
     assert set(committed()) == {"sm90"}

@@ -1,4 +1,4 @@
-"""Processes that hang or crash: their request is lost, and nothing else."""
+"""Worker processes that hang or crash lose only their request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attngen.tune.workers import Lost, Worker, share
 
 
 def double(connection, greeting):
-    """Answers with twice the number; 0 crashes, -1 hangs."""
+    """Answer with twice the number; crash for 0 and hang for -1."""
     connection.send(greeting)
     while True:
         number = connection.recv()
@@ -57,13 +57,12 @@ def test_a_process_that_never_starts_is_lost():
         Worker(crash).ask(1, 10)
 
 
-def test_tasks_are_shared_and_what_hangs_is_left(tmp_path, monkeypatch):
+def test_tasks_are_shared_and_a_hanging_one_is_given_up(tmp_path, monkeypatch):
     assert share(write, ["a", "b", "c", "d"], [str(tmp_path)], 3, 30) < 30
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "d"]
     assert share(write, [], [str(tmp_path)], 2, 3) < 1
-    clock = iter(
-        [0.0, 0.0, 29.9, 30.0]
-    )  # as of one that waited for what hangs: when it starts, for each process, when it ends
+    # A clock as if `share` had waited for the hanging task: at the start, for each process, at the end
+    clock = iter([0.0, 0.0, 29.9, 30.0])
     monkeypatch.setattr(workers.time, "perf_counter", lambda: next(clock))
     started = time.monotonic()
     assert share(write, ["e", "hang", "f"], [str(tmp_path)], 2, 30) == 30

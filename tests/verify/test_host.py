@@ -1,4 +1,4 @@
-"""The rules of host programs, each on text that breaks it."""
+"""Each rule of host programs refuses a text that breaks it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 
 import pytest
 
-from attngen.builders import WAYS, build_module
-from attngen.builders.host import Way, build_hosts
+from attngen.builders import FORWARD_VARIANTS, build_module
+from attngen.builders.host import ForwardVariant, build_hosts
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.ir.expr import symbol
-from attngen.ir.text import parse_module, print_module
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.spec import make_spec
 from attngen.verify import verify
 from attngen.verify.host import reasons
@@ -19,20 +20,20 @@ from tests.helpers import SPECS, edit, lowered, target
 
 # (spec, rule, old text, new text, the reason)
 BROKEN = [
-    ("decode_gqa", "host-launches", "max(2*B, ", "max(B, ", "and keys are dealt into 2*B at most"),
+    ("decode_gqa", "host-launches", "max(2*B, ", "max(B, ", "splits, and keys may have up to 2*B"),
     (
         "decode_sinks_paged_gqa",
         "host-launches",
         "B*((Nc + 1023) // 1024)",
         "B*((Nc + 1023) // 2048)",
-        "and keys are dealt into B*((Nc + 1023) // 1024) at most",
+        "splits, and keys may have up to B*((Nc + 1023) // 1024)",
     ),
     (
         "decode_paged_gqa",
         "host-launches",
         "expr(64*max_pages)",
         "expr(128*max_pages)",
-        "a sequence has room for 128*max_pages; expected `Nc`, 64*max_pages",
+        "the capacity of a sequence is 128*max_pages; expected `Nc`, 64*max_pages",
     ),
     (
         "decode_gqa",
@@ -48,13 +49,13 @@ BROKEN = [
         "if then(@launch) of(%O)",
         "@launches is not the branch of one `if`",
     ),
-    ("causal_mha", "host-structure", "    yield values(O=%O, LSE=%LSE)\n", "", "it gives nothing; expected O, LSE"),
+    ("causal_mha", "host-structure", "    yield values(O=%O, LSE=%LSE)\n", "", "it returns nothing; expected O, LSE"),
     (
         "temperature_mha",
         "host-structure",
         ", d_temperature=%Learned.d_temperature",
         "",
-        "it gives dQ, dK, dV; expected dQ, dK, dV, d_temperature",
+        "it returns dQ, dK, dV; expected dQ, dK, dV, d_temperature",
     ),
     (
         "causal_mha",
@@ -83,7 +84,7 @@ BROKEN = [
         "host-defined",
         "    yield values(dK=%no_dK, dV=%no_dV)",
         "    yield values(dK=%no_dK)",
-        "@both of %Needed yields dK, dV, and @neither dK",
+        "@both of %Needed yields dK, dV, and @neither yields dK",
     ),
     (
         "causal_gqa",
@@ -124,8 +125,8 @@ BROKEN = [
     (
         "causal_gqa",
         "host-launches",
-        "args(dK=%dK_parts, dV=%dV_parts)",
-        "args(dK=%dK_parts)",
+        "args(dK=%dK_partial, dV=%dV_partial)",
+        "args(dK=%dK_partial)",
         "%dV is T[B, Hkv, Nk, D_V]; expected T[B, Hkv, splits, Nk, D_V]",
     ),
     (
@@ -133,7 +134,7 @@ BROKEN = [
         "host-launches",
         "sizes(Nq=Gq, queries=Nq)",
         "sizes(Nq=Gq)",
-        "%queries is neither given nor allocated",
+        "%queries is neither an argument nor allocated",
     ),
     (
         "causal_gqa",
@@ -167,8 +168,8 @@ BROKEN = [
     (
         "causal_mha",
         "host-written",
-        "%By_rows = if then(@rows_alone) of(%O)",
-        "%By_rows = if then(@rows_alone) of(%dK)",
+        "%By_rows = if then(@rows_only) of(%O)",
+        "%By_rows = if then(@rows_only) of(%dK)",
         "@dkdv reads %LSE2, which is not written",
     ),
     (
@@ -203,8 +204,8 @@ BROKEN = [
     (
         "causal_gqa",
         "host-written",
-        "%Summed_parts = if then(@sum_parts) where(splits > 1)",
-        "%Summed_parts = if then(@sum_parts) where(splits > 2)",
+        "%Summed_partial = if then(@sum_partial) where(splits > 1)",
+        "%Summed_partial = if then(@sum_partial) where(splits > 2)",
         "its result dK is not written",
     ),
     (
@@ -245,8 +246,8 @@ def test_programs_print_and_parse(name: str) -> None:
     assert print_module(parse_module(text)) == text and not list(reasons(parse_module(text)))
 
 
-def test_an_edited_program_is_what_is_printed() -> None:
-    """Room for the statistics that nobody filled is filled, as the edit says."""
+def test_an_edit_of_a_program_appears_in_the_generated_code() -> None:
+    """The edit fills the buffer of DELTA with zeros, and the generated wrapper does so."""
     text = edit(print_module(target("causal_mha")), ("%DELTA = alloc :", "%DELTA = alloc fill(0) :"))
     source = render(verify(parse_module(text)))["__init__.py"]
     assert re.search(r"delta = runtime\.zeros\(.*\)\n", source)
@@ -258,9 +259,9 @@ def test_a_refusal_names_the_program() -> None:
         verify(parse_module(text))
 
 
-def test_a_call_takes_the_first_way_that_is_for_it() -> None:
-    """Each way is a branch of the one before."""
-    few = Way(
+def test_a_call_takes_the_first_variant_whose_condition_holds() -> None:
+    """Each variant is the else branch of the one before it."""
+    few = ForwardVariant(
         "By_keys",
         symbol("Nk") < 4,
         "few",
@@ -269,7 +270,7 @@ def test_a_call_takes_the_first_way_that_is_for_it() -> None:
         lambda _: (),
         lambda b, block, _: b.launch("fwd", block),
     )
-    text = print_module(verify(build_hosts(lowered("causal_gqa")["build"], (few, *WAYS), True)))
+    text = print_module(verify(build_hosts(lowered("causal_gqa")["build"], (few, *FORWARD_VARIANTS), True)))
     assert (
         """
   block @launches
@@ -284,13 +285,13 @@ def test_a_call_takes_the_first_way_that_is_for_it() -> None:
     )
 
 
-def test_sums_that_programs_add_to_anywhere_start_from_zero() -> None:
-    """Of a learned input as large as rows are, too, if it is not read at its own place."""
+def test_sums_that_programs_add_to_atomically_start_from_zero() -> None:
+    """A sum with one element per row also does, if the score reads the input at other rows than the score's own row."""
     t = {"tensor": ["B", "H", "Nq"], "grad": True}
     score = [{"expr": "s + t[b, h, q_len - 1 - q_idx]", "params": {"t": t}}]
     text = print_module(
         build_module(
-            make_spec({"name": "turned", "head_dim": 64, "backward": {"deterministic": False}, "score": score})
+            make_spec({"name": "reversed", "head_dim": 64, "backward": {"deterministic": False}, "score": score})
         )
     )
     assert "%dT = alloc fill(0) where(need_inputs) : f32[B, Hq, Nq] @hbm" in text

@@ -1,4 +1,4 @@
-"""Turns of programs that add to one tile: the formula against a count, and the rule that holds it."""
+"""The semaphore order of programs that accumulate to one tile: its formula equals a count, and a rule checks it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ import torch
 
 from attngen.conformance.derive import derive
 from attngen.errors import VerifyError
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.ops import CountTiles, ListPosition, Load, OrderedAdd
+from attngen.ir.parser import parse_module
+from attngen.ir.printer import print_module
 from attngen.ir.sizes import Sizes
-from attngen.ir.text import parse_module, print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
-from attngen.tiles.order import either_way, first_first, last_first
+from attngen.tiles.order import first_first_order, last_first_order, order_by_direction
 from attngen.tiles.tiles import evaluate, unbounded
 from attngen.verify import verify
 from tests.helpers import edit
 
 Data = dict[str, np.ndarray]
 
-BLOCK = 32  # rows of listed blocks
+BLOCK = 32  # rows and columns of a block of the block mask
 MASKS: dict[str, Any] = {
     "none": "none",
     "causal": "causal",
@@ -58,7 +60,7 @@ MASKS: dict[str, Any] = {
         "all_of": [{"document": {"packed": True, "causal": True}}, {"block_sparse": {"block": BLOCK}}]
     },
 }
-RANDOM = 6  # calls of each size, where data says what a query sees
+RANDOM = 6  # calls of each size, for masks that depend on data
 SIZES = [
     (n_q, n_kv, q, kv)
     for (n_q, n_kv), (q, kv) in product(
@@ -69,7 +71,7 @@ SIZES = [
 
 @cache
 def spec_of(mask: str) -> Spec:
-    return make_spec({"name": "one_pass", "head_dim": 128, "mask": MASKS[mask]})
+    return make_spec({"name": "fused", "head_dim": 128, "mask": MASKS[mask]})
 
 
 @cache
@@ -78,14 +80,14 @@ def made(mask: str, stage: str | None = None) -> Module:
 
 
 def fused(mask: str) -> Kernel:
-    return next(kernel for kernel in made(mask, "dce").kernels if kernel.adds)
+    return next(kernel for kernel in made(mask, "dce").kernels if kernel.adds_in_order)
 
 
 def some_data(mask: str, generator: torch.Generator, n_q: int, n_kv: int) -> Data:
-    """What kernels read of random inputs of a call: lengths, the span of keys that count, where documents lie."""
+    """Return the tensors that kernels load in a random call: lengths, spans of visible keys, document bounds."""
     asked, sizes = spec_of(mask), Sizes(1, 1, 1, n_q, n_kv)
     given = asked.mask.sample(sizes, generator)
-    if "kv_lengths" in given and torch.rand((), generator=generator) < 0.3:  # all keys count
+    if "kv_lengths" in given and torch.rand((), generator=generator) < 0.3:  # no key is past its sequence's end
         given["kv_lengths"] = torch.full_like(given["kv_lengths"], 2**31 - 1)
     tensors = given | derive(asked, sizes, given, "cpu")
     if asked.mask.blocks():
@@ -94,7 +96,7 @@ def some_data(mask: str, generator: torch.Generator, n_q: int, n_kv: int) -> Dat
 
 
 def read(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
-    """The numbers that a program reads at its start, beside those that it knows."""
+    """Return the scalars that a program loads at its start, together with the given ones."""
     found = {**unbounded(kernel), **numbers, "b": 0}
     for op in kernel.ops():
         if isinstance(op, Load) and not op.type.dims:
@@ -103,26 +105,26 @@ def read(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
 
 
 def counted(kernel: Kernel, numbers: dict[str, Any], data: Data) -> dict[str, Any]:
-    """And how many tiles start where data says, up to the tile of queries that it is at; and how many of the first
-    ones it lists."""
+    """Add the results of the loop body's `count_tiles` and `list_position`: the number of tiles whose loop starts at
+    `most` or before, and the number of listed tiles before `tile`."""
     ops = [op for op in kernel.block("step").ops if isinstance(op, (CountTiles, ListPosition))]
     for op in ops:
         if isinstance(op, CountTiles):
             found = int((data[op.src.tensor][..., :: numbers["BLOCK_KV"]] <= evaluate(op.most, numbers)).sum())
         else:
             tiles = range(int(evaluate(op.tile, numbers)))
-            found = sum(counts(data, numbers["q_start"], tile * numbers["BLOCK_KV"]) for tile in tiles)
+            found = sum(is_visible(data, numbers["q_start"], tile * numbers["BLOCK_KV"]) for tile in tiles)
         numbers = numbers | {op.name: found}
     return numbers
 
 
-def counts(data: Data, q_start: int, kv_start: int) -> bool:
-    """Whether the mask of blocks shows the block that has a tile."""
+def is_visible(data: Data, q_start: int, kv_start: int) -> bool:
+    """Return whether the block mask keeps the block that holds the tile."""
     return "BLOCKS" not in data or bool(data["BLOCKS"][q_start // BLOCK, kv_start // BLOCK])
 
 
 def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, int]]:
-    """The first rows of all tiles of queries and of keys that meet in the kernel's loops."""
+    """Return (first query, first key) of every pair of tiles that the kernel's loops visit."""
     found = set()
     for start in range(0, sizes["Nk"], sizes["BLOCK_KV"]):
         numbers = read(kernel, {**sizes, "kv_start": start}, data)
@@ -132,34 +134,34 @@ def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, 
                 found |= {
                     (first, start)
                     for first in (tile * sizes["BLOCK_Q"] for tile in tiles)
-                    if counts(data, first, start)
+                    if is_visible(data, first, start)
                 }
     return found
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None:
+def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(mask: str) -> None:
     kernel, generator = fused(mask), torch.Generator().manual_seed(0)
-    (turn,) = (op.order for op in kernel.ops() if isinstance(op, OrderedAdd))
-    found = last_first(made(mask, "dce"), kernel)
-    reversed_group = first_first(made(mask, "dce"), kernel) if kernel.grid[0].reversed_group else None
-    assert found is not None and turn == either_way(reversed_group, found.expr)
-    ways = (0, 1) if kernel.grid[0].reversed_group else (0,)
+    (order,) = (op.order for op in kernel.ops() if isinstance(op, OrderedAdd))
+    found = last_first_order(made(mask, "dce"), kernel)
+    reversed_group = first_first_order(made(mask, "dce"), kernel) if kernel.grid[0].reversed_group else None
+    assert found is not None and order == order_by_direction(reversed_group, found.expr)
+    directions = (0, 1) if kernel.grid[0].reversed_group else (0,)
     for n_q, n_kv, block_q, block_kv in SIZES * (
         RANDOM if spec_of(mask).mask.inputs() or spec_of(mask).mask.blocks() else 1
     ):
         sizes = {"Nq": n_q, "Nk": n_kv, "BLOCK_Q": block_q, "BLOCK_KV": block_kv}
         data = some_data(mask, generator, n_q, n_kv)
         met = visits(kernel, sizes, data)
-        for (q_start, kv_start), way in product(met, ways):
-            place = {**sizes, "q_start": q_start, "kv_start": kv_start, "mirrored": way}
+        for (q_start, kv_start), direction in product(met, directions):
+            place = {**sizes, "q_start": q_start, "kv_start": kv_start, "reversed_group": direction}
             numbers = counted(kernel, read(kernel, place, data), data)
-            before = range(kv_start) if way else range(kv_start + 1, n_kv)
-            assert evaluate(turn, numbers) == sum((q_start, other) in met for other in before), (
+            before = range(kv_start) if direction else range(kv_start + 1, n_kv)
+            assert evaluate(order, numbers) == sum((q_start, other) in met for other in before), (
                 sizes,
                 q_start,
                 kv_start,
-                way,
+                direction,
             )
 
 
@@ -169,7 +171,7 @@ def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None
         ({"expr": "kv_idx + q_idx <= q_len"}, "its loops end earlier for later keys"),
         (
             {"expr": "kv_idx >= starts[b, q_idx]", "params": {"starts": {"tensor": ["B", "Nq"], "dtype": "int32"}}},
-            "nobody says that the tensor's numbers rise",
+            "the tensor is not declared to rise",
         ),
         ({"any_of": [{"sliding_window": {"left": 9, "right": 0}}, {"expr": "q_idx < 4"}]}, "two ranges"),
         (
@@ -191,15 +193,15 @@ def test_a_turn_is_how_many_later_tiles_come_to_the_same_tile(mask: str) -> None
         ),
     ],
 )
-def test_without_a_formula_there_is_no_kernel_in_one_pass(mask: Any, reason: str) -> None:
-    module = lower(make_spec({"name": "apart", "head_dim": 128, "mask": mask}))
-    assert [kernel.name for kernel in module.kernels if kernel.adds] == [], reason
+def test_without_a_formula_there_is_no_fused_backward(mask: Any, reason: str) -> None:
+    module = lower(make_spec({"name": "separate", "head_dim": 128, "mask": mask}))
+    assert [kernel.name for kernel in module.kernels if kernel.adds_in_order] == [], reason
 
 
-def test_there_are_turns_even_if_no_order_is_asked_for() -> None:
+def test_a_backward_that_need_not_be_deterministic_has_the_same_semaphore_order() -> None:
     specs = (
-        {"name": "free", "head_dim": 128, "mask": "causal", "backward": {"deterministic": order}}
-        for order in (False, True)
+        {"name": "free", "head_dim": 128, "mask": "causal", "backward": {"deterministic": deterministic}}
+        for deterministic in (False, True)
     )
     made = [lower(make_spec(spec)) for spec in specs]
     adds = [
@@ -211,37 +213,52 @@ def test_there_are_turns_even_if_no_order_is_asked_for() -> None:
 
 # ---------------------------------------------------------------------------------------------- the rule
 
-TURN = "order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"
+ORDER = "order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"
 REFUSED = {
     "the first tile first": (
-        TURN,
+        ORDER,
         "order(kv_start // BLOCK_KV)",
-        r"`turns`: kernel @bwd: %ordered_add_\d+ has the turn `kv_start // BLOCK_KV`; expected `cdiv\(Nk, BLOCK_KV\) - ",
+        (
+            r"`semaphore-order`: kernel @bwd: %ordered_add_\d+ has the order `kv_start // BLOCK_KV`; expected "
+            r"`cdiv\(Nk, BLOCK_KV\) - "
+        ),
     ),
-    "a turn that nobody has": (TURN, TURN.replace("- 1)", "+ 1)"), "`turns`: .* as many as come there before"),
+    "an order that no program has": (
+        ORDER,
+        ORDER.replace("- 1)", "+ 1)"),
+        "`semaphore-order`: .* the number of programs that come before",
+    ),
     "a grid that starts with the first tiles": (
         "grid(kv in cdiv(Nk, BLOCK_KV) reversed swizzle_rows(16384), h",
         "grid(kv in cdiv(Nk, BLOCK_KV) swizzle_rows(16384), h",
-        "`turns`: .* expected the grid to start with these, descending",
+        "`semaphore-order`: .* expected a grid that starts with kv, reversed",
     ),
-    "a turn without a place": (
-        f" semaphore(%DQ_SEMAPHORE[b, h, q_start]) {TURN}",
-        f" {TURN}",
+    "an order without a semaphore": (
+        f" semaphore(%DQ_SEMAPHORE[b, h, q_start]) {ORDER}",
+        f" {ORDER}",
         "`signature`: .*nothing is stored to %DQ_SEMAPHORE",
     ),
-    "a place without a turn": (f" {TURN}", "", "`types`: .* adds as it comes; expected turns, and a turn"),
-    "turns of another tensor": (
+    "a semaphore without an order": (
+        f" {ORDER}",
+        "",
+        "`types`: .* adds in no fixed order; expected a semaphore, and an order",
+    ),
+    "a semaphore in another tensor": (
         "semaphore(%DQ_SEMAPHORE[b, h, q_start])",
         "semaphore(%LSE2[b, h, q_start])",
         "`signature`: .*nothing is stored to %DQ_SEMAPHORE",
     ),
-    "a turn that is no integer": (TURN, "order(0.5)", "`types`: .*has a turn, or a place of turns, that is no integer"),
+    "an order that is no integer": (
+        ORDER,
+        "order(0.5)",
+        "`types`: .*has an order, or an index of its semaphore, that is no integer",
+    ),
     "sums that are only written": ("%DQ_SEMAPHORE = arg sum", "%DQ_SEMAPHORE = arg out", "`(signature|types)`: .*"),
 }
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_wrong_turn_is_refused(mistake: str) -> None:
+def test_a_wrong_order_is_refused(mistake: str) -> None:
     old, new, reason = REFUSED[mistake]
     head, at, kernels = print_module(made("none")).partition("\nkernel @bwd program_axis")
     with pytest.raises(VerifyError, match=f"rule {reason}"):
@@ -249,31 +266,31 @@ def test_a_wrong_turn_is_refused(mistake: str) -> None:
 
 
 REVERSED_GROUP = {
-    "a grid without heads that go together": (
+    "a grid without grouped heads": (
         "reversed swizzle_rows(16384) reversed_group",
         "reversed reversed_group",
-        "`signature`: .*the grid axis kv is mirrored; expected that of a kernel that adds, with heads that are taken together",
+        "`signature`: .*the grid axis kv has reversed_group; expected swizzle_rows, and a kernel with ordered adds",
     ),
-    "one turn for both ways": (
-        "select(mirrored > 0, (kv_start // BLOCK_KV), ",
+    "one order for both directions": (
+        "select(reversed_group > 0, (kv_start // BLOCK_KV), ",
         "max(0, ",
-        "`turns`: .*as many as come there before",
+        "`semaphore-order`: .*the number of programs that come before",
     ),
-    "a turn that no head has": (
-        "order(select(mirrored > 0, (kv_start // BLOCK_KV)",
-        "order(select(mirrored > 0, (kv_start // BLOCK_KV) + 1",
-        "`turns`: .*as many as come there before",
+    "an order that no head has": (
+        "order(select(reversed_group > 0, (kv_start // BLOCK_KV)",
+        "order(select(reversed_group > 0, (kv_start // BLOCK_KV) + 1",
+        "`semaphore-order`: .*the number of programs that come before",
     ),
-    "a grid that is not mirrored": (
+    "a grid without reversed_group": (
         "swizzle_rows(16384) reversed_group",
         "swizzle_rows(16384)",
-        "`types`: .*has a turn, or a place of turns, that is no integer",
+        "`types`: .*has an order, or an index of its semaphore, that is no integer",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", REVERSED_GROUP)
-def test_a_wrong_mirror_is_refused(mistake: str) -> None:
+def test_a_wrong_order_in_a_reversed_group_is_refused(mistake: str) -> None:
     old, new, reason = REVERSED_GROUP[mistake]
     head, at, kernels = print_module(made("causal", "dce")).partition("\nkernel @bwd program_axis")
     with pytest.raises(VerifyError, match=f"rule {reason}"):
@@ -281,18 +298,21 @@ def test_a_wrong_mirror_is_refused(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("mask", ["none", "streaming"])
-def test_a_grid_is_mirrored_only_where_loops_start_later_and_it_is_known_how_many_have_ended(mask: str) -> None:
+def test_a_grid_has_a_reversed_group_only_where_loops_start_later_and_the_number_of_ended_loops_is_known(
+    mask: str,
+) -> None:
     text = print_module(made(mask, "dce"))
     head, at, kernels = text.partition("\nkernel @bwd program_axis")
-    turn = kernels.partition(" order(")[2].partition(")\n")[0]
+    order = kernels.partition(" order(")[2].partition(")\n")[0]
     reversed_group = edit(
         kernels,
         ("swizzle_rows(16384)", "swizzle_rows(16384) reversed_group"),
-        (f"order({turn})", f"order(select(mirrored > 0, (kv_start // BLOCK_KV), {turn}))"),
+        (f"order({order})", f"order(select(reversed_group > 0, (kv_start // BLOCK_KV), {order}))"),
     )
     assert parse_module(head + at + reversed_group).kernel("bwd").grid[0].reversed_group
     with pytest.raises(
-        VerifyError, match="rule `turns`: .*its grid is mirrored along kv; expected loops that start later"
+        VerifyError,
+        match="rule `semaphore-order`: .*its grid has reversed_group along kv; expected loops that start later",
     ):
         verify(parse_module(head + at + reversed_group))
 
@@ -301,12 +321,15 @@ COUNTED = {
     "tiles that start later": (
         "most(BLOCK_Q + q_start - 1)",
         "most(BLOCK_Q + q_start)",
-        "`turns`: .*%document_q_first_count counts tiles that start at `BLOCK_Q \\+ q_start` at most in %DOCUMENT_Q_FIRST\\[kv\\], ",
+        (
+            "`semaphore-order`: .*%document_q_first_count counts tiles that start at `BLOCK_Q \\+ q_start` at most "
+            "in %DOCUMENT_Q_FIRST\\[kv\\], "
+        ),
     ),
     "numbers that may fall": (
         "document_q_first[Nk] rising",
         "document_q_first[Nk]",
-        "`(extremes|turns)`: .*",
+        "`(extremes|semaphore-order)`: .*",
     ),
     "tiles of the other axis": (
         "count_tiles %DOCUMENT_Q_FIRST[kv]",
@@ -318,15 +341,21 @@ COUNTED = {
         "most(0.5)",
         "`types`: .*counts up to `0.5`, which is no integer",
     ),
-    "a count beside": (
+    "a second count": (
         "    %document_q_first_count = count_tiles",
-        "    %odd_count = count_tiles %DOCUMENT_Q_END[kv] most(0) : i32[] @reg\n    %document_q_first_count = count_tiles",
-        "`turns`: .*%odd_count counts tiles that start at `0` at most in %DOCUMENT_Q_END\\[kv\\], of which no turn is made",
+        (
+            "    %odd_count = count_tiles %DOCUMENT_Q_END[kv] most(0) : i32[] @reg\n"
+            "    %document_q_first_count = count_tiles"
+        ),
+        (
+            "`semaphore-order`: .*%odd_count counts tiles that start at `0` at most in %DOCUMENT_Q_END\\[kv\\], "
+            "which is in no order"
+        ),
     ),
     "no count": (
         "    %document_q_first_count = count_tiles %DOCUMENT_Q_FIRST[kv] most(BLOCK_Q + q_start - 1) : i32[] @reg\n",
         "",
-        "`types`: .*has a turn, or a place of turns, that is no integer",
+        "`types`: .*has an order, or an index of its semaphore, that is no integer",
     ),
 }
 
@@ -341,56 +370,63 @@ def test_a_wrong_count_is_refused(mistake: str) -> None:
 
 ROW = f"base %KV_RANK[b, h, q_start // {BLOCK}]"
 LISTED = {
-    "the own tile among those before": (
+    "the program's tile among the earlier ones": (
         "tile((kv_start // BLOCK_KV) + 1)",
         "tile(kv_start // BLOCK_KV)",
-        r"`turns`: .*%kv_next_at is the position of the tile `kv_start // BLOCK_KV` in %KV_RANK_row, of which no turn is made",
+        (
+            r"`semaphore-order`: .*%kv_next_at is the position of the tile `kv_start // BLOCK_KV` in %KV_RANK_row, "
+            r"which is in no order"
+        ),
     ),
     "an end before that of the loops": (
         "%kv_end_at = list_position %KV_RANK_row tile(cdiv(Nk, BLOCK_KV))",
         "%kv_end_at = list_position %KV_RANK_row tile(Nk // BLOCK_KV)",
-        r"`turns`: .*%kv_end_at is the position of the tile `Nk // BLOCK_KV` in %KV_RANK_row, of which no turn is made",
+        (
+            r"`semaphore-order`: .*%kv_end_at is the position of the tile `Nk // BLOCK_KV` in %KV_RANK_row, which is "
+            r"in no order"
+        ),
     ),
-    "the list of the own tile": (
+    "the list of the program's tile": (
         ROW,
         f"base %Q_RANK[b, h, kv_start // {BLOCK}]",
-        rf"`turns`: .*%KV_RANK_row points to %Q_RANK\[b, h, kv_start // {BLOCK}\], of which no turn is made",
+        rf"`semaphore-order`: .*%KV_RANK_row points to %Q_RANK\[b, h, kv_start // {BLOCK}\], which is in no order",
     ),
     "the list of another tile": (
         ROW,
         f"base %KV_RANK[b, h, kv_start // {BLOCK}]",
         "`indexing`: .*%KV_RANK_row indexes Tq of %KV_RANK by",
     ),
-    "a turn among all tiles": (
+    "an order among all tiles": (
         "order(kv_end_at - kv_next_at)",
-        TURN,
-        r"`turns`: .*; expected `kv_end_at - kv_next_at`, as many as come",
+        ORDER,
+        r"`semaphore-order`: .*; expected `kv_end_at - kv_next_at`, the number of programs that come",
     ),
-    "all that are listed": (
+    "the number of all listed tiles": (
         "order(kv_end_at - kv_next_at)",
         "order(kv_end_at)",
-        "`turns`: .*as many as come there before",
+        "`semaphore-order`: .*the number of programs that come before",
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", LISTED)
-def test_a_wrong_turn_among_listed_tiles_is_refused(mistake: str) -> None:
+def test_a_wrong_order_among_listed_tiles_is_refused(mistake: str) -> None:
     old, new, reason = LISTED[mistake]
     head, at, kernels = print_module(made("blocks", "dce")).partition("\nkernel @bwd program_axis")
     with pytest.raises(VerifyError, match=f"rule {reason}"):
         verify(parse_module(head + at + edit(kernels, (old, new))))
 
 
-def test_heads_are_not_mirrored_where_tiles_are_listed() -> None:
-    """Of earlier tiles, too, only those come that are listed."""
+def test_heads_have_no_reversed_group_where_tiles_are_listed() -> None:
+    """Of the earlier tiles, too, only the listed ones are visited, so a tile's number is not its order."""
     text = print_module(made("blocks, causal", "dce"))
     head, at, kernels = text.partition("\nkernel @bwd program_axis")
-    turn = "order(select(mirrored > 0, (kv_start // BLOCK_KV), kv_end_at - kv_next_at))"
+    order = "order(select(reversed_group > 0, (kv_start // BLOCK_KV), kv_end_at - kv_next_at))"
     reversed_group = edit(
-        kernels, ("swizzle_rows(32768)", "swizzle_rows(32768) reversed_group"), ("order(kv_end_at - kv_next_at)", turn)
+        kernels, ("swizzle_rows(32768)", "swizzle_rows(32768) reversed_group"), ("order(kv_end_at - kv_next_at)", order)
     )
     with pytest.raises(
-        VerifyError, match="rule `turns`: .*its grid is mirrored along kv; expected loops that start later"
+        VerifyError,
+        match="rule `semaphore-order`: .*its grid has reversed_group along kv; expected loops that start later",
     ):
         verify(parse_module(head + at + reversed_group))

@@ -1,5 +1,5 @@
-"""Where normal forms differ, values decide: equal expressions agree, near misses are refuted, and what is defined
-nowhere is not equal."""
+"""Where normal forms differ, values decide: equal expressions agree, near misses are refuted, and expressions that have
+no value anywhere are not equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import sympy
 from mpmath import iv
 
-from attngen.ir.expr import parse
+from attngen.ir.expr_text import parse
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify.algebra import alike, equal, normal
@@ -23,10 +23,8 @@ EQUAL = [
     ("0.1*(s + 3*x)", "0.1*s + 0.30000000000000004*x"),
     ("select(kv_idx <= q_idx, s, x)", "select(q_idx < kv_idx, x, s)"),
     ("(q_idx + 5) // 5", "1 + q_idx // 5"),
-    (
-        "20*tanh(exp2(abs(s)/x)/20)",
-        "20 - 40/(1 + exp2(0.1*LOG2E*exp2(abs(s)/x)))",
-    ),  # some values have more digits than can be computed
+    # Some of these values have too many digits to be computed.
+    ("20*tanh(exp2(abs(s)/x)/20)", "20 - 40/(1 + exp2(0.1*LOG2E*exp2(abs(s)/x)))"),
 ]
 NEAR = [
     ("20*tanh(s/20)", "20.02*tanh(s/20)"),
@@ -56,13 +54,13 @@ def test_near_misses_are_refuted(a: str, b: str) -> None:
     assert agree(parse(a), parse(b)) is False and not equal(parse(a), parse(b))
 
 
-def test_what_is_defined_nowhere_is_not_known() -> None:
+def test_expressions_without_any_value_are_undecided() -> None:
     a, b = parse("log(-1 - x*x)"), parse("1 + log(-1 - x*x)")
     assert agree(a, b) is None and not equal(a, b)
 
 
 def test_a_value_with_too_many_digits_is_unknown() -> None:
-    """At s = 4000 and x = 1/1024 the exponent has four million bits: computing it took minutes."""
+    """At s = 4000 and x = 1/1024 the exponent has four million bits: computing it would take minutes."""
     with pytest.raises(Unknown):
         value(parse("20*tanh(exp2(abs(s)/x)/20)"), {"s": iv.mpf(4000), "x": iv.mpf(1 / 1024)})
 
@@ -79,8 +77,8 @@ def test_conditions_of_real_numbers_are_alike_by_value() -> None:
     )
 
 
-def test_a_condition_that_never_holds_is_alike_in_another_form() -> None:
-    """Its normal form is decided, as an exponential is positive; that of the other form is not."""
+def test_two_forms_of_a_condition_that_never_holds_are_alike() -> None:
+    """The normal form of the first is `false`, because an exponential is positive; that of the second is undecided."""
     a, b = parse("0.75 + 0.75*exp2(-LOG2E*x) < 0.5"), parse("0.75/sigmoid(x) < 0.5")
     assert normal(a) == sympy.false and normal(b) != sympy.false and alike(a, b)
     never = {"expr": "0.75 / sigmoid(weight[b, kv_idx]) < 0.5", "params": {"weight": {"tensor": ["B", "Nk"]}}}
@@ -97,13 +95,11 @@ def test_a_condition_that_never_holds_is_alike_in_another_form() -> None:
         ("abs(sigmoid(x)) <= s and kv_idx <= q_idx", "abs(sigmoid(x)) <= s and kv_idx < q_idx"),
         ("abs(sigmoid(x)) <= s and kv_idx <= q_idx", "abs(sigmoid(x)) <= s or kv_idx <= q_idx"),
         ("abs(sigmoid(x)) == s", "abs(sigmoid(x)) != s"),
-        (
-            "(q_idx + 5) // 5 <= kv_idx",
-            "1 + q_idx // 5 <= kv_idx",
-        ),  # equal, but conditions of integers have to have one form
+        # These are equal, but integer conditions are compared only by their normal form.
+        ("(q_idx + 5) // 5 <= kv_idx", "1 + q_idx // 5 <= kv_idx"),
     ],
 )
-def test_other_conditions_are_not(a: str, b: str) -> None:
+def test_different_conditions_are_not_alike(a: str, b: str) -> None:
     assert not alike_texts(a, b)
 
 

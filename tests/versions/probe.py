@@ -1,4 +1,4 @@
-"""Prints, as JSON, which private interfaces of torch and Triton the runtime takes in this environment: `python -m
+"""Print, as JSON, which private interfaces of torch and Triton the runtime uses in this environment: `python -m
 tests.versions.probe`."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from triton.compiler import CompiledKernel
 from attngen.runtime import private
 from tests.test_private import PRIVATE
 
-PARTS = ("run", "function", "packed_metadata")  # of a compiled kernel; only a GPU shows that they launch it
+PARTS = ("run", "function", "packed_metadata")  # of a compiled kernel; only a GPU can show that they launch it
 
 
-def is_taken(home: Any, name: str) -> bool:
-    """Whether the runtime holds the private interface itself or what it made of it, or reads it at each call."""
+def is_used(home: Any, name: str) -> bool:
+    """Return whether the runtime keeps the private interface or an object made from it, or reads it at each call."""
     found = getattr(home, name, None)
     if name == "TensorGuards":
         return private.guard_of is not None
@@ -25,14 +25,14 @@ def is_taken(home: Any, name: str) -> bool:
 
 
 def main() -> None:
-    """Print a name and true or false of each."""
-    taken = {name: is_taken(home, name) for home, name in PRIVATE}
+    """Print true or false for the name of each interface."""
+    used = {name: is_used(home, name) for home, name in PRIVATE}
     source = inspect.getsource(CompiledKernel)
-    taken["knobs.runtime.launch_enter_hook.calls"] = hasattr(triton.knobs.runtime.launch_enter_hook, "calls")
-    taken["CompiledKernel: " + ", ".join(PARTS)] = all(
+    used["knobs.runtime.launch_enter_hook.calls"] = hasattr(triton.knobs.runtime.launch_enter_hook, "calls")
+    used["CompiledKernel: " + ", ".join(PARTS)] = all(
         f"self.{part}" in source or f"def {part}" in source for part in PARTS
     )
-    print(json.dumps(taken))
+    print(json.dumps(used))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What is measured: cells, grids of cells, and their data."""
+"""Benchmark problems: cells, grids of cells, and their data."""

@@ -1,4 +1,4 @@
-"""A cell whose calls read a cache: how many keys sequences have, where these lie, and what of them must be read."""
+"""Cells with a KV cache: the number of keys of each sequence, their memory layout, and the bytes that must be read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from attngen.conformance.over_cache import latent_rows, latents_of
 from attngen.ir.dtypes import latent_bytes
 
 AT_ONCE = 1024  # pages, or sequences, whose latents are rounded together
-FACTOR = (
-    2.0**-6
-)  # of numbers of 8 bits: normal values in these are below 448, and exact in 16 bits when they are multiplied by it
+# Scale of 8-bit numbers: normal values over it are below 448, and the products are exact in 16 bits.
+FACTOR = 2.0**-6
 
 
 def problem_of(cell: Cell, device: str, folder: Path) -> Problem:
-    """A cell on a device: over a cache if its spec has one, of a function for FlexAttention, or of a module's call."""
+    """Return a cell on a device: with a KV cache, of a function for FlexAttention, or of a module's call."""
     return (CacheProblem if cell.cached else FunctionProblem if cell.asked("function") else Problem)(
         cell, device, folder
     )
@@ -34,17 +33,16 @@ def problem_of(cell: Cell, device: str, folder: Path) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class CacheProblem(Problem):
-    """A cell over a cache. `given` has what `attention.with_kvcache` takes beside q and the cache, the same for all
-    sets.
+    """A cell with a KV cache. `given` has the arguments of `attention.with_kvcache` other than q and the cache, the
+    same for all sets.
 
-    k and v of a set are the cache, with heads before rows: [B, Hkv, n_kv, D], or [pages, Hkv, page, D]. In memory rows
-    lie before heads, as `with_kvcache` takes them. Of a latent, v is the first columns of k; of rows of bytes, k
-    itself.
+    k and v of a set are the cache, with shape [B, Hkv, n_kv, D] or [pages, Hkv, page, D]. In memory rows are outside
+    heads, as `with_kvcache` expects. For a latent, v is the first elements of k; for rows of bytes, v is k.
     """
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The keys of each sequence."""
+        """Number of keys of each sequence."""
         c, generator = self.cell, torch.Generator().manual_seed(0)
         found: list[int] = torch.randint(
             int(c.asked("ragged")) or c.n_kv, c.n_kv + 1, (c.batch,), generator=generator
@@ -53,21 +51,21 @@ class CacheProblem(Problem):
 
     @cached_property
     def used(self) -> list[int]:
-        """The pages of each sequence."""
+        """Number of pages of each sequence."""
         return [-(-n // self.cell.page) for n in self.lengths]
 
     @property
     def pages(self) -> int:
-        """Pages of all sequences together."""
+        """Number of pages of all sequences."""
         return sum(self.used)
 
     @cached_property
     def page_table(self) -> torch.Tensor:
-        """Numbers of pages, in no order: int32 [B, pages of n_kv keys]; 0 past the last page of a sequence."""
+        """Page indices in random order: int32 [B, pages of n_kv keys]; 0 past the last page of a sequence."""
         numbers = torch.randperm(self.pages, generator=torch.Generator().manual_seed(0)).int()
         table = torch.zeros(self.cell.batch, -(-self.cell.n_kv // self.cell.page), dtype=torch.int32)
-        for row, own in zip(table, numbers.split(self.used)):
-            row[: len(own)] = own
+        for row, indices in zip(table, numbers.split(self.used)):
+            row[: len(indices)] = indices
         return table.to(self.device)
 
     @cached_property
@@ -84,27 +82,27 @@ class CacheProblem(Problem):
 
     @property
     def of_latents(self) -> bool:
-        """Whether the cache has latents in 8 bits, whose rows are bytes."""
+        """Whether the cache has 8-bit latents, whose rows are bytes."""
         return self.cell.spec.factors == "columns"
 
     @cached_property
     def factors(self) -> torch.Tensor:
-        """What numbers of 8 bits are multiplied by: one for each K/V head, or for each head of a page."""
+        """Scales of 8-bit numbers: one per K/V head, or per page and head."""
         cache = self.cell.spec.cache
         shape = (self.pages, self.cell.kv_heads) if cache and cache.scale == "page" else (self.cell.kv_heads,)
         return torch.full(shape, FACTOR, device=self.device)
 
     @cached_property
     def mods(self) -> Mods:
-        """The mask and the scores as functions of positions: of constant sizes where all sequences have `n_kv` keys
-        in whole pages."""
+        """The mask and the scores as functions of positions, with constant sizes if all sequences have `n_kv` keys in
+        whole pages."""
         whole = {self.cell.n_kv} == set(self.lengths) and self.cell.n_kv % (self.cell.page or 1) == 0
         given = {name: x for name, x in self.given.items() if not (whole and name == "cache_seqlens")}
         return mods(self.cell.spec, self.sizes, given, self.device)
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of K and V that the cache has of each key and K/V head."""
+        """Bytes of K and V in the cache per key and K/V head."""
         dim = self.cell.spec.head_dim
         if self.of_latents:
             return latent_bytes(dim.v, self.cell.spec.rope)
@@ -112,7 +110,7 @@ class CacheProblem(Problem):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of K and V that some query sees: a window's alone under a window."""
+        """Bytes of K and V that some query sees; with a window only those inside it."""
         return self.mods.visible_keys(self.sizes, self.device) * self.key_bytes
 
     @property
@@ -121,7 +119,7 @@ class CacheProblem(Problem):
         keys = self.pages * c.page if c.page else c.batch * c.n_kv
         return keys * c.kv_heads * self.key_bytes
 
-    def draw(self, number: int) -> Inputs:
+    def make_inputs(self, number: int) -> Inputs:
         c, dim = self.cell, self.cell.spec.head_dim
         generator = torch.Generator(self.device).manual_seed(number)
 
@@ -140,8 +138,8 @@ class CacheProblem(Problem):
         return Inputs(q, k, v, (), q)  # no gradient of the output is read
 
     def visible(self) -> torch.Tensor | None:
-        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where all
-        see all."""
+        """Return which keys each query sees: bool, four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None if all
+        are visible."""
         if self.mods.mask is None:
             return None
         c = self.cell
@@ -156,7 +154,7 @@ class CacheProblem(Problem):
         return (None if modify is None else lambda s: modify(s, *self._positions(*s.shape[:2]))), sink
 
     def _positions(self, batch: int, heads: int) -> list[torch.Tensor]:
-        """Numbers of sequences, heads, queries and keys, each along its dimension of the scores."""
+        """Return the indices of sequences, heads, queries and keys, each along its dimension of the scores."""
         sizes = (batch, heads, self.cell.n_q, self.cell.n_kv)
         return [
             torch.arange(n, device=self.device).view([-1 if i == axis else 1 for i in range(4)])
@@ -164,7 +162,7 @@ class CacheProblem(Problem):
         ]
 
     def rows(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of a set, [B, Hkv, n_kv, D]; of pages, copies; of numbers of 8 bits, in the cell's dtype."""
+        """Return k and v of a set, [B, Hkv, n_kv, D]: copies of pages, and 8-bit numbers in the cell's dtype."""
         k, v = (self._widened(y) for y in (x.k, x.v)) if self.cell.quantised else (x.k, x.v)
         v = v[..., : self.cell.spec.head_dim.v]
         if not self.cell.page:

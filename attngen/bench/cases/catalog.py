@@ -20,15 +20,14 @@ def _spec(mask: str, sharing: str, dim: int, **more: Any) -> Spec:
 
 
 def paper() -> Grid:
-    """The seed study's: 4 sequences, 16 heads, D = 64, fp16, causal and not, MHA and MQA, forward and backward,
-    naive too."""
+    """Return the seed study's grid: 4 sequences, 16 heads, D = 64, fp16, causal and not, MHA and MQA, with naive."""
     specs = [_spec(mask, sharing, 64) for mask in ("causal", "none") for sharing in ("mha", "mqa")]
     cells = tuple(cell("paper", s, n, n, batch=4, dtype="fp16") for s in specs for n in ROWS)
     return Grid("paper", cells, ("ours", "flash", "naive"))
 
 
 def fa3() -> Grid:
-    """FlashAttention-3's: 16k rows in all, hidden size 2048, D in {64, 128, 256}, bf16, causal and not."""
+    """Return FlashAttention-3's grid: 16k tokens, hidden size 2048, D in {64, 128, 256}, bf16, causal and not."""
     specs = [_spec(mask, "mha", dim) for dim in (64, 128, 256) for mask in ("causal", "none")]
     cells = tuple(cell("fa3", s, n, n, heads=2048 // s.head_dim.qk, dtype="bf16") for s in specs for n in ROWS)
     return Grid("fa3", cells, ("ours", "flash", "cudnn", "flex", "fa4"))
@@ -37,13 +36,13 @@ def fa3() -> Grid:
 # ---------------------------------------------------------------------------------------------- flex
 
 DOCUMENT = 1000  # rows of a document
-MEMORY_ROWS = 131072  # of the cell whose memory is shown
-DISTANCE = 128  # of the relative bias
+MEMORY_ROWS = 131072  # rows of the cell whose memory is shown
+DISTANCE = 128  # largest distance of the relative bias
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One attention of the grid `flex`: its title in the table, and what its spec says."""
+    """One attention of the grid `flex`: its title in the table, and the fields of its spec."""
 
     title: str
     mask: Any
@@ -83,8 +82,8 @@ FLEX = {
 
 
 def flex() -> Grid:
-    """FlexAttention's variants: B = 2, 16 query heads over 4, N = 8192, D = 128, bf16; documents of 131,072 rows for
-    their memory."""
+    """Return the grid of FlexAttention's variants: B = 2, 16 query heads over 4, N = 8192, D = 128, bf16; documents of
+    131,072 rows for their memory."""
     cells = [_variant(name, 8192, 2) for name in FLEX]
     return Grid("flex", (*cells, _variant("documents", MEMORY_ROWS, 1)), ("ours", "flex"))
 
@@ -98,12 +97,12 @@ def _variant(name: str, rows: int, batch: int) -> Cell:
 # ---------------------------------------------------------------------------------------------- variants
 
 DROPOUT_ROWS, DROPOUT_P = 4096, 0.1
-BLOCK_ROWS, BLOCK, SHARES = 16384, 128, (1, 2, 4, 8, 16)  # one block in so many
+BLOCK_ROWS, BLOCK, SHARES = 16384, 128, (1, 2, 4, 8, 16)  # one of this many blocks is visible
 
 
 def variants() -> Grid:
-    """What dropout costs (N = 4k, hidden size 2048, D in {128, 64}), and what block sparsity saves (N = 16k, D =
-    128, 16 heads)."""
+    """Return the grid for the cost of dropout (N = 4k, hidden size 2048, D in {128, 64}) and the saving by block
+    sparsity (N = 16k, D = 128, 16 heads)."""
     cells = []
     for dim in (128, 64):
         for mask in ("causal", "none"):
@@ -125,25 +124,25 @@ def variants() -> Grid:
 # ---------------------------------------------------------------------------------------------- decode
 
 K = 1024
-CONTEXTS = {  # keys of each sequence, by how many sequences there are: up to 16 GiB of K and V
+CONTEXTS = {  # keys of each sequence, by the number of sequences: up to 16 GiB of K and V
     1: (K, 4 * K, 16 * K, 64 * K, 128 * K),
     8: (K, 4 * K, 8 * K, 16 * K, 64 * K, 128 * K),
     64: (K, 4 * K, 8 * K, 16 * K, 64 * K),
     128: (K, 4 * K, 16 * K),
 }
-LONG = ((64, 8 * K), (8, 64 * K))  # sequences and keys for what is held against contiguous rows, one query
+LONG = ((64, 8 * K), (8, 64 * K))  # sequences and keys of cells that are compared with contiguous rows, one query
 LEAST_RAGGED = 512
 
 
-def _served(name: str, page: int | str = "", stored: Any = MappingProxyType({}), **more: Any) -> Spec:
-    """A spec over a cache, in pages if it says of how many keys; `stored` says in which numbers."""
+def _cached(name: str, page: int | str = "", stored: Any = MappingProxyType({}), **more: Any) -> Spec:
+    """Return a spec with a KV cache, in pages of `page` keys if given; `stored` has the cache's dtype and scale."""
     cache = {"paged": {"page_size": page}, **stored} if page else "contiguous"
     shape = {"heads": {"sharing": "gqa"}, "head_dim": 128, "dtype": "bf16", "mask": "causal"}
     return make_spec({"name": f"decode_{name}", **shape, "cache": cache, "backward": False, **more})
 
 
 def _documents(order: str) -> dict[str, Any]:
-    """A mask of documents, whose numbers never fall where they are sorted."""
+    """Return a mask of documents, whose numbers rise if they are sorted."""
     return {"all_of": ["causal", {"document": {"sorted": order == "sorted"}}]}
 
 
@@ -153,21 +152,21 @@ def _step(spec: Spec, batch: int, keys: int, queries: int = 1, heads: int = 32, 
 
 
 def decode() -> Grid:
-    """Decoding over a cache: 32 query heads over 8, D = 128, bf16; 1k to 128k keys by 1 to 128 sequences; then
-    drafts, pages, sequences of 512 to 64k keys, keys of 8 bits, Mistral's window of 1024 keys, gpt-oss's sinks,
-    documents of 1024 keys, MLA with 16 and 128 heads and in 8 bits."""
-    rows, pages = _served("rows"), {size: _served(f"page{size}", size) for size in (16, 64, 256)}
-    quantised = {of: _served(f"fp8_{of}", 64, {"dtype": "fp8_e4m3", "scale": of}) for of in ("head", "page")}
-    window = _served("window", 16, mask={"sliding_window": {"left": 1023, "right": 0}})
+    """Return the grid of decoding with a KV cache: 32 query heads over 8, D = 128, bf16; 1k to 128k keys by 1 to 128
+    sequences; then drafts, pages, sequences of 512 to 64k keys, 8-bit keys, Mistral's window of 1024 keys, gpt-oss's
+    sinks, documents of 1024 keys, MLA with 16 and 128 heads and in 8 bits."""
+    rows, pages = _cached("rows"), {size: _cached(f"page{size}", size) for size in (16, 64, 256)}
+    quantised = {of: _cached(f"fp8_{of}", 64, {"dtype": "fp8_e4m3", "scale": of}) for of in ("head", "page")}
+    window = _cached("window", 16, mask={"sliding_window": {"left": 1023, "right": 0}})
     fixed = {"mask": {"sliding_window": {"left": 127, "right": 0}}, "schedule": {"split": {"keys": 1024}}}
-    sinks = _served("sinks", "any", head_dim=64, score="sink", **fixed)
+    sinks = _cached("sinks", "any", head_dim=64, score="sink", **fixed)
     latents = {"heads": {"sharing": "mqa"}, "head_dim": {"qk": 576, "v": 512}, "kv": {"latent": {"rope": 64}}}
-    mla, mla_fp8 = _served("mla", 64, **latents), _served("fp8_mla", 64, {"dtype": "fp8_e4m3"}, **latents)
-    documents = [_served(f"documents_{order}", 64, mask=_documents(order)) for order in ("sorted", "unsorted")]
+    mla, mla_fp8 = _cached("mla", 64, **latents), _cached("fp8_mla", 64, {"dtype": "fp8_e4m3"}, **latents)
+    documents = [_cached(f"documents_{order}", 64, mask=_documents(order)) for order in ("sorted", "unsorted")]
     cells = [_step(rows, batch, keys) for batch, contexts in CONTEXTS.items() for keys in contexts]
     cells += [_step(rows, *size, queries) for size in LONG for queries in (4, 16)]
     cells += [_step(spec, *size) for size in LONG for spec in pages.values()]
-    cells += [_step(_served("page_any", "any"), *LONG[0], page=size) for size in (16, 64)]
+    cells += [_step(_cached("page_any", "any"), *LONG[0], page=size) for size in (16, 64)]
     cells += [_step(spec, 64, 64 * K, ragged=LEAST_RAGGED) for spec in (rows, pages[64], pages[16])]
     cells += [_step(quantised["head"], *size) for size in ((8, 8 * K), *LONG)]
     cells += [_step(quantised["page"], *LONG[0]), _step(quantised["head"], 64, 64 * K, ragged=LEAST_RAGGED)]
@@ -182,8 +181,8 @@ def decode() -> Grid:
 
 
 def mods() -> Grid:
-    """Masks and modifiers that people write for FlexAttention (mods/), each at its own length, about 8k, 16 heads, D
-    = 128, bf16."""
+    """Return the grid of masks and modifiers that people write for FlexAttention (mods/), each at a suitable length of
+    about 8k, 16 heads, D = 128, bf16."""
     from attngen.bench.cases.functions import cell_of
     from attngen.bench.mods import MODS
 
@@ -191,11 +190,11 @@ def mods() -> Grid:
 
 
 GRIDS = {"paper": paper, "fa3": fa3, "flex": flex, "variants": variants, "decode": decode, "mods": mods}
-TABLED = ("flex", "variants", "mods")  # shown by tables of their own (reports.py), without plots
+TABLED = ("flex", "variants", "mods")  # grids with separate tables (reports.py) and without plots
 
 
 def find_grid(name: str) -> Grid:
-    """A grid by its name, or from its file."""
+    """Return a grid by its name, or from its file."""
     if name in GRIDS:
         return GRIDS[name]()
     if not Path(name).is_file():

@@ -1,8 +1,8 @@
-"""FlexAttention's `mask_mod` and `score_mod` of a spec, written from its own expressions.
+"""FlexAttention's `mask_mod` and `score_mod` of a spec, printed from the spec's expressions.
 
-Sizes and numbers of the call are printed as they are, so that what torch compiles is what a person would write for that
-call. Reads of tensors follow the spec's language: a negative index counts from the end, and what is outside even so is
-0.
+Sizes and numbers of the call are printed as constants, so that torch compiles the code that a person would write for
+that call. Reads of tensors follow the spec's language: a negative index counts from the end, and elements out of bounds
+are 0.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from attngen.ir.expr import (
     span,
     sqrt,
     symbol,
-    to_text,
     trunc,
 )
+from attngen.ir.expr_text import to_text
 from attngen.ir.sizes import Sizes
 from attngen.lang.part import KV, NATURAL, NK, Part
 from attngen.spec import Spec
@@ -87,8 +87,8 @@ _CALLS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Written:
-    """The source of `_mods(tensors...)`, which gives (mask_mod or None, score_mod or None), and the names of the
-    tensors that it takes.
+    """The source of `_mods(tensors...)`, which returns (mask_mod or None, score_mod or None), and the names of its
+    tensors.
 
     by_batch, by_head: whether the mask differs between sequences, and between query heads.
     """
@@ -101,8 +101,8 @@ class Written:
 
 @dataclass(frozen=True)
 class Mods:
-    """Functions of tensors of positions: mask_mod(b, h, q_idx, kv_idx) and score_mod(score, b, h, q_idx, kv_idx),
-    where there is one."""
+    """Functions of tensors of positions: mask_mod(b, h, q_idx, kv_idx) and score_mod(score, b, h, q_idx, kv_idx), or
+    None."""
 
     mask: Mod | None
     score: Mod | None
@@ -110,8 +110,7 @@ class Mods:
     by_head: bool
 
     def visible_pairs(self, sizes: Sizes, device: torch.device | str, rows: int = 1024) -> int:
-        """Pairs of query and key that the mask lets see each other, of all sequences and query heads; counted, some
-        rows at a time."""
+        """Count the visible pairs of query and key, of all sequences and query heads, `rows` queries at a time."""
         import torch
 
         if self.mask is None:
@@ -127,7 +126,7 @@ class Mods:
         return int(count) * (sizes.batch // batches) * (sizes.q_heads // heads)
 
     def visible_keys(self, sizes: Sizes, device: torch.device | str) -> int:
-        """Keys that some query sees, of all sequences and K/V heads; counted, a sequence and a K/V head at a time."""
+        """Count the keys that some query sees, of all sequences and K/V heads, one sequence and K/V head at a time."""
         import torch
 
         if self.mask is None:
@@ -143,27 +142,26 @@ class Mods:
 
 
 def cannot(spec: Spec) -> str:
-    """Why a spec cannot be said in FlexAttention's two functions, in a few words; empty if it can."""
+    """Return why a spec cannot be expressed in FlexAttention's two functions, in a few words; empty if it can."""
     return "no sink in a score_mod" if any(part.sink() is not None for part in spec.score) else ""
 
 
 def mods(spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.device | str) -> Mods:
-    """The functions for a call with these sizes and inputs; its tensors are on the device.
+    """Return the functions for a call with these sizes and inputs, whose tensors are on the device.
 
-    With `cache_seqlens` among the inputs, int32 [B], each sequence has so many keys of the sizes' `n_kv`.
+    With `cache_seqlens` among the inputs, int32 [B], these are the numbers of keys of each sequence, of at most `n_kv`.
     """
     tensors = _tensors(spec, sizes, given, device)
     written = write(spec, sizes, given, {name: tuple(x.shape) for name, x in tensors.items()})
     space: dict[str, Any] = {}
-    exec(
-        compile(written.source, f"<flex functions of {spec.name}>", "exec"), space
-    )  # text that `write` printed, nothing of a user's
+    # The source is printed by `write` and has no text of a user.
+    exec(compile(written.source, f"<flex functions of {spec.name}>", "exec"), space)
     mask, score = space["_mods"](*(tensors[name] for name in written.tensors))
     return Mods(mask, score, written.by_batch, written.by_head)
 
 
 def _tensors(spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """The tensors that the expressions read: inputs, what is derived from them, and the mask of blocks."""
+    """Return the tensors that the expressions read: inputs, derived tensors, and the block mask."""
     import torch
 
     found: dict[str, torch.Tensor] = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
@@ -176,7 +174,7 @@ def _tensors(spec: Spec, sizes: Sizes, given: Mapping[str, Any], device: torch.d
 
 
 def write(spec: Spec, sizes: Sizes, given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Written:
-    """The functions' source for a call; `shapes` are those of every tensor that they may read."""
+    """Return the functions' source for a call; `shapes` has the shape of every tensor that they may read."""
     group = sizes.q_heads // sizes.kv_heads
     ragged = "cache_seqlens" in shapes
     known: dict[Any, Any] = {symbol("Nq"): sympy.Integer(sizes.n_q)} | (
@@ -219,8 +217,8 @@ def write(spec: Spec, sizes: Sizes, given: Mapping[str, Any], shapes: Mapping[st
 
 
 class _Printer:
-    """Expressions of one mask or modifier as torch source: whatever has a free symbol is a tensor, all else a
-    number."""
+    """A printer of one mask's or modifier's expressions as torch source. Expressions with free symbols are tensors, all
+    others numbers."""
 
     def __init__(self, part: Part, known: dict[Any, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.reads = {read.name: read for read in part.reads()}
@@ -228,15 +226,16 @@ class _Printer:
             n: s for d in part.derived() for n, s in zip(d.names, d.shapes)
         }
         self.known, self.shapes = known, shapes
-        self.tensors: dict[str, None] = {}  # that were read, in order
-        self.letters: set[str] = set()  # of b and h, those that a value depends on
+        self.tensors: dict[str, None] = {}  # tensors that were read, in order
+        self.letters: set[str] = set()  # those of b and h on which a value depends
         self.guarded = False
 
     def text(self, e: Any) -> str:
         return self._print(e)[0]
 
     def _print(self, e: Any) -> tuple[str, int]:
-        """Text, and how strongly it binds: 3 an atom, 2 a product, 1 a sum, 0 a comparison or less."""
+        """Return the text and its precedence: 3 for an atom, 2 for a product, 1 for a sum, 0 for comparisons and
+        below."""
         if e.is_Symbol:
             return self._symbol(str(e)), 3
         if e in (sympy.true, sympy.false):
@@ -292,7 +291,7 @@ class _Printer:
             return f"-{self._at(-e, 2)}", 1
         over = [sympy.Pow(f.base, -f.exp) for f in e.args if f.is_Pow and f.exp.is_number and f.exp < 0]
         above = [f for f in e.args if not (f.is_Pow and f.exp.is_number and f.exp < 0)]
-        rounded = (floordiv, mod)  # as strong as a product, and not to be taken apart
+        rounded = (floordiv, mod)  # same precedence as a product, but not associative
         text = " * ".join(self._at(f, 3 if isinstance(f, rounded) else 2) for f in above) or "1"
         return text + "".join(f" / {self._at(x, 3)}" for x in over), 2
 
@@ -304,7 +303,7 @@ class _Printer:
         return f"{self._at(e.base, 3)} ** {self._at(e.exp, 3)}", 2
 
     def _extreme(self, args: Any, least: bool) -> str:
-        """The least or greatest: of tensors two at a time, of a tensor and a number by a clamp."""
+        """Return a minimum or maximum: of tensors pairwise, of a tensor and a number by a clamp."""
         numbers, rest = (
             [a for a in args if a.is_number],
             [self.text(a) for a in sorted(args, key=sympy.default_sort_key) if not a.is_number],
@@ -327,7 +326,7 @@ class _Printer:
         places, safe = [], True
         for index, dim, n in zip(read.index, self.declared[read.tensor], self.shapes[read.tensor]):
             natural = index == NATURAL.get(dim)
-            if n == 1 and natural:  # one for all
+            if n == 1 and natural:  # broadcast
                 places.append("0")
                 continue
             index = index.xreplace(self.known)

@@ -1,4 +1,4 @@
-"""Cells of functions that people write for FlexAttention (mods/): both sides get the functions, ours by
+"""Cells of functions that people write for FlexAttention (mods/). Both sides get the functions, ours by
 `attngen.flex_attention`."""
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from attngen.ir.sizes import Sizes
 from attngen.spec import parse_spec
 
 HEAD_DIM, DTYPE = 128, "bf16"
-PREFIX = "mod_"  # of the names of specs
+PREFIX = "mod_"  # prefix of the specs' names
 
 
 def mod_of(c: Cell) -> Mod:
-    """The function of a cell."""
+    """Return the function of a cell."""
     return MODS[c.spec.name.removeprefix(PREFIX)]
 
 
 def cell_of(grid: str, mod: Mod, case: Case) -> Cell:
-    """A function at the sizes of one of its cases; the cell's spec is what it says."""
+    """Return the cell of a function at the sizes of one of its cases, with the spec traced from the function."""
     sizes = case.sizes
     made = mod.make(sizes, "cpu", torch.Generator().manual_seed(0))
     sharing = "mha" if sizes.q_heads == sizes.kv_heads else "mqa" if sizes.kv_heads == 1 else "gqa"
@@ -52,12 +52,12 @@ class FunctionProblem(Problem):
 
     @cached_property
     def made(self) -> Made:
-        """The function; its data is the same in every process of one kind of device."""
+        """The function; its data is the same in every process with the same kind of device."""
         return mod_of(self.cell).make(Sizes(*self.sizes), self.device, torch.Generator(self.device).manual_seed(0))
 
     @property
     def given(self) -> dict[str, Any]:
-        """Nothing: the function holds what it reads."""
+        """No inputs: the function holds the tensors that it reads."""
         return {}
 
     @property
@@ -70,7 +70,7 @@ class FunctionProblem(Problem):
         return Mods(self.made.mask_mod, self.made.score_mod, occurs("b", text), occurs("h", text))
 
     def block_mask(self) -> Any:
-        """FlexAttention's block mask, or None where everything is visible."""
+        """Return FlexAttention's block mask, or None if everything is visible."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         if self.mods.mask is None:
@@ -97,7 +97,7 @@ class FunctionProblem(Problem):
 
 
 def ours(problem: FunctionProblem) -> Callable[[Any], torch.Tensor]:
-    """The function's call by attngen, its block mask made before."""
+    """Return the function's call by attngen, with its block mask made in advance."""
     from attngen import flex_attention
 
     shared = problem.cell.heads != problem.cell.kv_heads

@@ -1,20 +1,20 @@
-"""Which problems are measured: cells, grids of them, and grids in YAML. Those that come with attngen are in catalog.py.
+"""Benchmark problems: cells, grids of cells, and grids in YAML. attngen's own grids are in catalog.py.
 
 A grid's file holds blocks of cells, each the product of its lists (SPEC files are relative to the current folder):
 
     peers: [ours, flash, flex]         # optional
     cells:
       - specs: [specs/causal_gqa.yaml, specs/window_gqa.yaml]
-        n: [1024, 4096, [1, 65536]]    # rows of q, k and v; [rows of q, rows of k and v] where they differ
-        tokens: 16384                  # sequences are tokens / rows, or say batch: 4
+        n: [1024, 4096, [1, 65536]]    # rows of q, k and v; [rows of q, rows of k and v] if they differ
+        tokens: 16384                  # tokens / rows sequences; or batch: 4
         heads: 16
         kv_heads: 4                    # of gqa; by default a quarter of the heads
-        dtype: bf16                    # by default the first of the spec's
+        dtype: bf16                    # by default the spec's first dtype
       - specs: [specs/decode_gqa.yaml, specs/decode_sinks_paged_gqa.yaml]
-        n: [[1, 65536]]                # of specs with a cache: queries, and keys that each sequence has in the cache
+        n: [[1, 65536]]                # for specs with a cache: queries, and keys of each sequence in the cache
         batch: 64
-        ragged: 512                    # numbers of keys are uniform in 512 to those above
-        page_size: 16                  # where the spec says `any`; by default 64
+        ragged: 512                    # numbers of keys are uniform from 512 to the number above
+        page_size: 16                  # if the spec's page_size is `any`; by default 64
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from attngen.ir.heads import SHARINGS
 from attngen.spec import Spec, load_spec
 from attngen.spec.document import read_document
 
-TOKENS, HEADS = 16384, 16  # where nothing else is said: rows of all sequences together, query heads
+TOKENS, HEADS = 16384, 16  # defaults: rows of all sequences, query heads
 _SIZES = ("tokens", "batch", "heads", "kv_heads")
-_CALL = {"ragged": "ragged", "page_size": "page"}  # keys of a block, and what `call` of its cells has them as
+_CALL = {"ragged": "ragged", "page_size": "page"}  # keys of a block in YAML -> keys of `Cell.call`
 _KEYS = ("specs", "n", *_SIZES, "dtype", *_CALL)
-PAGE = 64  # keys of a page where neither spec nor cell says it
+PAGE = 64  # default keys per page
 _MOST = 2**24
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One problem: a spec in one element type, with its sizes. `grid` names the plot or the tables that it belongs to.
+    """One problem: a spec in one element type, with its sizes. `grid` names the plot or tables to which it belongs.
 
-    Calls of a spec with a cache read keys and values from that, by `attention.with_kvcache`, and have no backward.
+    Calls of a spec with a KV cache read keys and values from it, by `attention.with_kvcache`, and have no backward.
 
-    `call` says how its calls differ from a common user's: `dropout_p`, the probability of dropout; `document`, the rows
-    of each document, where the spec reads numbers of documents; `share`, one of so many blocks counts, where it reads a
-    mask of blocks; `ragged`, the least keys of a sequence, where their numbers are uniform from that to n_kv; `page`,
-    the keys of a page, where the spec takes any; `function`, 1 where the spec is that of a function for FlexAttention,
-    which both sides get (functions.py).
+    `call` has the options of its calls:
+        dropout_p  probability of dropout
+        document   rows of each document, if the spec reads document numbers
+        share      one of this many blocks is visible, if the spec reads a block mask
+        ragged     fewest keys of a sequence; their numbers are uniform from this to n_kv
+        page       keys per page, if the spec takes any
+        function   1 if the spec is that of a function for FlexAttention, which both sides get (functions.py)
     """
 
     grid: str
@@ -70,17 +72,17 @@ class Cell:
         )
 
     def asked(self, name: str) -> float:
-        """What `call` says of a name; 0 if nothing."""
+        """Return an option of `call`; 0 if it is not given."""
         return dict(self.call).get(name, 0)
 
     @property
     def cached(self) -> bool:
-        """Whether calls read a cache."""
+        """Whether calls read a KV cache."""
         return self.spec.cache is not None
 
     @property
     def quantised(self) -> bool:
-        """Whether the cache has numbers of 8 bits."""
+        """Whether the KV cache has 8-bit numbers."""
         return self.spec.cache is not None and self.spec.cache.dtype is not None
 
     @property
@@ -90,7 +92,7 @@ class Cell:
 
     @property
     def page(self) -> int:
-        """Keys of a page; 0 without pages."""
+        """Keys per page; 0 without pages."""
         paged = self.spec.cache.paged if self.spec.cache else None
         if paged is None:
             return 0
@@ -98,11 +100,11 @@ class Cell:
 
     @property
     def score(self) -> str:
-        """The modifiers in words."""
+        """The modifiers as text."""
         return ", ".join(part.describe() for part in self.spec.score)
 
     def words(self) -> dict[str, str]:
-        """By what `--only` chooses cells: one word of each kind."""
+        """Return the words by which `--only` selects cells, one of each kind."""
         cache = (
             {"lengths": "ragged" if self.asked("ragged") else "even", "page": f"page{self.page}"} if self.cached else {}
         )
@@ -122,16 +124,27 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells under a name, and the peers that they are measured beside if nobody says which."""
+    """Cells under a name, and their default peers."""
 
     name: str
     cells: tuple[Cell, ...]
     peers: tuple[str, ...]
 
 
-def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, batch: int | None = None, heads: int = HEADS,
-         kv_heads: int | None = None, dtype: str | None = None, call: Mapping[str, float] = MappingProxyType({})) -> Cell:  # fmt: skip
-    """A cell, with defaults for what is not said; AttngenError where the spec and the sizes do not go together."""
+def cell(
+    grid: str,
+    spec: Spec,
+    n_q: int,
+    n_kv: int,
+    *,
+    tokens: int = TOKENS,
+    batch: int | None = None,
+    heads: int = HEADS,
+    kv_heads: int | None = None,
+    dtype: str | None = None,
+    call: Mapping[str, float] = MappingProxyType({}),
+) -> Cell:
+    """Return a cell, with defaults for missing sizes; AttngenError if the spec does not support the sizes."""
     sharing = SHARINGS[spec.heads.sharing]
     shared = kv_heads if kv_heads and sharing.counts_group else sharing.kv_heads(heads, 4)
     if kv_heads is not None and kv_heads != shared:
@@ -167,7 +180,7 @@ def cell(grid: str, spec: Spec, n_q: int, n_kv: int, *, tokens: int = TOKENS, ba
 
 
 def read_grid(path: Path) -> Grid:
-    """A grid from its file; AttngenError, with the line, where it does not hold one."""
+    """Read a grid from its file; AttngenError, with the line, if it is not valid."""
     try:
         data, lines = read_document(path.read_text(encoding="utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
@@ -184,7 +197,7 @@ def read_grid(path: Path) -> Grid:
 
 
 class _Reader:
-    """Blocks of cells of one file; errors say the line."""
+    """A reader of the blocks of cells in one file; errors name the line."""
 
     def __init__(self, path: Path, lines: dict[tuple[str | int, ...], int]) -> None:
         self.path, self.lines = path, lines
@@ -204,7 +217,7 @@ class _Reader:
             raise self.error(place, f"is `{shown(data)}`; expected `specs`, `n` and sizes")
         self.known(data, _KEYS, place)
         if "tokens" in data and "batch" in data:
-            raise self.error((*place, "batch"), "stands beside `tokens`; expected one of them")
+            raise self.error((*place, "batch"), "is given together with `tokens`; expected one of them")
         numbers = {key: self.whole(data[key], (*place, key)) for key in (*_SIZES, *_CALL) if key in data}
         sizes: dict[str, Any] = {key: numbers[key] for key in _SIZES if key in numbers}
         call = {name: numbers[key] for key, name in _CALL.items() if key in numbers}
@@ -242,10 +255,10 @@ class _Reader:
 
 
 def only(cells: Sequence[Cell], text: str) -> list[Cell]:
-    """The cells that have one of the words given of each kind: `D64,D128,causal,N4096`; AttngenError for a word that
-    none has."""
+    """Return the cells that have one of the given words of each kind, such as `D64,D128,causal,N4096`; AttngenError for
+    a word that no cell has."""
     known = [{kind: word.lower() for kind, word in c.words().items()} for c in cells]
-    wanted: dict[str, set[str]] = {}
+    given: dict[str, set[str]] = {}
     for word in (w.strip().lower() for w in text.split(",") if w.strip()):
         word = f"n{word}" if word.isdigit() else word
         kinds = {kind for words in known for kind, value in words.items() if value == word}
@@ -254,8 +267,8 @@ def only(cells: Sequence[Cell], text: str) -> list[Cell]:
                 f"--only: no cell has `{shown(word)}`; {suggest(word, {w for words in known for w in words.values()})}"
             )
         for kind in kinds:
-            wanted.setdefault(kind, set()).add(word)
-    found = [c for c, words in zip(cells, known) if all(words.get(kind) in some for kind, some in wanted.items())]
+            given.setdefault(kind, set()).add(word)
+    found = [c for c, words in zip(cells, known) if all(words.get(kind) in some for kind, some in given.items())]
     if not found:
         raise AttngenError(f"--only {shown(text)} leaves no cell")
     return found

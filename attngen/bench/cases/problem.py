@@ -1,4 +1,4 @@
-"""A cell with its data on a device: inputs of calls, what masks and modifiers read, and how many scores count."""
+"""A cell with its data on a device: inputs of calls, inputs of masks and modifiers, and the number of visible pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from attngen.bench.cases.flex import Mods, mods
 from attngen.bench.cases.grids import Cell
-from attngen.conformance.harness import make_workload, torch_dtype
+from attngen.conformance.cases import make_workload, torch_dtype
 from attngen.conformance.oracle import reference_mask, reference_scores
 from attngen.ir.sizes import Sizes
 from attngen.masks.none import NoMask
@@ -20,7 +20,7 @@ from attngen.masks.none import NoMask
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of tensors: q, k, v, what is learned of the spec's inputs, and the gradient of the output.
+    """One set of tensors: q, k, v, the spec's inputs with gradients, and the gradient of the output.
 
     None requires a gradient if the spec has no backward.
     """
@@ -33,11 +33,11 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What the backward gives gradients of."""
+        """The tensors for which the backward computes gradients."""
         return (self.q, self.k, self.v, *self.learned)
 
     def gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The backward of a call on this set, which can run again; nothing if the spec has none."""
+        """Run the backward of a call on this set, which can run again; empty if the spec has none."""
         if not self.q.requires_grad:
             return ()
         return torch.autograd.grad(out, self.leaves, self.grad, retain_graph=True)
@@ -62,7 +62,7 @@ class Problem:
 
     @cached_property
     def given(self) -> dict[str, Any]:
-        """The inputs of mask and modifiers, by name: one for all sets of q, k and v."""
+        """The inputs of mask and modifiers, by name, the same for all sets of q, k and v."""
         found = make_workload(self.cell.spec, self.sizes, self.dtype, self.device) | self._asked()
         for i in self.cell.spec.learned():
             found[i.name].requires_grad_()
@@ -70,11 +70,11 @@ class Problem:
 
     @property
     def learned(self) -> tuple[torch.Tensor, ...]:
-        """The inputs of mask and modifiers that get a gradient."""
+        """The inputs of mask and modifiers with gradients."""
         return tuple(self.given[i.name] for i in self.cell.spec.learned())
 
     def _asked(self) -> dict[str, torch.Tensor]:
-        """The inputs for which the cell's `call` says what they are."""
+        """Return the inputs that the cell's `call` determines."""
         c, found = self.cell, {}
         if rows := int(c.asked("document")):
             for i in c.spec.inputs():
@@ -94,7 +94,7 @@ class Problem:
         return mods(self.cell.spec, self.sizes, self.given, self.device)
 
     def pairs(self) -> int:
-        """Pairs of query and key that the mask lets see each other, of all sequences and query heads."""
+        """Return the number of visible pairs of query and key, of all sequences and query heads."""
         return self.mods.visible_pairs(self.sizes, self.device)
 
     @property
@@ -104,24 +104,25 @@ class Problem:
         return self.dtype.itemsize * c.batch * c.kv_heads * c.n_kv * (dim.qk + dim.v)
 
     def visible(self) -> torch.Tensor | None:
-        """Which keys each query sees: bool, of four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None where it
-        sees all."""
+        """Return which keys each query sees: bool, four dimensions, broadcastable to [B, Hq, n_q, n_kv]; None if all
+        are visible."""
         if isinstance(self.cell.spec.mask, NoMask):
             return None
-        one = self.draw(0)
+        one = self.make_inputs(0)
         return reference_mask(self.cell.spec.mask, one.q, one.k, self.given)
 
     def scores(self) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, torch.Tensor | None]:
-        """(what modifiers do to scores [B, Hq, n_q, n_kv], the sink's logits [Hq]); None where there is no such."""
-        one = self.draw(0)
+        """Return (the modifiers as a function of scores [B, Hq, n_q, n_kv], the sink's logits [Hq]); None for each that
+        the spec lacks."""
+        one = self.make_inputs(0)
         return reference_scores(self.cell.spec.score, one.q, one.k, self.given)
 
     def rows(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of a set, [B, Hkv, n_kv, D]."""
+        """Return k and v of a set, [B, Hkv, n_kv, D]."""
         return x.k, x.v
 
-    def draw(self, number: int) -> Inputs:
-        """A set of normal values; the same for the same number."""
+    def make_inputs(self, number: int) -> Inputs:
+        """Return a set of normal values, the same for the same number."""
         c, dim = self.cell, self.cell.spec.head_dim
         generator = torch.Generator(self.device).manual_seed(number)
 

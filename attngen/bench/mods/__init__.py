@@ -1,5 +1,5 @@
-"""The masks and score modifiers that people write for FlexAttention, written anew, each with an oracle: what
-attention-gym collects."""
+"""Masks and score modifiers that people write for FlexAttention, as collected by attention-gym, rewritten here, each
+with an oracle."""
 
 from __future__ import annotations
 

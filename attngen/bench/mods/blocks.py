@@ -1,4 +1,4 @@
-"""Masks of blocks and trees: block diffusion, speculative drafts, tiles of a video that a query's tile chose."""
+"""Masks of blocks and trees: block diffusion, speculative drafts, video tiles selected per tile of queries."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 def _diffusion(sizes: Sizes, device: torch.device, generator: torch.Generator, block: int) -> Made:
     """Training of block diffusion: half the positions are noised tokens, the other half the same tokens clean.
 
-    A noised token sees its block's noised ones and the clean ones of the blocks before; a clean one sees the clean ones
-    of its block and of those before. (Arriola et al. 2025, Block Diffusion, section 3.1.)
+    A noised token sees the noised tokens of its block and the clean tokens of earlier blocks; a clean token sees the
+    clean tokens of its block and of earlier ones. (Arriola et al. 2025, Block Diffusion, section 3.1.)
     """
     half = sizes.n_q // 2
 
@@ -44,14 +44,14 @@ def _diffusion_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _draft_tree(sizes: Sizes, device: torch.device, generator: torch.Generator, prefix: int, branches: int) -> Made:
-    """Verification of a tree of drafted tokens after a prefix: a node sees the prefix, ancestors and itself (JetSpec,
-    arXiv:2606.18394).
+    """Verification of a tree of drafted tokens after a prefix: a node sees the prefix, its ancestors and itself
+    (JetSpec, arXiv:2606.18394).
 
-    Each node hangs from one of the `branches` nodes before it, drawn at random.
+    The parent of each node is a random one of the `branches` nodes before it.
     """
     nodes = sizes.n_q
-    drawn = torch.rand(nodes, generator=generator, device=generator.device).tolist()
-    parents = [-1] + [i - 1 - int(drawn[i] * min(i, branches)) for i in range(1, nodes)]
+    random = torch.rand(nodes, generator=generator, device=generator.device).tolist()
+    parents = [-1] + [i - 1 - int(random[i] * min(i, branches)) for i in range(1, nodes)]
     ancestors = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         ancestors[node] |= ancestors[parents[node]]
@@ -78,7 +78,7 @@ def _draft_tree_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _draft_blocks(sizes: Sizes, device: torch.device, generator: torch.Generator, prefix: int, block: int) -> Made:
-    """Training of a drafting head: blocks of queries, each after the whole prefix and causal within itself (JetSpec,
+    """Training of a drafting head: each block of queries sees the whole prefix and is causal within itself (JetSpec,
     arXiv:2606.18394)."""
 
     def in_block(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ def _draft_blocks_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _tokens_in_tiles(grid: Sequence[int], tile: Sequence[int]) -> list[int]:
-    """Tokens in each tile of a grid of frames, rows and columns; the last ones along an axis may have fewer."""
+    """Return the number of tokens in each tile of a grid of frames, rows and columns; the last tiles along an axis may
+    have fewer."""
     along = [[min(step, n - start) for start in range(0, n, step)] for n, step in zip(grid, tile)]
     return [math.prod((t, h, w)) for t in along[0] for h in along[1] for w in along[2]]
 
@@ -107,19 +108,19 @@ def _tokens_in_tiles(grid: Sequence[int], tile: Sequence[int]) -> list[int]:
 def _chosen(
     sizes: Sizes, device: torch.device, generator: torch.Generator, grid: Sequence[int], tile: Sequence[int], top: int
 ) -> tuple[Tensor, Tensor, int]:
-    """(the `top` tiles with the highest of random scores, int32 [B, H, tiles, top]; tokens in each tile, int64
-    [tiles]; room in a tile)."""
+    """Return (the `top` tiles with the highest random scores, int32 [B, H, tiles, top]; tokens in each tile, int64
+    [tiles]; capacity of a tile)."""
     counts = torch.tensor(_tokens_in_tiles(grid, tile), device=device)
-    drawn = torch.rand(
+    scores = torch.rand(
         sizes.batch, sizes.q_heads, len(counts), len(counts), generator=generator, device=generator.device
     )
-    return drawn.topk(top).indices.int().to(device), counts, math.prod(tile)
+    return scores.topk(top).indices.int().to(device), counts, math.prod(tile)
 
 
 def _video_tiles(
     sizes: Sizes, device: torch.device, generator: torch.Generator, grid: Sequence[int], tile: Sequence[int], top: int
 ) -> Made:
-    """A tile of queries sees the tokens of the tiles that it chose; a tile has room for more tokens than some have.
+    """A tile of queries sees the tokens of its selected tiles; some tiles have fewer tokens than their capacity.
 
     grid, tile: frames, rows and columns. (Zhang et al. 2025, VSA: Faster Video Diffusion with Trainable Sparse
     Attention.)
@@ -137,7 +138,7 @@ def _video_tiles(
 def _video_tile_map(
     sizes: Sizes, device: torch.device, generator: torch.Generator, grid: Sequence[int], tile: Sequence[int], top: int
 ) -> Made:
-    """The same mask, its tiles chosen in a map, bool [B, H, tiles, tiles], rather than in a list."""
+    """The same mask with the selected tiles as a map, bool [B, H, tiles, tiles], instead of a list."""
     chosen, counts, room = _chosen(sizes, device, generator, grid, tile, top)
     pairs = torch.zeros(*chosen.shape[:3], len(counts), dtype=torch.bool, device=device).scatter(
         -1, chosen.long(), True

@@ -1,4 +1,4 @@
-"""Masks of images and videos: neighbourhoods, tiles that slide, frames."""
+"""Masks of images and videos: neighbourhoods, sliding tiles, frames."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 def _near(
     at: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], canvas: Sequence[int], kernel: Sequence[int]
 ) -> Tensor:
-    """Whether a pixel, (row, column), is in the window of another: centred there, and moved inwards at the canvas's
-    edges.
+    """Whether a pixel, (row, column), is in the window of another one, which is centred there and shifted inwards at
+    the canvas's edges.
 
     canvas, kernel: height and width; the kernel's are odd. (Hassani et al. 2023, Neighborhood Attention Transformer.)
     """
@@ -66,7 +66,7 @@ def _tiled_natten(
 
 
 def _every_other_bit(code: Tensor) -> Tensor:
-    """Bits 0, 2, 4, ... of up to 32, side by side."""
+    """Return bits 0, 2, 4, ... of up to 32 bits, packed together."""
     code = code & 0x55555555
     for shift, kept in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
         code = (code | (code >> shift)) & kept
@@ -76,11 +76,10 @@ def _every_other_bit(code: Tensor) -> Tensor:
 def _morton_natten(
     sizes: Sizes, device: torch.device, generator: torch.Generator, canvas: Sequence[int], kernel: Sequence[int]
 ) -> Made:
-    """Neighbourhood attention; pixels are numbered along a Z-order curve: a number's even bits are the column, its odd
-    ones the row.
+    """Neighbourhood attention; pixels are numbered along a Z-order curve: the even bits of an index are the column, the
+    odd ones the row.
 
-    Both sizes of the canvas are powers of two, and its width is its height or twice that, so that no number is left
-    out.
+    Both sizes of the canvas are powers of two, and its width is its height or twice that, so that every index occurs.
     """
 
     def in_window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -88,15 +87,15 @@ def _morton_natten(
         return _near(at, other, canvas, kernel)
 
     order = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    while order.numel() < sizes.n_q:  # the curve so far, and its copy beside it or below it
-        beside = order.shape[0] == order.shape[1]
-        order = torch.cat([order, order + order.numel()], dim=1 if beside else 0)
+    while order.numel() < sizes.n_q:  # append a copy of the curve to its right or below it
+        is_square = order.shape[0] == order.shape[1]
+        order = torch.cat([order, order + order.numel()], dim=1 if is_square else 0)
     return Made(None, in_window, device, data={"order": order, "kernel": tuple(kernel)})
 
 
 def _windows(length: int, reach: int) -> Tensor:
-    """Along one axis, which of `length` places are in the window of each: `reach` of them, around it and within the
-    axis."""
+    """Return which of `length` places along an axis are in the window of each place: `reach` of them, around it and
+    inside the axis."""
     visible = torch.zeros(length, length, dtype=torch.bool)
     for place in range(length):
         start = min(max(place - reach // 2, 0), length - reach)
@@ -115,15 +114,15 @@ def _natten_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _around(tiles: int, kernel: int) -> tuple[int, int, int, int]:
-    """Tiles before and after the centre, and the least and greatest centre; an even kernel has one tile more before
-    its centre."""
+    """Return the numbers of tiles before and after the centre, and the least and greatest centre. An even kernel has
+    one more tile before its centre."""
     before, after = kernel // 2, (kernel - 1) // 2
     return before, after, before, tiles - 1 - after
 
 
 def _with_text(q_idx: Tensor, kv_idx: Tensor, near: Tensor, pixels: int, text: int) -> Tensor:
-    """Pixels see the pixels near them and the text; text sees both. What comes after the text is padding, which
-    nothing sees."""
+    """Pixels see the pixels near them and the text; text sees both. Positions after the text are padding, which nothing
+    sees."""
     both = (q_idx < pixels) & (kv_idx < pixels) & near
     text_keys = (q_idx < pixels) & (kv_idx >= pixels) & (kv_idx < pixels + text)
     return both | text_keys | ((q_idx >= pixels) & (kv_idx < pixels + text))
@@ -139,7 +138,7 @@ def _sliding_tiles_2d(
     text: int,
 ) -> Made:
     """Sliding tile attention on an image: a tile sees the tiles in a window around it. Pixels are numbered tile by
-    tile, text follows.
+    tile, followed by the text.
 
     canvas, kernel, tile: height and width, the first two multiples of the third. (Zhang et al. 2025, Fast Video
     Generation with Sliding Tile Attention.)
@@ -225,12 +224,12 @@ def _spatial(
     unit: int,
     first_frame: bool,
 ) -> Made:
-    """A head that looks at frames close in time: less than so many frames' tokens away, rounded down to a multiple of
+    """A head that sees frames close in time: fewer than `frames * frame` tokens away, rounded down to a multiple of
     `unit`.
 
-    All see the prompt, and the first frame if asked; the prompt sees all. (Xi et al. 2025, Sparse VideoGen.)
+    All see the prompt, and with `first_frame` the first frame; the prompt sees all. (Xi et al. 2025, Sparse VideoGen.)
 
-    frame: tokens of a frame. frames: how many the band is wide.
+    frame: tokens of a frame. frames: width of the band in frames.
     """
 
     def in_band(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -255,8 +254,8 @@ def _spatial_reference(made: Made, sizes: Sizes) -> Tensor:
 def _temporal(
     sizes: Sizes, device: torch.device, generator: torch.Generator, prompt: int, frame: int, frames: int, count: int
 ) -> Made:
-    """A head that looks at the same places of all frames: less than `frames * frame // count` tokens away within their
-    frames.
+    """A head that sees the same places of all frames: fewer than `frames * frame // count` tokens away within the
+    frame.
 
     All see the prompt, and the prompt sees all. (Sparse VideoGen.)
 
@@ -265,8 +264,8 @@ def _temporal(
 
     def same_place(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         band = frames * frame // count
-        apart = torch.abs((q_idx - prompt) % frame - (kv_idx - prompt) % frame)
-        return (kv_idx < prompt) | (q_idx < prompt) | (apart < band)
+        distance = torch.abs((q_idx - prompt) % frame - (kv_idx - prompt) % frame)
+        return (kv_idx < prompt) | (q_idx < prompt) | (distance < band)
 
     return Made(None, same_place, device, data={"prompt": prompt, "frame": frame, "band": frames * frame // count})
 
@@ -315,7 +314,7 @@ MODS = (
         _sliding_tiles_reference,
         (
             case(48, canvas=(6, 8), kernel=(2, 4), tile=(2, 2), text=0),
-            case(163, batch=2, canvas=(12, 12), kernel=(9, 6), tile=(3, 2), text=15),  # and four positions of padding
+            case(163, batch=2, canvas=(12, 12), kernel=(9, 6), tile=(3, 2), text=15),  # four positions of padding
         ),
         case(8192, q_heads=16, canvas=(64, 128), kernel=(24, 40), tile=(8, 8), text=0),
     ),
@@ -325,9 +324,8 @@ MODS = (
         _sliding_tiles_reference,
         (
             case(96, canvas=(4, 4, 6), kernel=(2, 4, 2), tile=(2, 2, 2), text=0),
-            case(
-                231, batch=2, canvas=(6, 6, 6), kernel=(4, 6, 2), tile=(2, 3, 2), text=13
-            ),  # and two positions of padding
+            # Two positions of padding.
+            case(231, batch=2, canvas=(6, 6, 6), kernel=(4, 6, 2), tile=(2, 3, 2), text=13),
         ),
         case(7936, q_heads=16, canvas=(16, 24, 20), kernel=(12, 8, 12), tile=(4, 8, 4), text=256),
     ),

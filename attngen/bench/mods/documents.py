@@ -1,4 +1,4 @@
-"""Masks of packed sequences: documents, prompts that several answers share, images in a text."""
+"""Masks of packed sequences: documents, prompts shared by several answers, images in a text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Tensor = torch.Tensor
 
 
 def _packed(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(where documents start, int64 [documents + 1]; of which document a position is, int32 [positions])."""
+    """Return (the starts of documents, int64 [documents + 1]; the document of each position, int32 [positions])."""
     counts = torch.tensor(lengths, device=device)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return starts, torch.arange(len(lengths), dtype=torch.int32, device=device).repeat_interleave(counts)
 
 
 def _documents(sizes: Sizes, device: torch.device, generator: torch.Generator, lengths: Sequence[int]) -> Made:
-    """Documents one after another, each with a causal mask over its own positions."""
+    """Consecutive documents, each with a causal mask over its positions."""
     starts, document = _packed(lengths, device)
 
     def in_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _documents(sizes: Sizes, device: torch.device, generator: torch.Generator, l
 
 
 def _packed_documents(sizes: Sizes, device: torch.device, generator: torch.Generator, lengths: Sequence[int]) -> Made:
-    """The same mask, said as one interval of keys: from the start of the query's document up to the query."""
+    """The same mask, written as one interval of keys: from the start of the query's document up to the query."""
     starts, document = _packed(lengths, device)
 
     def since_start(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _documents_reference(made: Made, sizes: Sizes) -> Tensor:
 def _shared_prefix(
     sizes: Sizes, device: torch.device, generator: torch.Generator, lengths: Sequence[int], prompts: Sequence[int]
 ) -> Made:
-    """Documents one after another, each with the number of its prompt, which is a document that names itself.
+    """Consecutive documents, each with the number of its prompt, which is a document whose prompt is itself.
 
     A prompt is causal. An answer is causal too, and sees all of its prompt.
     """
@@ -69,9 +69,8 @@ def _shared_prefix(
 def _shared_prefix_reference(made: Made, sizes: Sizes) -> Tensor:
     lengths, prompts = made.data["lengths"], made.data["prompts"]
     visible = torch.zeros(sizes.n_q, sizes.n_kv, dtype=torch.bool, device=made.device)
-    blocks = [
-        rows.split(lengths, dim=1) for rows in visible.split(lengths, dim=0)
-    ]  # views of `visible`, by two documents
+    # Views of `visible`, by the documents of query and key.
+    blocks = [rows.split(lengths, dim=1) for rows in visible.split(lengths, dim=0)]
     for own, prompt in enumerate(prompts):
         blocks[own][prompt].fill_(True)
         blocks[own][own].copy_(torch.ones_like(blocks[own][own]).tril())
@@ -81,7 +80,7 @@ def _shared_prefix_reference(made: Made, sizes: Sizes) -> Tensor:
 def _images(
     sizes: Sizes, device: torch.device, generator: torch.Generator, tokens: int, spans: Sequence[tuple[int, int]]
 ) -> Made:
-    """Text attends to images: each image has so many keys, and the span of queries that see it (Alayrac et al. 2022,
+    """Text attends to images: each image has `tokens` keys, and a span of queries that see it (Alayrac et al. 2022,
     Flamingo)."""
     seen_by = torch.tensor(spans, device=device)
     image_of = torch.arange(len(spans), device=device).repeat_interleave(tokens)
@@ -136,8 +135,8 @@ MODS = (
             case(30, 17, tokens=17, spans=((5, 21),)),
             case(100, 45, batch=2, tokens=9, spans=((0, 20), (20, 60), (60, 61), (61, 61), (30, 100))),
         ),
-        # Images of 1601 tokens, as of a vision transformer at 560 x 560 with patches of 14; a text that has no more to
-        # do with an image once the next one came.
+        # Images of 1601 tokens, as from a vision transformer at 560 x 560 with patches of 14. Text sees only the last
+        # image before it.
         case(
             8192,
             8005,

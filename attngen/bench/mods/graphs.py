@@ -13,15 +13,16 @@ Tensor = torch.Tensor
 
 
 def ring_distances(sizes: Sizes, device: torch.device, generator: torch.Generator, reach: int, farthest: int) -> Tensor:
-    """Edges on the shortest path between any two nodes of a graph, int32 [B, n, n]; farther ones are at `farthest + 1`.
+    """Return the number of edges on the shortest path between any two nodes of a graph, int32 [B, n, n], limited to
+    `farthest + 1`.
 
-    The graph is a ring where each node is joined with the `reach` next ones on either side; its nodes are numbered at
-    random.
+    The graph is a ring lattice in which each node has edges to the next `reach` nodes on either side; its nodes are
+    numbered at random.
     """
-    drawn = torch.rand(sizes.batch, sizes.n_q, generator=generator, device=generator.device)
-    place = drawn.argsort(1).to(device, torch.int32)
-    apart = (place[:, :, None] - place[:, None, :]).abs()
-    steps = torch.minimum(apart, sizes.n_q - apart)
+    random = torch.rand(sizes.batch, sizes.n_q, generator=generator, device=generator.device)
+    place = random.argsort(1).to(device, torch.int32)
+    distance = (place[:, :, None] - place[:, None, :]).abs()
+    steps = torch.minimum(distance, sizes.n_q - distance)
     return ((steps + reach - 1) // reach).clamp(max=farthest + 1)
 
 
@@ -53,13 +54,13 @@ def _edges(
     """The mean of learned biases, by head, place on the path and kind of edge, over the first edges of a shortest path
     (section 3.1.3).
 
-    The table is read through a view for each place, as FlexAttention has gradients of one read of a tensor only. Nodes
-    whose distance is above `longest` count as not connected.
+    The table is read through one view per place, because FlexAttention supports gradients of only one read of a tensor.
+    Nodes whose distance is above `longest` count as not connected.
     """
     distances = ring_distances(sizes, device, generator, reach, longest)
     lengths = torch.where(distances > longest, 0, distances)
-    drawn = whole(generator, device, 0, kinds - 1, *distances.shape, longest)
-    along = torch.where(torch.arange(longest, device=device) < lengths[..., None], drawn, 0)
+    random = whole(generator, device, 0, kinds - 1, *distances.shape, longest)
+    along = torch.where(torch.arange(longest, device=device) < lengths[..., None], random, 0)
     table = normal(generator, device, sizes.q_heads, longest, kinds).requires_grad_()
     places = [table[:, i] for i in range(longest)]
 
@@ -78,7 +79,7 @@ def _edges_reference(made: Made, sizes: Sizes) -> Callable[[Tensor], Tensor]:
         means = []
         for head in table:
             mean = torch.zeros(lengths.shape, device=made.device)
-            for length in range(1, len(head) + 1):  # paths of so many edges, all of which count alike
+            for length in range(1, len(head) + 1):  # paths of this many edges, weighted equally
                 biases = [torch.take(head[i], along[..., i]) for i in range(length)]
                 mean = mean + torch.stack(biases).mean(0) * (lengths == length)
             means.append(mean)

@@ -18,8 +18,7 @@ Scores = Callable[[Tensor], Tensor]
 
 
 def _alibi(sizes: Sizes, device: torch.device, generator: torch.Generator) -> Made:
-    """A slope of each head times the distance (Press et al. 2022, ALiBi); the slopes are computed from the head's
-    number."""
+    """A slope per head times the distance (Press et al. 2022, ALiBi); the slopes are computed from the head's index."""
     heads = sizes.q_heads
 
     def sloped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -36,7 +35,7 @@ def _alibi_reference(made: Made, sizes: Sizes) -> Scores:
 
 
 def _softcap(sizes: Sizes, device: torch.device, generator: torch.Generator, cap: int) -> Made:
-    """Scores go towards a cap on either side (Gemma Team 2024, Gemma 2, section 2)."""
+    """Scores are capped smoothly on both sides (Gemma Team 2024, Gemma 2, section 2)."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -56,7 +55,7 @@ def _softcap_reference(made: Made, sizes: Sizes) -> Scores:
 
 @torch.library.custom_op("attngen_mods::tanh_approx", mutates_args=())
 def tanh_approx(x: Tensor) -> Tensor:
-    """tanh of every element; on a GPU, torch.compile prints the instruction that approximates it."""
+    """Return tanh of every element; on a GPU, torch.compile emits the approximating instruction."""
     return torch.tanh(x)
 
 
@@ -71,7 +70,7 @@ def _(info: Any, in_dims: tuple[int | None], x: Tensor) -> tuple[Tensor, int | N
 
 
 class _ApproximateTanh(torch.autograd.Function):
-    """The op with its derivative."""
+    """The op `tanh_approx` with its derivative."""
 
     generate_vmap_rule = True
 
@@ -91,8 +90,7 @@ class _ApproximateTanh(torch.autograd.Function):
 
 @functools.cache
 def _lower_tanh_approx() -> None:
-    """Let torch.compile print PTX for the op; only where there is a GPU, for the import of its compiler takes
-    seconds."""
+    """Make torch.compile emit PTX for the op; call it only with a GPU, because importing the compiler takes seconds."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
@@ -103,7 +101,7 @@ def _lower_tanh_approx() -> None:
 
 
 def _softcap_approx(sizes: Sizes, device: torch.device, generator: torch.Generator, cap: int) -> Made:
-    """The same with an op of its own, `attngen_mods::tanh_approx`, for tanh."""
+    """The same with the custom op `attngen_mods::tanh_approx` for tanh."""
     if device.type == "cuda":
         _lower_tanh_approx()
 
@@ -117,7 +115,7 @@ def _sandwich(sizes: Sizes, device: torch.device, generator: torch.Generator, wi
     """A sum of cosines of the distance, weaker for later heads: a table by distance, and one by head (Chi et al. 2023,
     Sandwich).
 
-    width: of the sinusoidal embedding whose product with itself the sum is.
+    width: width of the sinusoidal embedding whose product with itself is this sum.
     """
     longest, heads = max(sizes.n_q, sizes.n_kv), sizes.q_heads
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
@@ -136,7 +134,7 @@ def _sandwich_reference(made: Made, sizes: Sizes) -> Scores:
     width = made.data["width"]
     q, kv = (torch.arange(n, device=made.device, dtype=torch.float64) for n in (sizes.n_q, sizes.n_kv))
     total = torch.zeros(sizes.n_q, sizes.n_kv, device=made.device, dtype=torch.float64)
-    for pair in range(width // 2):  # each is cos(q - kv), as the sum of products of what both positions have
+    for pair in range(width // 2):  # each adds cos(q - kv) = cos(q) cos(kv) + sin(q) sin(kv)
         speed = math.exp(-math.log(10000.0) * 2 * pair / width)
         total += torch.outer(torch.cos(q * speed), torch.cos(kv * speed)) + torch.outer(
             torch.sin(q * speed), torch.sin(kv * speed)
@@ -146,8 +144,8 @@ def _sandwich_reference(made: Made, sizes: Sizes) -> Scores:
 
 
 def _rotary_part(sizes: Sizes, device: torch.device, generator: torch.Generator, width: int, scale: float) -> Made:
-    """The scores of the rotated parts of queries and keys, which are apart from the others (DeepSeek-AI 2024,
-    DeepSeek-V2, 2.1.3)."""
+    """The scores of the rotated parts of queries and keys, which are separate tensors (DeepSeek-AI 2024, DeepSeek-V2,
+    2.1.3)."""
     group = sizes.q_heads // sizes.kv_heads
     of_queries = normal(generator, device, sizes.batch, sizes.q_heads, sizes.n_q, width)
     of_keys = normal(generator, device, sizes.batch, sizes.kv_heads, sizes.n_kv, width)
@@ -166,8 +164,7 @@ def _rotary_part_reference(made: Made, sizes: Sizes) -> Scores:
 
 
 def _activation(sizes: Sizes, device: torch.device, generator: torch.Generator, function: str, offset: float) -> Made:
-    """The logarithm of a function plus an offset, so that softmax's exponential undoes it and the function takes its
-    place."""
+    """The logarithm of a function plus an offset, so that the function replaces softmax's exponential."""
     functions: dict[str, Scores] = {"gelu": torch.nn.functional.gelu, "relu": torch.nn.functional.relu}
     activation = functions[function]
 

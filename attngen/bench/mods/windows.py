@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A query sees itself and what came before."""
+    """A query sees itself and earlier keys."""
     return q_idx >= kv_idx
 
 
@@ -27,7 +27,7 @@ def _causal_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _groups(sizes: Sizes, device: torch.device, generator: torch.Generator, group: int, inner: str) -> Made:
-    """Positions fall into groups of a size, one after another; an inner mask holds within each, as if it were alone."""
+    """Positions form consecutive groups of one size; an inner mask applies within each group, to positions in it."""
     within = {"causal": causal, "all": noop_mask}[inner]
 
     def in_groups(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def _groups_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _sliding(sizes: Sizes, device: torch.device, generator: torch.Generator, back: int) -> Made:
-    """Causal, and at most so many positions back."""
+    """Causal, and at most `back` positions back."""
 
     def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx - kv_idx <= back
@@ -62,7 +62,7 @@ def _sliding_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _dilated(sizes: Sizes, device: torch.device, generator: torch.Generator, radius: int, step: int) -> Made:
-    """Within a radius on both sides, every so many positions (Beltagy et al. 2020, Longformer, section 3.1)."""
+    """Within a radius on both sides, every `step` positions (Beltagy et al. 2020, Longformer, section 3.1)."""
 
     def in_steps(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = torch.abs(q_idx - kv_idx)
@@ -105,7 +105,7 @@ def _global_reference(made: Made, sizes: Sizes) -> Tensor:
 
 
 def _prefix(sizes: Sizes, device: torch.device, generator: torch.Generator, prefix: int) -> Made:
-    """Causal, and all see the first positions (Raffel et al. 2020, T5, section 3.2.1)."""
+    """Causal, with the first positions visible to all (Raffel et al. 2020, T5, section 3.2.1)."""
 
     def of_prefix(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx < prefix

@@ -1,4 +1,5 @@
-"""What is measured: ours, and its peers. Each says what it cannot do, and prepares a call for a problem.
+"""The implementations that are measured: ours and its peers. Each states what it cannot do, and prepares a call for a
+problem.
 
 A new peer is one file here and one line in PEERS. Nothing heavy is imported until a peer prepares, so lists of cells
 need no GPU.
@@ -20,7 +21,7 @@ from attngen.bench.peers.sdpa import sdpa, sdpa_cannot
 
 __all__ = ["PEERS", "Call", "Forward", "Peer"]
 
-_PEERS = {  # ours first: the others' results are held against the first's
+_PEERS = {  # ours first: the others' results are compared with the first one's
     "ours": Peer("attngen", lambda cell: "", ours, compiles=True),
     "flash": Peer("SDPA FLASH", partial(sdpa_cannot, masked=False), partial(sdpa, "flash")),
     "cudnn": Peer("SDPA CUDNN", sdpa_cannot, partial(sdpa, "cudnn")),

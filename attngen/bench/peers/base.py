@@ -1,4 +1,4 @@
-"""What a peer is: what it cannot do, and a call that it prepares for a problem."""
+"""The type of a peer: what it cannot do, and the call that it prepares for a problem."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Forward = Callable[["Inputs"], "torch.Tensor"]
 
 
 class Call(NamedTuple):
-    """A peer ready for a problem: its forward, what has to be around it (the choice of a backend, say), and a remark
-    for the reader.
+    """A peer prepared for a problem: its forward, a context manager around it (such as the choice of a backend), and a
+    remark for the reader.
 
-    Of a peer that prepares the mask before its calls: `masks`, functions that prepare it anew, by the name of the
-    figure that their time is; `whole` makes a forward that prepares the mask itself, and is called once nothing else is
-    measured any more.
+    For a peer that prepares the mask before its calls, `masks` has functions that prepare it again, by the name of the
+    figure for their time. `whole` returns a forward that prepares the mask itself; it is called after all other
+    measurements.
     """
 
     forward: Forward
@@ -38,8 +38,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """`cannot` gives the reason why it cannot do a cell in a few words, or nothing; `compiles`: its first call
-    compiles for seconds."""
+    """An implementation. `cannot` returns why it cannot do a cell, in a few words, or an empty string. `compiles`: its
+    first call compiles for seconds."""
 
     title: str
     cannot: Callable[[Cell], str]
@@ -48,23 +48,23 @@ class Peer:
 
 
 def undropped(cannot: Callable[[Cell], str], cell: Cell) -> str:
-    """Of a peer that cannot drop."""
+    """Return the reason for a peer without dropout."""
     return "no dropout" if cell.asked("dropout_p") else cannot(cell)
 
 
 def uncached(cannot: Callable[[Cell], str], cell: Cell) -> str:
-    """Of a peer that reads no cache here."""
+    """Return the reason for a peer without a KV cache here."""
     return "not over a cache" if cell.cached else cannot(cell)
 
 
 def unquantised(cannot: Callable[[Cell], str], cell: Cell) -> str:
-    """Of a peer that reads no keys of 8 bits here."""
+    """Return the reason for a peer without 8-bit keys here."""
     return "no keys of 8 bits" if cell.quantised else cannot(cell)
 
 
 def importable(name: str) -> bool:
-    """Whether a package is at hand; it is not imported."""
+    """Whether a package is installed; it is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # of a package around it
+    except (ImportError, ValueError):  # from a parent package
         return False

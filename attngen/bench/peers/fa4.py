@@ -1,4 +1,4 @@
-"""FlashAttention-4, where it is installed."""
+"""FlashAttention-4, if it is installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fa4_cannot(cell: Cell) -> str:
 
 
 def fa4(problem: Problem) -> Call:
-    """flash-attn-4, whose layout is [B, N, H, D]: it gets views."""
+    """Return flash-attn-4's call. Its layout is [B, N, H, D], so it gets views."""
     from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
 
     mask = problem.cell.spec.mask

@@ -1,4 +1,4 @@
-"""FlashInfer's decoding over pages of keys and values, or of latents, where it is installed."""
+"""FlashInfer's decoding with pages of keys and values, or of latents, if it is installed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from attngen.bench.cases.problem import Inputs, Problem
 
-WORKSPACE = 2**27  # bytes, as its documentation has them
-SHARED = 4  # query heads of a K/V head from which on its tensor cores pay, as SGLang and vLLM choose
+WORKSPACE = 2**27  # bytes, from its documentation
+SHARED = 4  # query heads per K/V head from which on it uses tensor cores, as in SGLang and vLLM
 
 
 def flashinfer_cannot(cell: Cell) -> str:
@@ -38,12 +38,12 @@ def flashinfer_cannot(cell: Cell) -> str:
 
 
 def flashinfer(problem: Problem) -> Call:
-    """Its wrapper for one query of each sequence, planned before."""
+    """Return its wrapper's call for one query of each sequence, planned in advance."""
     return _of_latents(problem) if problem.cell.spec.rope else _of_heads(problem)
 
 
 def _of_heads(problem: Problem) -> Call:
-    """Over keys and values; q is [B, Hq, D], and the cache as `with_kvcache` takes it."""
+    """Return the call with keys and values. q is [B, Hq, D], and the cache has the layout of `with_kvcache`."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
     c, mask = problem.cell, problem.cell.spec.mask
@@ -67,8 +67,8 @@ def _of_heads(problem: Problem) -> Call:
 
 
 def _of_latents(problem: Problem) -> Call:
-    """Over latents: q [B, Hq, D_v] and [B, Hq, rope], the cache [pages, page, D_v] and [pages, page, rope], views of
-    ours."""
+    """Return the call with latents: q [B, Hq, D_v] and [B, Hq, rope], the cache [pages, page, D_v] and [pages, page,
+    rope], views of ours."""
     import torch
     from flashinfer.mla import BatchMLAPagedAttentionWrapper  # type: ignore[import-not-found]
 
@@ -101,7 +101,7 @@ def _of_latents(problem: Problem) -> Call:
 
 
 def _pages(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(keys of each sequence, where its pages end in the list of all, that list): int32."""
+    """Return (keys of each sequence, the end of its pages in the list of all pages, that list): int32."""
     import torch
 
     lengths, table = problem.given["cache_seqlens"], problem.given["page_table"]

@@ -1,4 +1,4 @@
-"""FlexAttention, with functions written from the spec."""
+"""FlexAttention, with functions printed from the spec."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from attngen.bench.cases.problem import Inputs, Problem
 
 
-# terms of a sum in a function, which does not compile if the compiler does not unroll it: by default it does up to 7
+# Terms of a sum in a function, which only compiles if the compiler unrolls the sum; by default it unrolls up to 7.
 LONGEST_SUM = 64
-EAGER_SCORES = (
-    2**30
-)  # up to so many, FlexAttention's block mask is made without compiling what makes it, which can take minutes
+# Up to this many scores, FlexAttention's block mask is made without compiling `create_block_mask`, which can take
+# minutes.
+EAGER_SCORES = 2**30
 
 
 def flex_flash_cannot(cell: Cell) -> str:
@@ -29,14 +29,15 @@ def flex_flash_cannot(cell: Cell) -> str:
 
 
 def flex(problem: Problem, backend: str = "") -> Call:
-    """FlexAttention, compiled, with its default options; the functions are written from the spec, and the block mask is
-    made before.
+    """Return FlexAttention's call, compiled with its default options. The functions are printed from the spec, and the
+    block mask is made in advance.
 
-    PyTorch's compiler is asked to unroll the sums of functions, which do not compile otherwise.
+    PyTorch's compiler is configured to unroll the sums of functions, which do not compile otherwise.
 
-    backend: `FLASH` for its backend that writes kernels by FlashAttention-4; its own Triton kernels without one.
+    backend: `FLASH` for its backend with FlashAttention-4's kernels; by default its Triton kernels.
 
-    With a learned bias its backward gets two stages: its default of three needs more shared memory than an H200 has.
+    With a learned bias its backward gets two stages, because its default of three needs more shared memory than an H200
+    has.
     """
     import torch
     import torch._functorch.config
@@ -66,7 +67,7 @@ def flex(problem: Problem, backend: str = "") -> Call:
     masks = {"mask_ms": quick} if large else {"mask_ms": quick, "mask_eager_ms": eager}
 
     def whole() -> Forward:
-        torch.compiler.reset()  # what was compiled above keeps its buffers for a second backward
+        torch.compiler.reset()  # the functions compiled above keep their buffers for a second backward
 
         def forward(x: Inputs) -> torch.Tensor:
             with torch._functorch.config.patch(donated_buffer=True):
@@ -79,8 +80,8 @@ def flex(problem: Problem, backend: str = "") -> Call:
 
 
 def _paged(problem: Problem) -> Call:
-    """FlexAttention over pages, by torch's PagedAttention: all pages are the keys of one sequence, and a block mask
-    says whose they are."""
+    """Return FlexAttention's call with pages, by torch's PagedAttention: all pages are the keys of one sequence, and a
+    block mask says to which sequence they belong."""
     import torch
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
@@ -100,7 +101,7 @@ def _paged(problem: Problem) -> Call:
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def rows(x: torch.Tensor) -> torch.Tensor:
-        """[pages, Hkv, page, D] as [1, Hkv, pages * page, D]."""
+        """Return [pages, Hkv, page, D] as [1, Hkv, pages * page, D]."""
         return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     def forward(x: Inputs) -> torch.Tensor:

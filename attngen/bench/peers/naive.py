@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def naive(problem: Problem) -> Call:
-    """softmax(q @ k^T) @ v in plain torch, with the whole score matrix in memory, in the cell's dtype."""
+    """Return softmax(q @ k^T) @ v in plain torch, with the whole score matrix in memory, in the cell's dtype."""
     import torch
 
     mask = problem.visible()
@@ -26,9 +26,8 @@ def naive(problem: Problem) -> Call:
         b, heads, n_q, width = x.q.shape
         k, v = problem.rows(x)
         shared, n_kv = k.shape[1:3]
-        rows = (x.q * scale).reshape(
-            b, shared, heads // shared * n_q, width
-        )  # the queries that share a K/V head, without copies of it
+        # The queries that share a K/V head, so that it is not copied.
+        rows = (x.q * scale).reshape(b, shared, heads // shared * n_q, width)
         scores = (rows @ k.transpose(-1, -2)).view(b, heads, n_q, n_kv)
         scores = scores if modify is None else modify(scores).to(x.q.dtype)
         scores = scores if hidden is None else scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

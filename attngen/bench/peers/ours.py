@@ -1,4 +1,4 @@
-"""Ours: the generated module of the spec, its calls over a cache, and `attngen.flex_attention` of functions."""
+"""Ours: the generated module of the spec, its calls with a KV cache, and `attngen.flex_attention` of functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def ours(problem: Problem) -> Call:
-    """The generated module, with what the mask reads planned."""
+    """Return the generated module's call, with the mask's inputs planned in advance."""
     import torch
 
     from attngen.bench.cases.functions import FunctionProblem
@@ -27,7 +27,7 @@ def ours(problem: Problem) -> Call:
         return Call(of_function(problem))
     attention = load_module(problem.folder).attention
     if problem.cell.cached:
-        return Call(over_cache(attention.with_kvcache, problem), torch.no_grad)
+        return Call(cache_forward(attention.with_kvcache, problem), torch.no_grad)
     learned = [i.name for i in problem.cell.spec.learned()]
     p = problem.cell.asked("dropout_p")
     dropout = {"dropout_p": p} if p else {}
@@ -44,15 +44,14 @@ def ours(problem: Problem) -> Call:
         planned["block_mask"] = make()
     else:
         defaults = inspect.signature(attention).parameters
-        planned = {
-            name: x for name, x in planned.items() if defaults[name].default is inspect.Parameter.empty
-        }  # the plan has the others
+        # The plan has the optional arguments.
+        planned = {name: x for name, x in planned.items() if defaults[name].default is inspect.Parameter.empty}
         planned["plan"] = make()
     return Call(forward(planned), masks={"mask_ms": make}, whole=lambda: forward(problem.given))
 
 
-def over_cache(with_kvcache: Any, problem: Problem) -> Forward:
-    """Calls that read the cache and store nothing in it; of a latent there is no v_cache."""
+def cache_forward(with_kvcache: Any, problem: Problem) -> Forward:
+    """Return a forward that reads the cache and appends nothing; with a latent there is no v_cache."""
     stored = 1 if problem.cell.spec.rope else 2
 
     def forward(x: Inputs) -> torch.Tensor:
@@ -63,12 +62,12 @@ def over_cache(with_kvcache: Any, problem: Problem) -> Forward:
 
 
 def _planner(attention: Any, problem: Problem) -> Callable[[], object] | None:
-    """What makes the plan of a problem anew; None where nothing can be planned of it."""
+    """Return a function that makes the plan of a problem; None if nothing can be planned."""
     if not hasattr(attention, "plan"):
         return None
-    wanted = inspect.signature(attention.plan).parameters
-    if "block_mask" in wanted:
+    parameters = inspect.signature(attention.plan).parameters
+    if "block_mask" in parameters:
         return partial(attention.plan, problem.given["block_mask"]) if "block_mask" in problem.given else None
-    one = problem.draw(0)
+    one = problem.make_inputs(0)
     have = {**problem.given, "q": one.q, "k": one.k, "n_q": problem.cell.n_q, "n_kv": problem.cell.n_kv}
-    return partial(attention.plan, **{name: have[name] for name in wanted if name in have})
+    return partial(attention.plan, **{name: have[name] for name in parameters if name in have})

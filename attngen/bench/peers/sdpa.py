@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def sdpa_cannot(cell: Cell, single: bool = False, masked: bool = True) -> str:
-    """`single`: the backend takes fp32. `masked`: it takes a mask as a tensor, which it gets over a cache."""
+    """Return why a backend cannot do a cell. `single`: it takes fp32. `masked`: it takes a mask as a tensor, which it
+    gets with a KV cache."""
     mask = cell.spec.mask
     if cell.spec.score:
         return "no score modifiers"
@@ -33,20 +34,20 @@ def sdpa_cannot(cell: Cell, single: bool = False, masked: bool = True) -> str:
 
 
 def _numbers(visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask as numbers that are added to scores; SDPA makes them anew in each call if it gets booleans."""
+    """Return a mask as numbers that are added to scores. From booleans SDPA would compute them again in each call."""
     return None if visible is None else visible.new_zeros(visible.shape, dtype=dtype).masked_fill(~visible, -math.inf)
 
 
 def _hides(cell: Cell) -> bool:
-    """Whether some query does not see all `n_kv` rows of a cache. A causal mask lets the only query of a sequence
-    see all its keys."""
+    """Whether some query does not see all `n_kv` rows of a KV cache. With a causal mask the only query of a sequence
+    sees all its keys."""
     mask = cell.spec.mask
     last = isinstance(mask, Causal) and mask.align == "bottom_right" and cell.n_q == 1
     return bool(cell.asked("ragged")) or not (last or isinstance(mask, NoMask))
 
 
 def sdpa(backend: str, problem: Problem) -> Call:
-    """SDPA held to one backend; where that wants as many K/V heads as query heads, it gets views of them."""
+    """Return SDPA's call with one backend. A backend that needs as many K/V heads as query heads gets expanded ones."""
     import torch
     from torch.backends.cuda import (
         SDPAParams,
@@ -69,7 +70,7 @@ def sdpa(backend: str, problem: Problem) -> Call:
     causal = isinstance(c.spec.mask, Causal) and not c.cached
     p = c.asked("dropout_p")
     around = partial(sdpa_kernel, getattr(SDPBackend, kind))
-    one = problem.draw(0)
+    one = problem.make_inputs(0)
     with around():
         expands = (
             group > 1
@@ -87,20 +88,20 @@ def sdpa(backend: str, problem: Problem) -> Call:
             x.q, k, v, mask, dropout_p=p, is_causal=causal, enable_gqa=gqa
         )
 
-    with around(), warnings.catch_warnings(record=True) as said:
+    with around(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             forward(one)
         except RuntimeError as error:
-            raise RuntimeError(_reason([str(w.message) for w in said]) or str(error)) from error
+            raise RuntimeError(_reason([str(w.message) for w in caught]) or str(error)) from error
     notes = ["K/V heads repeated for it"] * expands
     if mask is not None:
         notes.append(f"mask as a tensor, all {problem.set_bytes / 2**20:.0f} MiB of the cache read")
     return Call(forward, around, "; ".join(notes))
 
 
-def _reason(said: list[str]) -> str:
-    """Why torch cannot use a backend, as its warnings say; those of backends that were not asked for say that they
-    are disabled."""
-    reasons = (text.partition(" (Triggered")[0].strip() for text in said)
+def _reason(messages: list[str]) -> str:
+    """Return why torch cannot use a backend, from its warnings. Those about other backends say that they are
+    disabled."""
+    reasons = (text.partition(" (Triggered")[0].strip() for text in messages)
     return next((text for text in reasons if "not used because" not in text and "disabled" not in text), "")

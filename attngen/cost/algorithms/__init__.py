@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.text import parse_module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.parser import parse_module
 
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "standard": {"forward": ("scores", "softmax", "output"), "backward": ("dv", "dp", "ds", "dq", "dk")},

@@ -23,13 +23,13 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
 
     Args:
         modules: a folder of modules that were built ahead of time from the specs that `attngen specs-for` writes; they
-        are used in place
-            of those of the cache. A layer of which it has none takes the cache's, with one warning that names the spec.
-        name: what `attn_implementation` calls it. A name with `flash` in it means other things to transformers, and so
-        do its own names.
+            are used in place of those of the cache. A layer for which it has none uses the cache, with one warning
+            that names the spec.
+        name: the name for `attn_implementation`. Names that contain `flash`, and transformers' own names, have other
+            meanings.
 
     Raises:
-        AttngenError: transformers is not there, or too old; the folder has no module; the name cannot be.
+        AttngenError: transformers is missing or too old; the folder has no module; the name is not allowed.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -46,7 +46,8 @@ def register(modules: str | os.PathLike[str] | None = None, *, name: str = "attn
         )
     if "flash" in name or "|" in name or "/" in name:
         raise AttngenError(
-            f"register: the name `{name}` means something else to transformers; expected one without `flash`, `|` and `/`"
+            f"register: the name `{name}` means something else to transformers; expected one without `flash`, `|` "
+            "and `/`"
         )
     if modules is not None:
         from attngen.api import load

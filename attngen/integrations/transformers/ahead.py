@@ -1,6 +1,6 @@
-"""The specs of a model, from its configuration alone: for `attngen build`, ahead of the first call.
+"""The specs of a model, made from only its configuration: for `attngen build`, ahead of the first call.
 
-The model is made without weights, on torch's meta device, and runs once. Its layers say what they would run, and run
+The model is made without weights, on torch's meta device, and runs once. Its layers record what they would run, and run
 nothing.
 """
 
@@ -21,33 +21,29 @@ from attngen.integrations.transformers import register
 from attngen.integrations.transformers.attend import Layer, recording
 from attngen.integrations.transformers.formula import Formula, in_documents
 
-LENGTH = 64  # of the sequence that runs; a mask is a formula, and is the same for any
-SAMPLES = 16000  # of the sound that runs
+LENGTH = 64  # length of the sequence that runs; a mask's formula does not depend on it
+SAMPLES = 16000  # length of the sound that runs
 NAME = "attngen"
-DRAWN = (
-    "apply_spec_augment",
-    "layerdrop",
-    "encoder_layerdrop",
-    "decoder_layerdrop",
-)  # what leaves out frames or layers at random
+# Settings that drop frames or layers at random.
+RANDOM_DROPS = ("apply_spec_augment", "layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 USES = ("training", "serving")
 
 
 def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | None = None) -> dict[str, str]:
-    """The specs of a model's attention layers.
+    """Return the specs of a model's attention layers.
 
     Args:
         config: a config.json of transformers, with `model_type`.
-        uses: `training`, which is forward and backward, padded, packed and neither; `serving`, which is decoding over a
-        cache.
-        dtype: what the model computes in; None means what the configuration says, and bfloat16 where it says nothing.
+        uses: `training`, which is forward and backward, padded, packed and neither; `serving`, which is decoding with a
+            KV cache.
+        dtype: the model's dtype; None means that of the configuration, or bfloat16 if it has none.
 
     Returns:
         YAML by the name of the spec.
 
     Raises:
-        AttngenError: the file is no configuration, transformers does not know its model, or the model cannot run so;
-        one sentence.
+        AttngenError: the file is not a configuration, transformers does not know its model, or the model cannot run
+            without weights; one sentence.
     """
     register(name=NAME)
     read = _read(config)
@@ -72,7 +68,7 @@ def specs_for(config: Path, uses: tuple[str, ...] = USES, dtype: torch.dtype | N
 
 
 def _read(path: Path) -> Any:
-    """A configuration of transformers."""
+    """Read a configuration of transformers. Raise AttngenError if the file is not one."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
@@ -88,12 +84,12 @@ def _read(path: Path) -> Any:
         raise AttngenError(f"{path}: transformers knows no model `{kind}`{hint}")
     try:
         return AutoConfig.for_model(**data)
-    except Exception as error:  # of many kinds: each model checks its own
-        raise AttngenError(f"{path}: is no configuration of a {kind} ({' '.join(str(error).split())})") from None
+    except Exception as error:  # each model raises its own kinds
+        raise AttngenError(f"{path}: is not a configuration of a {kind} ({' '.join(str(error).split())})") from None
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """The configuration, or those of its models where there are several, as for text and for images."""
+    """Yield the configuration, or those of its models if there are several, such as for text and for images."""
     inner = [
         getattr(config, name) for name in ("text_config", "vision_config") if getattr(config, name, None) is not None
     ]
@@ -101,11 +97,11 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[Layer, Formula]]:
-    """What the layers of one model run."""
+    """Run one model, and return what its layers would run."""
     from transformers import AutoModel
 
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    for name in DRAWN:
+    for name in RANDOM_DROPS:
         if getattr(config, name, None):
             setattr(config, name, type(getattr(config, name))())
     try:
@@ -116,16 +112,16 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
                     module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
                 if type(module).__name__.endswith("Experts"):  # which tokens an expert gets depends on weights
                     module.forward = lambda x, *_, **__: torch.zeros_like(x)
-                if hasattr(module, "layers") and any(hasattr(getattr(module, "config", None), name) for name in DRAWN):
-                    module.training = (
-                        False  # itself, not its layers: it would look at the number that it draws for each
-                    )
+                settings = getattr(module, "config", None)
+                if hasattr(module, "layers") and any(hasattr(settings, name) for name in RANDOM_DROPS):
+                    # Only the module, not its layers: in training it would read a random number for each layer.
+                    module.training = False
             with recording() as (layers, left):
                 model(**_inputs(config, dtype, model.main_input_name))
     except AttngenError as error:
         raise AttngenError(f"{path}: a {config.model_type} does not run with attngen ({error})") from None
     except Exception as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):  # of a table of transformers' own attentions
+        if isinstance(error, KeyError) and error.args == (NAME,):  # a model's own table of attention functions
             raise AttngenError(
                 f"{path}: no layer of a {config.model_type} takes its attention from transformers' interface"
             ) from None
@@ -141,7 +137,7 @@ def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[La
 
 
 def _inputs(config: Any, dtype: torch.dtype, main: str) -> dict[str, torch.Tensor]:
-    """Inputs without values. main: the name of the model's first one."""
+    """Return inputs without values. main: the name of the model's first input."""
     if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
         size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
         return {"pixel_values": torch.empty(1, getattr(config, "num_channels", 3), *size, dtype=dtype)}
@@ -159,7 +155,7 @@ def _inputs(config: Any, dtype: torch.dtype, main: str) -> dict[str, torch.Tenso
 
 
 def _specs(layer: Layer, formula: Formula, uses: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """The specs of a kind of layers: sequences of one length, padded ones and packed ones; and over a cache."""
+    """Yield the specs of a kind of layers: for sequences of one length, padded and packed ones; and with a KV cache."""
     packed = in_documents(formula)
     for kind in {layer: None, replace(layer, dropout=False): None} if "training" in uses else ():
         yield kind.spec(formula, "")
@@ -167,6 +163,6 @@ def _specs(layer: Layer, formula: Formula, uses: tuple[str, ...]) -> Iterator[di
         if formula.causal and not packed.why:
             yield kind.spec(packed, "")
     if "serving" in uses and formula.causal:
-        served = replace(layer, served=True, dropout=False)
-        yield served.spec(formula, "")
-        yield served.spec(formula, "spans")
+        decoding = replace(layer, decodes=True, dropout=False)
+        yield decoding.spec(formula, "")
+        yield decoding.spec(formula, "spans")

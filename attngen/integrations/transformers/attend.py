@@ -1,4 +1,5 @@
-"""What transformers calls in every attention layer (its AttentionInterface): the kernels of the layer's spec."""
+"""The attention function that transformers calls in every layer (its AttentionInterface): it runs the kernels of the
+layer's spec."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from attngen.errors import AttngenError
-from attngen.frontends.pairs import of_plan
+from attngen.frontends.pairs import plan_arguments
 from attngen.integrations.transformers.formula import Formula, in_documents
 from attngen.integrations.transformers.mask import Mask, mask_of
 from attngen.lang.limits import WIDEST_HEAD
 
-# Keyword arguments that change nothing here: the mask has them, or they are of other parts of a model.
+# Keyword arguments that are ignored: the mask includes them, or they are for other parts of a model.
 _KNOWN = frozenset(
     (
         "cache_position",
@@ -52,24 +53,24 @@ _KNOWN |= {
     "training",
     "return_loss",
 }
-# Keys that count, over a cache: a run in each sequence. What the mask `key_padding` reads would be computed again in
-# every call.
+# The mask of padded keys in a cache: the others are contiguous in each sequence. The tensors of `key_padding` would be
+# computed again in every call.
 SPAN: dict[str, Any] = {
     "expr": "kv_idx >= span_first[b] and kv_idx < span_end[b]",
     "params": {name: {"tensor": ["B"], "dtype": "int32"} for name in ("span_first", "span_end")},
 }
-CHOSEN = ("indices", "block_indices")  # of the keys that a layer chose: its mask has them for eager attention alone
-LONGEST_NAME = 64  # of a spec
-SERVED = 16  # queries of a sequence, at most, that run over a cache with its keys dealt among programs
-_WARNED: set[Hashable] = set()  # what warnings have said
+CHOSEN = ("indices", "block_indices")  # arguments with the keys that a layer chose: only eager's mask includes them
+LONGEST_NAME = 64  # maximum length of a spec's name
+MOST_QUERIES = 16  # maximum number of queries of a sequence for split-KV kernels
+_WARNED: set[Hashable] = set()  # the subjects of printed warnings
 
 
-Padded = Literal["", "spans", "padded"]  # how a layer knows its keys: all count, a run of them, or any
+Padded = Literal["", "spans", "padded"]  # which keys are not padding: all, a contiguous span, or any
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer's spec follows from, besides its mask."""
+    """The properties of a layer that determine its spec, except its mask."""
 
     sharing: str
     widths: tuple[int, int]
@@ -79,15 +80,15 @@ class Layer:
     sink: bool
     bias: bool
     dropout: bool
-    served: bool
+    decodes: bool
 
     def spec(self, formula: Formula, padded: Padded) -> dict[str, Any]:
-        """The spec of a layer with a mask, as plain data."""
+        """Return the spec of a layer with a mask, as plain data."""
         keys: dict[Padded, list[Any]] = {"": [], "spans": [SPAN], "padded": ["key_padding"]}
         parts = [*formula.parts, *keys[padded]]
         scores: list[Any] = [] if self.softcap is None else [{"softcap": self.softcap}]
-        scores += [{"dense_bias": {"learnable": not self.served}}] if self.bias else []
-        scores += [{"sink": {"learnable": not self.served}}] if self.sink else []
+        scores += [{"dense_bias": {"learnable": not self.decodes}}] if self.bias else []
+        scores += [{"sink": {"learnable": not self.decodes}}] if self.sink else []
         qk, v = self.widths
         data = {
             "name": self._name(formula, padded),
@@ -99,16 +100,13 @@ class Layer:
         data |= {"fp32_precision": "tf32"} if self.tf32 else {}
         data |= {"score": scores} if scores else {}
         data |= {"dropout": True} if self.dropout else {}
-        return data | ({"cache": "contiguous", "backward": False} if self.served else {})
+        return data | ({"cache": "contiguous", "backward": False} if self.decodes else {})
 
     def _name(self, formula: Formula, padded: Padded) -> str:
-        """A name that says what the layer does."""
-        words = ["decode"] * self.served + [_word(part) for part in formula.parts]
-        words += (
-            [padded] * bool(padded)
-            + ([] if self.softcap is None else [f"softcap_{self.softcap:g}"])
-            + ["bias"] * self.bias
-        )
+        """Return a spec's name made from the layer's properties."""
+        words = ["decode"] * self.decodes + [_word(part) for part in formula.parts]
+        words += [padded] * bool(padded)
+        words += ([] if self.softcap is None else [f"softcap_{self.softcap:g}"]) + ["bias"] * self.bias
         words += ["sink"] * self.sink + ["dropout"] * self.dropout + ["tf32" if self.tf32 else "fp32"] * self.wide
         qk, v = self.widths
         name = re.sub(
@@ -138,15 +136,15 @@ _RECORDING: list[tuple[list[tuple[Layer, Formula]], list[str]]] = []
 
 
 def prefer(modules: Iterable[ModuleType]) -> None:
-    """Take these modules for the layers of their specs from now on, in place of what layers have run until now."""
+    """Use these modules for layers with their specs from now on, in place of modules of the cache."""
     FOUND.update((module.SPEC_HASH, module) for module in modules)
     _MODULES.clear()
 
 
 @contextmanager
 def recording() -> Iterator[tuple[list[tuple[Layer, Formula]], list[str]]]:
-    """Note the layers that run, with what their masks say, and why others do not; in place of running them: they
-    give zeros."""
+    """Record layers instead of running them, with the formulas of their masks, and the reasons why others cannot run.
+    All return zeros."""
     _RECORDING.append(([], []))
     try:
         yield _RECORDING[-1]
@@ -169,27 +167,26 @@ def attend(
     position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one layer.
+    """Compute attention of one layer.
 
     Args:
         module: the layer.
-        query: [B, Hq, Nq, D]. key, value: [B, Hkv, Nk, D], those of a cache included.
-        attention_mask: a Mask; None where the model makes no mask, and then the layer is causal or sees all, as with
-        SDPA.
+        query: [B, Hq, Nq, D]. key, value: [B, Hkv, Nk, D], including those of a cache.
+        attention_mask: a Mask; None if the model makes no mask: then the layer is causal or sees all keys, as with
+            SDPA.
         dropout: probability to drop a weight.
         scaling: factor on the scores; None means 1 / sqrt(D).
-        is_causal: of a layer without a mask; None means what the layer says.
-        softcap, s_aux, position_bias: what the model does with its scores: a cap, logits [Hq] without values, a bias [1
-        or B, Hq, Nq, Nk].
+        is_causal: whether a layer without a mask is causal; None means the layer's own setting.
+        softcap, s_aux, position_bias: score modifiers of the model: a cap, sink logits [Hq], a bias [1 or B, Hq, Nq,
+            Nk].
 
     Returns:
-        ([B, Nq, Hq, D], None). What attngen does not do runs by the model's own eager function, with one warning for
-        each reason and class of layers, and gives weights too.
+        ([B, Nq, Hq, D], None). A layer that attngen does not support runs by the model's own eager function, with one
+        warning for each reason and class of layers, and returns weights too.
     """
     device = query.device.type
-    if device != "meta" and torch.is_autocast_enabled(
-        device
-    ):  # as SDPA does; rotations may have made q and k wider than v
+    if device != "meta" and torch.is_autocast_enabled(device):
+        # SDPA casts too; rotations may have promoted the dtype of q and k above that of v.
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     mask = attention_mask
     if mask is None:
@@ -197,62 +194,95 @@ def attend(
         key, value = key[:, :, : mask.shape[3]], value[:, :, : mask.shape[3]]
     if more.get("cu_seq_lens_q") is not None and isinstance(mask, Mask):
         mask = _with_documents(mask, more["cu_seq_lens_q"], more.get("cu_seq_lens_k"))
-    gradients = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (query, key, value, s_aux, position_bias)
-    )
     given = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
-    why = _unserved(mask, query, key, value, more)
+    why = _unsupported(mask, query, key, value, more)
     if not why and isinstance(mask, Mask):
-        served = not gradients and not dropout and _is_served(mask, query, key)
-        if not served:
-            mask, key, value, position_bias, why = _level(mask, query, key, value, position_bias)
+        forward_only = not dropout and not _needs_gradients(query, key, value, s_aux, position_bias)
+        decodes = forward_only and _can_decode(mask, query, key)
+        if not decodes:
+            mask, key, value, position_bias, why = _aligned_at_end(mask, query, key, value, position_bias)
     if why and _RECORDING:
         _RECORDING[-1][1].append(why)
         return _zeros(query, value), None
     if why or not isinstance(mask, Mask):
         return _by_eager(why, module, query, key, value, mask, {**given, **more})
-    wide = query.dtype == torch.float32
-    groups = query.shape[1] // max(1, key.shape[1])
-    layer = Layer(
-        "mha" if groups == 1 else "mqa" if key.shape[1] == 1 else "gqa",
-        (query.shape[3], value.shape[3]),
-        wide,
-        wide and torch.get_float32_matmul_precision() != "highest",
-        softcap,
-        s_aux is not None,
-        position_bias is not None,
-        dropout > 0,
-        served,
-    )
+    layer = _layer(query, key, value, dropout, softcap, s_aux is not None, position_bias is not None, decodes)
     if _RECORDING:
         _RECORDING[-1][0].append((layer, mask.formula))
         return _zeros(query, value), None
-    padded: Padded = "" if mask.padding is None else "spans" if served and mask.span else "padded"
+    out = _run(layer, mask, query, key, value, dropout, scaling, s_aux, position_bias)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _layer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    softcap: float | None,
+    sink: bool,
+    bias: bool,
+    decodes: bool,
+) -> Layer:
+    wide = query.dtype == torch.float32
+    groups = query.shape[1] // max(1, key.shape[1])
+    return Layer(
+        sharing="mha" if groups == 1 else "mqa" if key.shape[1] == 1 else "gqa",
+        widths=(query.shape[3], value.shape[3]),
+        wide=wide,
+        tf32=wide and torch.get_float32_matmul_precision() != "highest",
+        softcap=softcap,
+        sink=sink,
+        bias=bias,
+        dropout=dropout > 0,
+        decodes=decodes,
+    )
+
+
+def _needs_gradients(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _run(
+    layer: Layer,
+    mask: Mask,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sink: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Call the module of a layer, and return its output [B, Hq, Nq, D]."""
+    decodes = layer.decodes
+    padded: Padded = "" if mask.padding is None else "spans" if decodes and mask.span else "padded"
     built = _module(layer, mask.formula, padded)
     inputs = dict(mask.inputs)
     if padded == "spans" and mask.span:
         inputs |= dict(zip(SPAN["params"], mask.span))
     elif padded:
         inputs["key_padding"] = mask.padding
-    inputs |= {} if s_aux is None else {"sink": s_aux.float()}
-    inputs |= {} if position_bias is None else {"bias": position_bias.to(query.dtype)}
-    if served:
+    inputs |= {} if sink is None else {"sink": sink.float()}
+    inputs |= {} if bias is None else {"bias": bias.to(query.dtype)}
+    if decodes:
         keys = (key.transpose(1, 2), value.transpose(1, 2))
-        out = built.attention.with_kvcache(query, *keys, cache_seqlens=_lengths(mask, query), **inputs, scale=scaling)
+        lengths = _lengths(mask, query)
+        out = built.attention.with_kvcache(query, *keys, cache_seqlens=lengths, **inputs, scale=scaling)
     else:
         inputs |= {"dropout_p": dropout} if dropout > 0 else {}
-        out = built.attention(query, key, value, **_planned(built, mask, query, key, inputs), scale=scaling)
-    return out.transpose(1, 2).contiguous(), None
+        out = built.attention(query, key, value, **_with_plan(built, mask, query, key, inputs), scale=scaling)
+    return cast(torch.Tensor, out)
 
 
 def _zeros(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What a layer gives that does not run: [B, Nq, Hq, D]."""
+    """Return the result of a layer that does not run: [B, Nq, Hq, D]."""
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
 def _implied(module: Any, query: torch.Tensor, key: torch.Tensor, is_causal: bool | None) -> Mask:
-    """The mask of a layer that is given none, as SDPA takes it: causal from the first key on where there are several
-    queries, or none."""
+    """Return the mask of a layer without one, as SDPA takes it: causal from the first key on if there are several
+    queries, or bidirectional."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -263,14 +293,14 @@ def _implied(module: Any, query: torch.Tensor, key: torch.Tensor, is_causal: boo
 
 
 def _with_documents(mask: Mask, starts: torch.Tensor, starts_k: torch.Tensor | None) -> Mask:
-    """The mask inside each of the sequences that a call packs into one, where the mask does not say so already."""
+    """Return the mask restricted to each of the sequences that a call packs into one, if it is not already."""
     if mask.formula.packed:
         return mask
     batch, _, n_q, n_kv = mask.shape
     if batch != 1 or n_q != n_kv or starts_k is not None and starts_k.shape != starts.shape:
         raise AttngenError(
-            f"transformers: cu_seq_lens_q comes with {batch} sequences of {n_q} queries and {n_kv} keys; expected one row of packed "
-            f"sequences, with as many queries as keys"
+            f"transformers: cu_seq_lens_q comes with {batch} sequences of {n_q} queries and {n_kv} keys; expected one "
+            f"row of packed sequences, with as many queries as keys"
         )
     if "documents" not in mask.plans:
         ids = torch.searchsorted(
@@ -287,8 +317,8 @@ def _with_documents(mask: Mask, starts: torch.Tensor, starts_k: torch.Tensor | N
     return documents
 
 
-def _unserved(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> str:
-    """Why attngen does not run a layer; empty where it does."""
+def _unsupported(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, more: dict[str, Any]) -> str:
+    """Return why attngen does not support a layer; empty text if it does."""
     if not isinstance(mask, Mask):
         return f"the model was given a mask [{', '.join(map(str, mask.shape))}] of its own"
     if mask.formula.why:
@@ -302,35 +332,37 @@ def _unserved(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"the layer computes in {query.dtype}"
     if odd := next((n for n in (query.shape[3], value.shape[3]) if n % 8 or not 16 <= n <= WIDEST_HEAD), 0):
-        return f"a head has {odd} columns, and attngen's have a multiple of 8, 16 to {WIDEST_HEAD}"
+        return f"the head_dim is {odd}, and attngen's are multiples of 8, 16 to {WIDEST_HEAD}"
     if mask.shape[3] != key.shape[2] or mask.shape[2] != query.shape[2]:
-        return f"the mask is of {mask.shape[2]} queries and {mask.shape[3]} keys, and the layer has {query.shape[2]} and {key.shape[2]}"
+        sizes = f"{mask.shape[2]} queries and {mask.shape[3]} keys"
+        return f"the mask is of {sizes}, and the layer has {query.shape[2]} and {key.shape[2]}"
     if mask.shape[0] != query.shape[0] and (mask.padding is not None or mask.inputs):
         return f"the mask is of {mask.shape[0]} sequences, and the layer has {query.shape[0]}"
     return ""
 
 
-def _is_served(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether a call without gradients runs over its keys as over a cache: few queries, which are the last ones of
-    their sequence."""
-    few = query.shape[2] <= SERVED and key.shape[2] > query.shape[2]
+def _can_decode(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a call without gradients can use its keys as a KV cache: few queries, which are the last ones of their
+    sequence."""
+    few = query.shape[2] <= MOST_QUERIES and key.shape[2] > query.shape[2]
     at_end = not isinstance(mask.start, torch.Tensor) and mask.start + query.shape[2] == key.shape[2]
     return few and (at_end or mask.formula.causal) and _has_cache(mask.formula)
 
 
 @cache
 def _has_cache(formula: Formula) -> bool:
-    """Whether a mask has kernels over a cache. If it visits lists of blocks, as where it is data, these are made of
-    a whole call's keys."""
+    """Whether a mask has kernels with a KV cache. It has none if it needs block lists, for example because it is data:
+    these are made for all keys of a call."""
     from attngen.builders.semantics import listed_blocks
     from attngen.spec import make_spec
 
     mask = {"all_of": list(formula.parts)} if formula.parts else "none"
-    return listed_blocks(make_spec({"name": "served", "head_dim": 64, "mask": mask})) is None
+    return listed_blocks(make_spec({"name": "decode", "head_dim": 64, "mask": mask})) is None
 
 
 def _lengths(mask: Mask, query: torch.Tensor) -> torch.Tensor:
-    """How many keys each sequence has, the queries' own included: int32 [B] on the device, once for all layers."""
+    """Return the number of keys of each sequence, including those of the queries: int32 [B] on the device, made once
+    for all layers."""
     if "lengths" not in mask.plans:
         batch, _, n_q, _ = query.shape
         end = mask.start + n_q
@@ -342,12 +374,12 @@ def _lengths(mask: Mask, query: torch.Tensor) -> torch.Tensor:
     return lengths
 
 
-def _level(
+def _aligned_at_end(
     mask: Mask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    """(mask, key, value, bias, why): a call whose last query is level with its last key, as specs count positions.
+    """Return (mask, key, value, bias, why) of a call whose last query has the position of the last key, as in specs.
 
-    A static cache has room behind the last query, which a causal mask hides: these keys are left out.
+    A static cache has room after the last query, which a causal mask hides: these keys are left out.
     """
     n_q, n_kv = query.shape[2], key.shape[2]
     if (
@@ -359,15 +391,15 @@ def _level(
         return mask, key, value, bias, ""
     if not mask.formula.causal:
         return mask, key, value, bias, "queries are not the last positions of a cache, and the mask is not causal"
-    if "level" not in mask.plans:
-        mask.plans["level"] = _cut(mask, int(mask.start) + n_q)
-    cut: Mask = mask.plans["level"]
-    end = cut.shape[3]
-    return cut, key[:, :, :end], value[:, :, :end], bias if bias is None else bias[..., :end], ""
+    if "aligned" not in mask.plans:
+        mask.plans["aligned"] = _first_keys(mask, int(mask.start) + n_q)
+    aligned: Mask = mask.plans["aligned"]
+    end = aligned.shape[3]
+    return aligned, key[:, :, :end], value[:, :, :end], bias if bias is None else bias[..., :end], ""
 
 
-def _cut(mask: Mask, end: int) -> Mask:
-    """The mask for the first keys alone."""
+def _first_keys(mask: Mask, end: int) -> Mask:
+    """Return the mask for only the keys before `end`."""
     along = {name: dims for name, _, dims in mask.formula.tables}
 
     def part(name: str, x: Any) -> Any:
@@ -382,7 +414,7 @@ def _cut(mask: Mask, end: int) -> Mask:
 
 
 def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
-    """The module of a layer's spec: one that was built ahead of time, or from the cache, or built now."""
+    """Return the module of a layer's spec: built ahead of time, from the cache, or built now."""
     from attngen.api import build
     from attngen.spec import make_spec
 
@@ -390,7 +422,7 @@ def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
     found = _MODULES.get(key)
     if found is None:
         data = layer.spec(formula, padded)
-        with warnings.catch_warnings():  # of what a mask's author may not mean
+        with warnings.catch_warnings():  # about masks that may not mean what their authors intended
             warnings.simplefilter("ignore")
             ahead = FOUND.get(make_spec(data).hash()) if FOUND else None
             found = _MODULES[key] = ahead or build(data)
@@ -402,28 +434,28 @@ def _module(layer: Layer, formula: Formula, padded: Padded) -> ModuleType:
     return found
 
 
-def _warn(what: str, about: Hashable) -> None:
-    """Warn once of what is the matter: `about` is the same for all calls of which the warning says the same."""
+def _warn(text: str, about: Hashable) -> None:
+    """Warn, once per `about`."""
     if about not in _WARNED:
         _WARNED.add(about)
-        warnings.warn(f"attngen: {what}", stacklevel=5)
+        warnings.warn(f"attngen: {text}", stacklevel=5)
 
 
-def _planned(
+def _with_plan(
     built: ModuleType, mask: Mask, query: torch.Tensor, key: torch.Tensor, inputs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The inputs of a call, and their plan where the module has one. Layers that share a mask share its plan."""
+    """Return the inputs of a call, with their plan if the module has one. Layers that share a mask share its plan."""
     make = getattr(built.attention, "plan", None)
     if make is None:
         return inputs
     at = built, query.shape[1], key.shape[1]
     if at not in mask.plans:
         given = {"q": query, "k": key, "n_q": query.shape[2], "n_kv": key.shape[2], **inputs}
-        mask.plans[at] = make(**{name: given[name] for name in of_plan(built) if name in given})
+        mask.plans[at] = make(**{name: given[name] for name in plan_arguments(built) if name in given})
     return {**inputs, "plan": mask.plans[at]}
 
 
-# ------------------------------------------------------------------------------------------------ what attngen does not do
+# ------------------------------------------------------------------------------------- layers that attngen cannot run
 
 
 def _by_eager(
@@ -435,16 +467,16 @@ def _by_eager(
     mask: Any,
     more: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The layer by the model's own eager function. A warning says why, once for each reason and class of layers."""
+    """Run the layer by the model's own eager function. Warn with the reason, once per reason and class of layers."""
     if chosen := next((name for name in CHOSEN if more.get(name) is not None), ""):
         raise AttngenError(
-            f"transformers: {type(module).__name__} gives its attention `{chosen}`, the keys that it chose, in place of a mask; attngen "
-            f'cannot run this model: use another attn_implementation for it, as "eager"'
+            f"transformers: {type(module).__name__} gives its attention `{chosen}`, the keys that it chose, in place "
+            f'of a mask; attngen cannot run this model: use another attn_implementation for it, such as "eager"'
         )
     eager = _eager(type(module))
     if eager is None:
         raise AttngenError(f"transformers: {why}, and {type(module).__name__} has no eager function to fall back to")
-    without_sizes = re.sub(r"\d+", "n", why)  # those of a call, which grow with each token
+    without_sizes = re.sub(r"\d+", "n", why)  # sizes of a call grow with each token
     _warn(f"{why}; such layers run by the model's eager attention", (type(module), without_sizes))
     dense = mask.dense() if isinstance(mask, Mask) else mask
     if dense.dtype == torch.bool:
@@ -457,7 +489,7 @@ def _by_eager(
 
 
 def _eager(layer: type) -> Any:
-    """The eager function that a layer's class names in its `forward`."""
+    """Return the eager function that a layer's class names in its `forward`; None if there is none."""
     for cls in layer.__mro__:
         code = getattr(cls.__dict__.get("forward"), "__code__", None)
         for name in getattr(code, "co_names", ()):

@@ -1,10 +1,8 @@
-"""What the mask functions of transformers say: functions of (batch, head, query, key) become the mask of a spec, once
-for each kind.
+"""Converts mask functions of transformers, of (batch, head, query, key), to masks of specs, once for each form.
 
-A model makes such functions anew in every forward, out of the same pieces with other tensors. So what was traced is
-kept by the function's
-form: its code, and the numbers and functions that it holds. Tensors are inputs of the spec, and are taken from the
-function at hand. A function that depends on anything else, such as an object of the user's or a tensor's size, has no
+A model makes new functions in every forward, from the same parts with other tensors. So traces are cached by the form
+of a function: its code, and the numbers and functions that it holds. Tensors are inputs of the spec, and are taken from
+the current function. A function that depends on anything else, such as an object of the user or a tensor's size, has no
 form, and is traced in every forward.
 """
 
@@ -21,7 +19,7 @@ import sympy
 import torch
 
 from attngen.errors import AttngenError
-from attngen.frontends.specs import written
+from attngen.frontends.specs import entry_of
 from attngen.frontends.trace import held, names_of, trace
 from attngen.frontends.tracer import joined
 from attngen.masks import KV, Mask, Q
@@ -30,24 +28,24 @@ from attngen.masks.sliding_window import SlidingWindow
 
 MaskFunction = Callable[..., Any]
 POSITIONS = ("b", "h", "q_pos", "kv_idx")  # a mask function counts queries among the keys
-OFFSET = "kv_offset"  # the position of the first key at hand, where a mask depends on more than distances
-_DEPTH = 12  # functions that hold functions
-_MOST = 256  # formulas that are kept; with one more all are forgotten
-_OF_SIZES = frozenset(
-    ("len", "ndim", "ndimension", "nelement", "numel", "shape", "size")
-)  # what a trace writes out of a tensor's size
+OFFSET = "kv_offset"  # input: the position of the first existing key, if a mask depends on more than distances
+_DEPTH = 12  # maximum nesting of functions that hold functions
+_MOST = 256  # number of cached formulas; one more clears the cache
+# Names with which a function may read a tensor's size, which a trace writes out as a constant.
+_OF_SIZES = frozenset(("len", "ndim", "ndimension", "nelement", "numel", "shape", "size"))
 
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A mask as a spec says it. There is one object for all functions that say the same.
+    """A mask in the form of a spec. There is one object for all functions with the same mask.
 
-    parts: the masks of which all must hold; none where every key is visible.
-    tables: the tensors of the function that the spec takes, and how: name -> (its number, the dimensions that are read
-    at a position).
-    causal: no key after a query is visible. offset: whether the call says where the keys at hand begin.
-    packed: whether queries see their own sequence alone, of those that lie one after the other. why: the reason, where
-    there is no formula.
+    parts: the masks whose conjunction it is; empty if every key is visible.
+    tables: the tensors of the function that the spec takes: (name, its number, the dimensions that are read at a
+    position).
+    causal: whether no key after a query is visible. offset: whether the call has to pass the position of the first
+    existing key.
+    packed: whether queries see only their own sequence, of several that are packed into a row. why: the reason if there
+    is no formula.
     """
 
     parts: tuple[Any, ...] = ()
@@ -59,17 +57,17 @@ class Formula:
 
 
 _KNOWN: dict[Any, Formula] = {}  # by the form of functions
-_SAME: dict[str, Formula] = {}  # by what they say
+_SAME: dict[str, Formula] = {}  # by their contents
 
 
 class _Formless(Exception):
-    """A function depends on what may change without notice."""
+    """A function depends on something that may change unnoticed."""
 
 
 def formula(function: MaskFunction, offset: int) -> tuple[Formula, list[torch.Tensor]]:
-    """The formula of a mask function, traced where its form is new, and the tensors that the function holds.
+    """Return the formula of a mask function, traced if its form is new, and the tensors that the function holds.
 
-    offset: the position of the first key at hand, as a sliding cache has it.
+    offset: the position of the first existing key, above 0 for a sliding cache.
     """
     inside = _packed(function)
     rises = inside is not None and (inside[2] or _never_falls(inside[1]))
@@ -77,7 +75,7 @@ def formula(function: MaskFunction, offset: int) -> tuple[Formula, list[torch.Te
     try:
         form = (_form(function, tracing.tensors, 0), tracing.offset, rises)
     except _Formless:
-        form, tracing = None, _Tracing([], offset > 0, rises, anew=True)
+        form, tracing = None, _Tracing([], offset > 0, rises, grows=True)
     if form is not None and form in _KNOWN:
         return _KNOWN[form], tracing.tensors
     made = _formula(function, tracing)
@@ -93,9 +91,9 @@ def formula(function: MaskFunction, offset: int) -> tuple[Formula, list[torch.Te
 
 
 def _form(x: Any, tensors: list[torch.Tensor], depth: int) -> Any:
-    """What a value is, so far as a trace depends on it. Its tensors are listed in the order in which they are met.
+    """Return the form of a value: everything on which a trace depends. Append its tensors to `tensors`, in order.
 
-    Raises _Formless: the trace depends on more.
+    Raise _Formless if a trace depends on more.
     """
     if isinstance(x, torch.Tensor):
         number = next((i for i, y in enumerate(tensors) if y is x), len(tensors))
@@ -125,40 +123,40 @@ def _form(x: Any, tensors: list[torch.Tensor], depth: int) -> Any:
 class _Tracing:
     """One trace.
 
-    tensors: those that the function holds. anew: the function is traced in every forward, and tensors that the trace
-    meets are added.
-    offset: whether the keys at hand begin after the first. rises: of packed sequences, whether their numbers never fall
+    tensors: those that the function holds. grows: whether the trace adds further tensors, because the function has no
+    form and is traced in every forward.
+    offset: whether the first keys do not exist any more. rises: for packed sequences, whether their numbers never fall
     along a row.
     """
 
     tensors: list[torch.Tensor]
     offset: bool
     rises: bool
-    anew: bool = False
+    grows: bool = False
 
     def number(self, x: torch.Tensor) -> int | None:
-        """The number of a tensor; None where the next function of the form would not have it."""
+        """Return the number of a tensor; None if the next function of the form would not have it."""
         found = next((i for i, y in enumerate(self.tensors) if y is x), None)
-        if found is None and self.anew:
+        if found is None and self.grows:
             self.tensors.append(x)
             return len(self.tensors) - 1
         return found
 
 
 def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
-    """Trace a mask function; a formula with a reason where that cannot be."""
+    """Trace a mask function. Return a formula with `why` if that is not possible."""
     if (inside := _packed(function)) is not None:
         inner, ids, remapped = inside
         made = _formula(inner, tracing)
-        made = in_documents(made) if remapped else _joined(made, tracing.rises)
+        made = in_documents(made) if remapped else _with_documents(made, tracing.rises)
         number = tracing.number(ids)
         if not made.why and number is not None:
             return replace(made, tables=(*made.tables, ("document_ids", number, (1,))))
     try:
         traced = trace(None, function, POSITIONS)
-        if (text := _said(traced.mask)) is None:
+        if (text := _without_trivial(traced.mask)) is None:
             return Formula()
-        data = written(text, traced.mask_parts, traced, None, free=False)
+        data = entry_of(text, traced.mask_parts, traced, None, free=False)
         mask = read(data)
     except AttngenError as error:
         return Formula(why=str(error))
@@ -173,46 +171,46 @@ def _formula(function: MaskFunction, tracing: _Tracing) -> Formula:
         data = moved
     tables = []
     for table in traced.tables:
-        if (own := tracing.number(table.tensor)) is None:
-            return Formula(why=f"the mask reads the tensor `{table.name}`, which its function makes anew")
+        if (number := tracing.number(table.tensor)) is None:
+            return Formula(why=f"the mask reads the tensor `{table.name}`, which its function makes in every call")
         at = tuple(d for d in range(len(table.shape)) if {read[d] for read in table.reads} <= {"q_pos", "kv_idx"})
-        tables.append((table.name, own, at))
+        tables.append((table.name, number, at))
     return Formula((data,), tuple(tables), _is_causal(mask), moves)
 
 
 @cache
 def in_documents(made: Formula) -> Formula:
-    """The formula inside each of several sequences, one after the other: positions count within each, and distances
-    are the same."""
+    """Return the formula for packed sequences, in which positions count within each sequence and distances are
+    unchanged."""
     if made.why or made.packed:
         return made
     if made.offset or made.tables or not all(_shifts(read(part)) for part in made.parts):
         return Formula(why="the mask depends on more than distances, and sequences are packed")
-    return _joined(made)
+    return _with_documents(made)
 
 
-def _joined(made: Formula, rises: bool = True) -> Formula:
-    """The formula, where a query also sees its own sequence alone. rises: the sequences are numbered as they lie."""
-    return (
-        made
-        if made.why
-        else replace(made, parts=(*made.parts, {"document": {"sorted": True}} if rises else "document"), packed=True)
-    )
+def _with_documents(made: Formula, rises: bool = True) -> Formula:
+    """Return the formula in conjunction with `document`. rises: the numbers of sequences never fall along a row."""
+    if made.why:
+        return made
+    document = {"document": {"sorted": True}} if rises else "document"
+    return replace(made, parts=(*made.parts, document), packed=True)
 
 
 def read(data: Any) -> Mask:
-    """The mask of a spec's data."""
+    """Return the mask of a spec's data."""
     from attngen.spec import make_spec
 
     return make_spec({"name": "traced", "head_dim": 64, "mask": data}, "the mask function").mask
 
 
-# ------------------------------------------------------------------------------------------------ what transformers makes
+# ------------------------------------------------------------------------------------- functions of transformers
 
 
 def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] | None:
-    """Of a function for packed sequences: the rest of it, the number of each position's sequence, and whether the rest
-    is of positions inside each sequence, in place of positions in the row.
+    """Split a function for packed sequences into the remaining function, the sequence number of each position, and
+    whether the remaining function takes positions within each sequence instead of positions in the row. Return None for
+    other functions.
     """
     parts = dict(held(function)).get("mask_functions")
     if (
@@ -239,17 +237,17 @@ def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] |
 
 
 def _never_falls(ids: torch.Tensor) -> bool:
-    """Whether the numbers of sequences never fall along a row. transformers has waited for them, too."""
+    """Whether the numbers of sequences never fall along a row. This waits for the device, as transformers does."""
     return ids.is_meta or not bool((ids.diff(dim=1) < 0).any())
 
 
-# ------------------------------------------------------------------------------------------------ what formulas say
+# ------------------------------------------------------------------------------------- analysis of formulas
 
 
 def _named(mask: Mask, text: str) -> Any:
-    """The name of a mask that attngen has under one: causal, or a window."""
-    said = _conditions(mask)
-    if said == _conditions(Causal()):
+    """Return the predefined mask that is equal to this one, `causal` or a sliding window; None if there is none."""
+    conditions = _conditions(mask)
+    if conditions == _conditions(Causal()):
         return "causal"
     numbers = {
         node.value
@@ -258,13 +256,13 @@ def _named(mask: Mask, text: str) -> Any:
     }
     for number in sorted(n for n in numbers if n > 0):
         for left, right in ((number - 1, 0), (number, number)):
-            if said == _conditions(SlidingWindow(left=left, right=right)):
+            if conditions == _conditions(SlidingWindow(left=left, right=right)):
                 return {"sliding_window": {"left": left, "right": right}}
     return None
 
 
-def _said(text: str | None) -> str | None:
-    """A mask's text without `q_pos >= 0`, which holds of all positions; None where nothing is left."""
+def _without_trivial(text: str | None) -> str | None:
+    """Return a mask's text without `q_pos >= 0`, which is always true; None if nothing is left."""
     if text is None:
         return None
     e = ast.parse(text, mode="eval").body
@@ -274,12 +272,12 @@ def _said(text: str | None) -> str | None:
 
 
 def _conditions(mask: Mask) -> frozenset[Any]:
-    """The conditions of which all must hold, each in one form."""
+    """Return the conditions whose conjunction a mask is, each in normal form."""
     return _flat(mask.expression())
 
 
 def _flat(e: Any) -> frozenset[Any]:
-    """A condition as those of which all must hold; |x| <= c is two."""
+    """Return the conjuncts of a condition in normal form; |x| <= c becomes two."""
     parts = [e] if not isinstance(e, sympy.And) else e.args
     found: list[Any] = []
     for part in parts:
@@ -289,7 +287,7 @@ def _flat(e: Any) -> frozenset[Any]:
 
 
 def _form_of(e: Any) -> Any:
-    """A condition, with comparisons of integers as `x >= 0`."""
+    """Return a condition with comparisons of integers in the form `x >= 0`."""
 
     def one(r: Any) -> Any:
         x = sympy.expand(r.lhs - r.rhs)
@@ -309,20 +307,20 @@ def _is_causal(mask: Mask) -> bool:
 
 
 def _shifts(mask: Mask) -> bool:
-    """Whether a mask says the same of positions that are all moved by as much."""
+    """Whether a mask does not change if all positions are shifted by the same number."""
     by = sympy.Dummy("by", integer=True, nonnegative=True)
     return _flat(mask.expression().subs({Q: Q + by, KV: KV + by}, simultaneous=True)) == _conditions(mask)
 
 
-class _Moved(ast.NodeTransformer):
-    """Positions in a text, counted from the first key of the sequence; tensors are read at those of the keys at
-    hand."""
+class _AddOffset(ast.NodeTransformer):
+    """Adds the offset to positions, so that they count from the first key of the sequence, except in indices of
+    tensors, which have only the existing keys."""
 
     computed = False
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        there = node.id in ("q_pos", "kv_idx")
-        return ast.BinOp(node, ast.Add(), ast.Name(OFFSET, ast.Load())) if there else node
+        is_position = node.id in ("q_pos", "kv_idx")
+        return ast.BinOp(node, ast.Add(), ast.Name(OFFSET, ast.Load())) if is_position else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -332,8 +330,9 @@ class _Moved(ast.NodeTransformer):
 
 
 def _moved(data: dict[str, Any]) -> dict[str, Any] | None:
-    """A written mask that is told where the keys at hand begin; None if a tensor is read at a computed position."""
-    change = _Moved()
+    """Return a spec's mask with the position of the first existing key as an input; None if a tensor is read at a
+    computed position."""
+    change = _AddOffset()
     texts = {
         name: ast.unparse(change.visit(ast.parse(text, mode="eval")))
         for name, text in {**data.get("let", {}), "": data["expr"]}.items()

@@ -1,8 +1,8 @@
-"""Masks as attngen hands them through a model: objects that know their formula, and have no elements.
+"""Masks as attngen passes them through a model: objects with a formula and without elements.
 
-transformers asks for one mask for each kind of layer in every forward, and gives it to each layer of the kind. It must
-be a tensor or a BlockMask, of four dimensions: others are processed again where `generate` makes masks ahead of a
-forward.
+transformers requests one mask for each kind of layer in every forward, and passes it to each layer of the kind. It must
+be a tensor or a BlockMask of four dimensions, because other masks are processed again where `generate` makes masks
+ahead of a forward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from attngen.integrations.transformers.formula import OFFSET, Formula, MaskFunct
 
 
 class Mask(BlockMask):
-    """A mask [B, 1, Nq, Nk] of one kind of layers. What a model reads of its elements it gets from `dense`.
+    """A mask [B, 1, Nq, Nk] of one kind of layers. If a model reads its elements, `dense` computes them.
 
-    formula: what the mask says, without padding. inputs: the tensors and numbers that the formula's spec takes.
-    padding: bool [B, Nk], True where a key counts, or None. span: where these keys are known to be one run in each
-    sequence, the first and the end of each, int32 [B]. start: the position of the first query, an int or an int tensor
-    on the device.
-    make: gives the mask's elements. plans: what kernels read of the inputs, by module; all layers share it.
+    formula: the mask without padding. inputs: the tensors and numbers that the formula's spec takes.
+    padding: bool [B, Nk], False where a key is padding, or None. span: if the other keys are known to be contiguous in
+    each sequence, the first and the end of them, int32 [B] each. start: the position of the first query, an int or an
+    int tensor on the device.
+    make: computes the mask's elements. plans: tensors that kernels derive from the inputs, by module; all layers share
+    them.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Mask(BlockMask):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch's functions and a tensor's operators call where they are given a mask."""
+        """Raise AttngenError when a function of torch or an operator of a tensor gets a mask."""
         raise _no_elements(getattr(func, "__name__", str(func)).strip("_"))
 
     def __repr__(self) -> str:
@@ -106,8 +107,8 @@ class Mask(BlockMask):
 
 def _no_elements(name: str) -> AttngenError:
     return AttngenError(
-        f"transformers: the model asks for `{name}` of its mask, which has no elements; attngen cannot run this model: use another "
-        f'attn_implementation for it, as "eager"'
+        f"transformers: the model asks for `{name}` of its mask, which has no elements; attngen cannot run this model: "
+        f'use another attn_implementation for it, such as "eager"'
     )
 
 
@@ -123,35 +124,25 @@ def mask_of(
     device: Any = "cpu",
     **more: Any,
 ) -> Mask:
-    """What transformers calls for the mask of a kind of layers (its AttentionMaskInterface).
+    """Make the mask of a kind of layers; transformers calls this (its AttentionMaskInterface).
 
     Args:
         batch_size, q_length, kv_length: the sizes of the call.
-        q_offset: the position of the first query; a tensor where a static cache keeps it on the device.
-        kv_offset: the position of the first key at hand.
+        q_offset: the position of the first query; a tensor if a static cache keeps it on the device.
+        kv_offset: the position of the first existing key.
         mask_function: mask_function(batch, head, query, key) -> bool, of positions; None means causal.
         attention_mask: bool [B, keys so far], False where a key is padding.
-        device: where the model's inputs are.
+        device: the device of the model's inputs.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = mask_function or causal_mask_function
-    q_offset = (
-        q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset
-    )  # a static cache counts on in it, layer by layer
+    # A static cache increments this tensor in place, layer by layer.
+    q_offset = q_offset.clone() if isinstance(q_offset, torch.Tensor) else q_offset
     found, tensors = formula(mask_function, kv_offset)
     padding, span = None, None
     if attention_mask is not None:
-        padding = _part(attention_mask, (1,), kv_offset, kv_length)
-        filled = (
-            padding.shape[1] == kv_length or found.causal
-        )  # what a static cache has not filled is hidden by the formula too
-        if not torch.is_grad_enabled() and not _capturing(
-            padding
-        ):  # with a wait for the device, as `generate` does at every token
-            padding, span = (None, None) if filled and bool(padding.all()) else (padding, _span(padding))
-        if padding is not None and (missing := kv_length - padding.shape[1]):
-            padding = torch.nn.functional.pad(padding, (0, missing))
+        padding, span = _padding(_part(attention_mask, (1,), kv_offset, kv_length), kv_length, found.causal)
     inputs: dict[str, Any] = {}
     for name, number, at in found.tables:
         x = _part(tensors[number], at, kv_offset, kv_length) if tensors[number].dim() else tensors[number][None]
@@ -176,20 +167,40 @@ def mask_of(
 
 
 def _part(x: torch.Tensor, dims: tuple[int, ...], first: int, count: int) -> torch.Tensor:
-    """The part of a tensor that is of the keys at hand, along some dimensions; as far as it goes."""
+    """Return the part of a tensor for the `count` keys from `first` on, along `dims`; less if the tensor ends
+    earlier."""
     for d in dims:
         first = min(first, x.shape[d])
         x = x.narrow(d, first, min(count, x.shape[d] - first))
     return x
 
 
+def _padding(
+    padding: torch.Tensor, kv_length: int, causal: bool
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return the padding and the span of a Mask, both None if no key is padding.
+
+    padding: of the keys so far. A static cache may have room for more, up to `kv_length`, which a causal mask hides.
+    """
+    span = None
+    if not torch.is_grad_enabled() and not _capturing(padding):
+        # This waits for the device, as `generate` does at every token.
+        filled = padding.shape[1] == kv_length or causal
+        if filled and bool(padding.all()):
+            return None, None
+        span = _span(padding)
+    if missing := kv_length - padding.shape[1]:
+        padding = torch.nn.functional.pad(padding, (0, missing))
+    return padding, span
+
+
 def _capturing(x: torch.Tensor) -> bool:
-    """Whether nothing may wait for the device, as in a CUDA graph that is captured."""
+    """Whether a CUDA graph is being captured, so that the host must not wait for the device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _span(padding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The first key of each sequence and the end of its keys, int32 [B] each; None where keys between them are
+    """Return the first key of each sequence and the end of its keys, int32 [B] each; None if keys between them are
     padding."""
     at = torch.arange(padding.shape[1], device=padding.device, dtype=torch.int32)
     first = torch.where(padding, at, padding.shape[1]).amin(1)

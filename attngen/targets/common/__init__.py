@@ -1,1 +1,1 @@
-"""What targets share: the protocol that a target fulfils, and compilation ahead of time."""
+"""Code that targets share: the protocol of a backend, and ahead-of-time compilation."""

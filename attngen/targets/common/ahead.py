@@ -1,5 +1,4 @@
-"""What backends that compile by Triton share: compilation ahead of time, by processes that need no GPU and never
-interpret."""
+"""Ahead-of-time compilation by Triton, which backends share, in processes that need no GPU and never interpret."""
 
 from __future__ import annotations
 
@@ -27,19 +26,20 @@ from attngen.errors import last_line
 from attngen.ir.dtypes import QUANTISED
 from attngen.targets.common.base import CompileReport
 
+# IR type -> Triton's name
 TYPES = {
     "f32": "fp32",
     "i32": "i32",
     "i64": "i64",
     "b1": "i1",
     **dict.fromkeys(QUANTISED.values(), "i16"),
-}  # of the IR, as Triton names them
-FLAGS = {"DROPOUT": True, "LEARN": True}  # constants that a call gives: they are on, as in the heavier kernel
+}
+FLAGS = {"DROPOUT": True, "LEARN": True}  # constants that a call sets: they are on, as in the heaviest kernel
 _EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
 
 
 def triton_version() -> str:
-    """The version of the compiler that is installed."""
+    """The version of the installed Triton."""
     import triton
 
     return str(triton.__version__)
@@ -48,17 +48,16 @@ def triton_version() -> str:
 def compile_each(
     compile_one: Callable[[Any], CompileReport | str], jobs: Sequence[Any], workers: int | None = None
 ) -> Iterator[CompileReport | str]:
-    """The readings of jobs, in order: by as many processes as there are cores, or `workers`.
+    """The compile reports of jobs, in order, made by `workers` processes (by default one per core).
 
-    The processes never interpret, see no cache, and need no GPU. A kernel that several modules have (`delta`, say) is
-    compiled once. One that does not compile gives the sentence on why. Jobs have a field `file`; compile_one is a
+    The processes never interpret, see no cache, and need no GPU. A kernel that several modules have, such as `delta`,
+    is compiled once. One that does not compile gives the sentence on why. Jobs have a field `file`; compile_one is a
     function that processes can import.
     """
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
     with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
-        spawn = multiprocessing.get_context(
-            "spawn"
-        )  # a forked one would keep this process's Triton, which may interpret
+        # A forked process would keep this process's Triton, which may interpret.
+        spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, spawn, _prepare, (folder,)) as pool:
             alike = [replace(j, file=Path()) for j in jobs]
             started = {key: pool.submit(compile_one, j) for key, j in reversed([*zip(alike, jobs)])}
@@ -76,25 +75,25 @@ def _prepare(folder: str) -> None:
 
 
 def compiled(source: Any, job: Any) -> tuple[Any, str, float] | str:
-    """Compiles the source of a job: what Triton makes of it, what its tools print meanwhile, and the seconds it takes; the
-    sentence on why if it does not compile."""
+    """Compile the source of a job: (Triton's result, the output of its tools, seconds); or a sentence on why it does
+    not compile."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("hip" if isinstance(job.arch, str) else "cuda", job.arch, job.warp_size)
 
-    said, start = io.StringIO(), time.perf_counter()
+    log, start = io.StringIO(), time.perf_counter()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            made = triton.compile(source, target=target, options=dict(job.options))
-    except Exception as error:  # of many kinds, of Triton's own and of its tools'
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            result = triton.compile(source, target=target, options=dict(job.options))
+    except Exception as error:  # Triton and its tools raise many kinds
         return last_line(error)
-    return made, said.getvalue(), time.perf_counter() - start
+    return result, log.getvalue(), time.perf_counter() - start
 
 
 @cache
 def load(file: Path) -> ModuleType:
-    """The Python file of kernels as a module."""
+    """Import a Python file of kernels."""
     name = f"attngen_certified_{abs(hash(file))}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -103,13 +102,13 @@ def load(file: Path) -> ModuleType:
     return module
 
 
-def said_by_ptxas(log: str) -> tuple[int, int]:
-    """Registers and spilled bytes, as ptxas says."""
+def ptxas_usage(log: str) -> tuple[int, int]:
+    """Registers and spilled bytes, from the log of ptxas."""
     return numbers(r"Used (\d+) registers", log)[0], sum(numbers(r"(\d+) bytes spill (?:stores|loads)", log))
 
 
 def numbers(pattern: str, text: str) -> list[int]:
-    """The whole numbers that a pattern finds."""
+    """The integers that a pattern finds."""
     return [int(n) for n in re.findall(pattern, text)]
 
 
@@ -122,7 +121,7 @@ def code_bytes(elf: bytes) -> int:
 
 
 def disassembled(binary: bytes) -> str:
-    """Machine code as text, by the nvdisasm that Triton brings along."""
+    """Machine code as text, by the nvdisasm in Triton's wheel."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,6 +1,6 @@
-"""What a backend gives: all that depends on the compiler that turns kernels into machine code.
+"""The protocol of a backend: everything that depends on the compiler of its kernels.
 
-Whoever needs a backend asks the registry, attngen/targets/registry.py, for that of a module or of a schedule row.
+attngen/targets/registry.py finds the backend of a module or of a config.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attngen.ir.expr import Expr
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.transforms.base import Pass
 
-Rule = Callable[[Module, Kernel], Iterator[str]]  # of the verifier: a reason for each thing that breaks it
+Rule = Callable[[Module, Kernel], Iterator[str]]  # a rule of the verifier: yields a sentence per violation
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The values that a schedule row's fields may take, in the order in which they are tried."""
+    """The values that a config's fields may take, in the order in which they are tried."""
 
     blocks: tuple[int, ...]  # of BLOCK_Q and BLOCK_KV, smallest first
     warps: tuple[int, ...]
@@ -30,14 +31,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class ResourceModel:
-    """The model of what a program takes on chip, under a schedule row."""
+    """The model of a program's shared memory and registers under a config."""
 
     formula: Callable[[Module, Kernel, Config], Expr]  # bytes of shared memory, in closed form
     sram_bytes: Callable[[Module, Kernel, Config], int]
-    registers: Callable[[Module, Kernel, Config], int]  # of 32 bits that live tiles take, per thread
-    why_not_fit: Callable[
-        ..., str | None
-    ]  # (module, kernel, row, change=...): a sentence where a row does not fit, or is compiled wrongly
+    registers: Callable[[Module, Kernel, Config], int]  # 32-bit registers per thread that live tiles take
+    # (module, kernel, config, change=...): a sentence if the config does not fit, or is miscompiled
+    why_not_fit: Callable[..., str | None]
     slack: Callable[[Module, Kernel, Config], str | None]  # why the formula may be above what the compiler reports
 
 
@@ -45,28 +45,26 @@ class ResourceModel:
 class Cost:
     """The model by which tiles are chosen."""
 
-    cycles: Callable[[Module, Kernel, Config], float]  # of a multiprocessor; inf where a row cannot run
-    occupancy: Callable[[Module, Kernel, Config], int]  # programs that share a multiprocessor
+    cycles: Callable[[Module, Kernel, Config], float]  # SM cycles; inf if a config cannot run
+    occupancy: Callable[[Module, Kernel, Config], int]  # programs that share an SM
     register_limit: Callable[[Config], int]  # registers per thread that live tiles may take
-    spills: Callable[[Module, Kernel, Config], bool]  # whether a row is known to spill
-    spilling: str  # the file that lists such rows, for readers
-    row_key: Callable[[Module, Kernel, Config], str]  # a row, as that file names it
+    spills: Callable[[Module, Kernel, Config], bool]  # whether a config is known to spill
+    spilling: str  # the file that lists such configs, for readers
+    row_key: Callable[[Module, Kernel, Config], str]  # a config's name in that file
 
 
 class PrintedKernel(Protocol):
-    """What host programs need to know of a kernel as it is printed."""
+    """The part of a printed kernel that host programs read."""
 
     params: list[str]
     not_specialized: list[str]
-    dropout: bool  # it has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
-    learns: (
-        bool  # it has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
-    )
+    dropout: bool  # has the flag DROPOUT: without dropout, a call compiles to a kernel that generates no random bits
+    learns: bool  # has the flag LEARN: a call that needs no gradients of inputs compiles to a kernel that sums none
 
 
 @dataclass(frozen=True)
 class Printed:
-    """The kernels of a module as they are printed, and the file that holds them: its template, and what that sees."""
+    """The printed kernels of a module, and the template of their file with its context."""
 
     kernels: Mapping[str, PrintedKernel]
     template: str
@@ -75,21 +73,20 @@ class Printed:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler says of one kernel for one target."""
+    """The compiler's report on one kernel for one target."""
 
     shared_bytes: int
-    registers: int  # of 32 bits, per thread
-    spilled_bytes: int  # per thread: of stores and loads as ptxas counts them, of registers on AMD
+    registers: int  # 32-bit registers per thread
+    spilled_bytes: int  # per thread: bytes of spill stores and loads as ptxas counts them; of spilled registers on AMD
     code_bytes: int
     triton: str
     seconds: float = field(compare=False)
-    job: str = ""  # the digest of what was compiled
-    machine: dict[str, Any] | None = None  # what a backend reads in the machine code beside this, as JSON can hold it
+    job: str = ""  # the digest of the job
+    machine: dict[str, Any] | None = None  # facts that a backend reads in the machine code, as JSON
 
     @property
     def digest(self) -> str:
-        """A short digest of what was compiled, by which Triton, and of what was said of it: an edited number has
-        another."""
+        """A short digest of the job, Triton's version and the report, which changes if a number is edited."""
         return short_digest({key: value for key, value in vars(self).items() if key != "seconds" and value is not None})
 
 
@@ -98,90 +95,78 @@ class Job(Protocol):
 
     @property
     def digest(self) -> str:
-        """A short digest of all that the compiler is given."""
+        """A short digest of the compiler's input."""
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """Compilation ahead of time, for GPUs that need not be here."""
+    """Compilation ahead of time, for GPUs that need not be present."""
 
     version: Callable[[], str]
-    job: Callable[
-        [Module, Kernel, Config, Path], Any
-    ]  # the Job of a kernel of a generated kernels.py under a schedule row
-    compile_all: Callable[[Sequence[Any], int | None], Iterator[CompileReport | str]]  # of Jobs, by so many processes
-    source: Callable[[Any], Any]  # what Triton compiles for a Job
-    source_digest: Callable[[str, str], str]  # of the text of kernels.py and a kernel's name: of all its source
+    job: Callable[[Module, Kernel, Config, Path], Any]  # the Job of a generated file's kernel under a config
+    compile_all: Callable[[Sequence[Any], int | None], Iterator[CompileReport | str]]  # (jobs, number of processes)
+    source: Callable[[Any], Any]  # Triton's source of a Job
+    source_digest: Callable[[str, str], str]  # (text of kernels.py, kernel's name): digest of all source that it uses
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend. Its passes run around the choice of tiles, which the others share; its rules join those of a phase."""
+    """A backend. Its passes run before and after tile selection, which backends share; its rules add to a phase's."""
 
     name: str
-    prepare: tuple[Pass, ...]  # before tiles are chosen
-    legalize: tuple[Pass, ...]  # last: from the scheduled phase to the target one
-    rules: Mapping[str, Mapping[str, Rule]]  # by phase, `scheduled` and `target`, and name
+    prepare: tuple[Pass, ...]  # run before tiles are chosen
+    legalize: tuple[Pass, ...]  # run last: from the scheduled phase to the target phase
+    rules: Mapping[str, Mapping[str, Rule]]  # phase, `scheduled` or `target` -> name -> rule
     choices: Choices
     resources: ResourceModel
     cost: Cost
     printed: Callable[[Module], Printed]
     compiler: Compiler
-    file: str = "kernels.py"  # of the generated module: its kernels
+    file: str = "kernels.py"  # the file of the generated module that holds the kernels
 
 
 @dataclass(frozen=True)
 class Specialization:
-    """How a backend divides one kernel: whether it does, and under which schedule rows."""
+    """Whether a backend warp-specializes one kernel, and under which configs."""
 
     kernel: str
-    beside: tuple[
-        str, ...
-    ]  # other kernels of the modules in which it may be divided: of those without them nobody is told why it is not
-    infeasible: Callable[[Module], str]  # why it cannot be divided, as the end of a sentence; empty text if it can
-    row: Callable[
-        [Module, int | None, int | None, int | None], Config
-    ]  # its own choice, with a spec's block_q, block_kv and stages in place
-    long: Callable[
-        [Module], Config | None
-    ]  # a row that is faster than that one from some number of rows on, if there is one
-    least: Callable[
-        [Module, Config], int
-    ]  # the rows of a call, beyond which a row of it is taken where smaller calls were not measured
-    candidates: Callable[
-        [Module], tuple[Config, ...]
-    ]  # rows that are worth measuring, for any number of rows; none if it cannot divide
-    not_preferred: Callable[
-        [Module], str
-    ]  # why it leaves the kernel portable if nobody asks; empty text where it expects to be faster
+    # Other kernels that a module must have, too; without them, no reason is given why this one is not specialized.
+    requires: tuple[str, ...]
+    infeasible: Callable[[Module], str]  # why it cannot be specialized, as the end of a sentence; "" if it can
+    # (module, block_q, block_kv, stages): the default config, with a spec's own values where they are not None
+    row: Callable[[Module, int | None, int | None, int | None], Config]
+    long: Callable[[Module], Config | None]  # a config that is faster for calls of many rows, if there is one
+    # Rows of a call, beyond which a config is used although smaller calls were not measured.
+    least: Callable[[Module, Config], int]
+    candidates: Callable[[Module], tuple[Config, ...]]  # configs worth measuring; () if it is infeasible
+    not_preferred: Callable[[Module], str]  # why the default is the portable kernel; "" if it is expected to be slower
 
 
-# A schedule row for each divided kernel that a kernel gets, the one for fewer rows first; or why it gets none, as the
-# end of a sentence.
+# A config for each specialized kernel that a kernel gets, the one for fewer rows first; or why it gets none, as the end
+# of a sentence.
 Choose = Callable[[Specialization, Module], tuple[Config, ...] | str]
 
 
 @dataclass(frozen=True)
 class Specializer:
-    """A backend that divides kernels into roles, which stand in for the portable ones on one device class (see
-    Module.divided)."""
+    """A backend that warp-specializes kernels, which replace the portable ones on one device class (see
+    Module.warp_specialized)."""
 
     name: str
     device: str
-    specializations: tuple[Specialization, ...]  # of the kernels that it divides
+    specializations: tuple[Specialization, ...]
     passes: Callable[[Choose], tuple[Pass, ...]]
-    rules: Mapping[str, Rule]  # of its kernels, beside those that all divided kernels have
-    file: str  # of the generated module: its kernels
+    rules: Mapping[str, Rule]  # rules of its kernels, in addition to those of all warp-specialized kernels
+    file: str  # the file of the generated module that holds the kernels
     template: str
-    context: Callable[[Module], Mapping[str, Any]]  # what the template sees
+    context: Callable[[Module], Mapping[str, Any]]  # the names that the template reads
     resources: ResourceModel
     compiler: Compiler
-    faults: Callable[
-        [Module, Kernel, Config, CompileReport], Iterator[str]
-    ]  # what a reading says against a row: the end of a sentence each
+    # What a compile report says against a config: the ends of sentences.
+    faults: Callable[[Module, Kernel, Config, CompileReport], Iterator[str]]
 
 
 def short_digest(of: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of something that JSON can hold, or of a text."""
+    """The first 16 hexadecimal digits of the SHA-256 of a JSON value or a text."""
     text = of if isinstance(of, str) else json.dumps(of, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Instructions of Hopper's machine code, as nvdisasm prints them, and which may follow which."""
+"""Parses Hopper's machine code, as nvdisasm prints it, into instructions and their successors."""
 
 from __future__ import annotations
 
@@ -8,47 +8,45 @@ from functools import cached_property
 
 _LINE = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:(@!?U?P\w+)\s+)?(.*?)\s*;?\s*$")
 _LABEL = re.compile(r"(\.L\w+):")
-_READERS = ("BAR", "BRX", "JMX", "RET", "NANOSLEEP", "WARPSYNC", "CALL", "BMOV")  # which write no register
-_ALWAYS = re.compile(r"(BRX|EXIT|RET|(BRA|JMP)(\.\w+)* `)")  # the line after it is reached by jumps alone
+_READERS = ("BAR", "BRX", "JMX", "RET", "NANOSLEEP", "WARPSYNC", "CALL", "BMOV")  # instructions that write no register
+_ALWAYS = re.compile(r"(BRX|EXIT|RET|(BRA|JMP)(\.\w+)* `)")  # only jumps reach the line after such an instruction
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction without its guard, with the numbers of those that may come next."""
+    """One instruction without its guard."""
 
     text: str
-    then: tuple[int, ...]
-    guarded: bool = False  # it runs where a predicate says so
+    then: tuple[int, ...]  # the numbers of the instructions that may come next
+    guarded: bool = False  # a predicate says whether it runs
 
     @cached_property
     def name(self) -> str:
-        """HGMMA.64x128x16.F32.BF16 of `HGMMA.64x128x16.F32.BF16 R24, ...`."""
+        """The name with its modifiers: HGMMA.64x128x16.F32.BF16 of `HGMMA.64x128x16.F32.BF16 R24, ...`."""
         return self.text.split(maxsplit=1)[0] if self.text else ""
 
     @cached_property
     def op(self) -> str:
-        """HGMMA of the same."""
+        """The name without modifiers: HGMMA of the same instruction."""
         return self.name.split(".")[0]
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """What comes after the name, without remarks on the reuse of a register."""
+        """The operands, without `.reuse`."""
         _, _, after = self.text.partition(" ")
         return tuple(text.strip().removesuffix(".reuse") for text in after.split(",")) if after.strip() else ()
 
     @cached_property
     def target(self) -> str:
-        """The operand that it writes, but for predicates; empty text where it writes none."""
+        """The register operand that it writes, which follows any predicates; empty text if it writes none."""
         if self.name.startswith(_READERS):
             return ""
-        return next(
-            (text for text in self.operands[:2] if not re.fullmatch(r"U?P[0-9T]", text)), ""
-        )  # predicates come before it
+        return next((text for text in self.operands[:2] if not re.fullmatch(r"U?P[0-9T]", text)), "")
 
     @cached_property
     def width(self) -> int:
-        """How many registers it writes, by its modifiers; of a product, those of its sums in a thread: N / 2 of 64
-        rows and N columns."""
+        """How many registers it writes, by its modifiers. A product writes the accumulator's registers of a thread:
+        N / 2 for 64 rows and N columns."""
         op, *more = self.name.split(".")
         if columns := re.search(r"^HGMMA\S*\.64x(\d+)x", self.name):
             return int(columns[1]) // 2
@@ -68,7 +66,7 @@ class Instruction:
 
     @property
     def is_product(self) -> bool:
-        """Whether the matrix units run it."""
+        """Whether the tensor cores run it."""
         return self.op == "HGMMA"
 
 
@@ -83,7 +81,7 @@ def parse(text: str) -> list[Instruction]:
             lines.append((found[1] or "", found[2]))
     made = []
     for at, (guard, body) in enumerate(lines):
-        jumps = [] if body.startswith("BSSY") else re.findall(r"\.L\w+", body)  # which names where threads meet again
+        jumps = [] if body.startswith("BSSY") else re.findall(r"\.L\w+", body)  # BSSY names the reconvergence point
         named = tuple(labels[name] for name in jumps if name in labels)
         always = not guard and _ALWAYS.match(body) is not None
         after = () if always or at + 1 == len(lines) else (at + 1,)

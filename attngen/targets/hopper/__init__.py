@@ -1,4 +1,4 @@
-"""The backend for Hopper: kernels whose warps have roles, printed in Gluon. It divides forwards and backwards."""
+"""The backend for Hopper: warp-specialized forward, backward, forward-mode and MLA decode kernels, printed in Gluon."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ HOPPER = Specializer(
         resources.sram_bytes,
         resources.registers,
         resources.why_not_fit,
-        lambda module, kernel, row: None,
+        lambda module, kernel, config: None,
     ),
     compiler=Compiler(triton_version, compiler.job, compiler.compile_all, compiler.source, compiler.source_digest),
     faults=certificate.faults,

@@ -1,1 +1,1 @@
-"""Kernels as Python source: what backends share that print Triton, or Gluon, which has the same expressions."""
+"""Prints kernels as Python source, for backends that print Triton, or Gluon, which has the same expressions."""

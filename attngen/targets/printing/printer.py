@@ -1,8 +1,8 @@
-"""Expressions as Triton source: broadcasts made explicit, terms of one axis gathered before they are broadcast.
+"""Prints expressions as Triton source, with explicit broadcasts; terms of one axis are added before they are broadcast.
 
-Integers become fp32 as rows and columns, before they are broadcast: positions are exact there up to 2**24. Divisions of
-integers round down, as Python's: `floor_div` and `floor_mod` are functions of the generated module. Integers are of 32
-bits where a call's positions and parameters cannot make them larger, of 64 elsewhere.
+Integers become fp32 while they are rows or columns, before they are broadcast: positions up to 2**24 are exact there.
+Integer divisions round down, as in Python: `floor_div` and `floor_mod` are functions of the generated module. Integers
+have 32 bits if a call's positions and parameters cannot exceed them, and 64 elsewhere.
 """
 
 from __future__ import annotations
@@ -35,18 +35,32 @@ from attngen.ir.expr import (
     span,
     sqrt,
     symbol,
-    to_text,
     trunc,
 )
+from attngen.ir.expr_text import to_text
 from attngen.ir.names import INTEGERS
 
 # (source text, dimensions, binding strength: 3 atom, 2 product, 1 sum, 0 comparison)
 Piece = tuple[str, tuple[str, ...], int]
 Lookup = Callable[[str], tuple[str, tuple[str, ...]]]
 
-LARGEST = {name: n.most for name, n in INTEGERS.items() if n.most is not None}  # of the symbols that are no parameters
+LARGEST = {name: n.most for name, n in INTEGERS.items() if n.most is not None}  # of symbols other than parameters
+CALLS: dict[Any, str] = {
+    select: "tl.where",
+    exp2: "tl.exp2",
+    log2: "tl.log2",
+    cdiv: "tl.cdiv",
+    portion: "portion",
+    sympy.Min: "tl.minimum",
+    sympy.Max: "tl.maximum",
+    sympy.Abs: "tl.abs",
+    sqrt: "tl.sqrt",
+    erf: "tl.erf",
+    sin: "tl.sin",
+    cos: "tl.cos",
+}
 CONSTANTS = {symbol("LOG2E"): sympy.Float(1.4426950408889634), symbol("LN2"): sympy.Float(0.6931471805599453)}
-PARAMETERS = (-(2**30), 2**30 - 1)  # what calls keep numbers within, and are told to keep tensors within
+PARAMETERS = (-(2**30), 2**30 - 1)  # calls check that scalars are in this range, and document it for tensors
 
 
 def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
@@ -55,10 +69,10 @@ def to_triton(e: Any, lookup: Lookup, dims: tuple[str, ...] = ()) -> str:
 
 
 def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
-    """The expression with LOG2E and LN2 as numbers where they come before a scalar inside of it, or are divided.
+    """The expression with LOG2E and LN2 as literals where they multiply a scalar inside it, or have a divisor.
 
-    In the interpreter such a product is no tensor, as arguments of functions have to be. A whole statement's value
-    becomes one.
+    In the interpreter such a product would not be a tensor, as function arguments have to be. The value of a whole
+    statement becomes one.
     """
     if e in CONSTANTS:
         return e if outermost else CONSTANTS[e]
@@ -75,7 +89,7 @@ def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
 
 @cache
 def _range(e: Any) -> tuple[int, int]:
-    """Numbers that an integer expression, and any sum of some of its terms, is never below and never above."""
+    """Lower and upper bounds of an integer expression, and of any sum of some of its terms."""
     if e.is_Integer:
         return int(e), int(e)
     if e.is_Symbol:
@@ -84,8 +98,8 @@ def _range(e: Any) -> tuple[int, int]:
         return PARAMETERS
     parts = [_range(a) for a in (e.args[1:] if isinstance(e, select) else e.args)]
     lows, highs = [low for low, _ in parts], [high for _, high in parts]
-    if (whole := _between(e)) is not None:
-        return min(low for low, _ in map(_range, whole)), max(high for _, high in map(_range, whole))
+    if (ends_of := _between(e)) is not None:
+        return min(low for low, _ in map(_range, ends_of)), max(high for _, high in map(_range, ends_of))
     if e.is_Add:
         return sum(min(0, low) for low in lows), sum(max(0, high) for high in highs)
     if isinstance(e, mod):
@@ -113,20 +127,20 @@ def _range(e: Any) -> tuple[int, int]:
 
 
 def _between(e: Any) -> tuple[Any, Any] | None:
-    """The ends of a range of which an expression is a place: `lo + portion(hi - lo, ..)` lies between lo and hi."""
+    """The ends lo and hi of an expression `lo + portion(hi - lo, ..)`, which lies between them; None for others."""
     shares = [term for term in e.args if isinstance(term, portion)] if e.is_Add else []
     lo = e - shares[0] if len(shares) == 1 else None
     return (lo, lo + shares[0].args[0]) if lo is not None and -lo in sympy.Add.make_args(shares[0].args[0]) else None
 
 
 def _is_wide(e: Any) -> bool:
-    """Whether an integer may pass 32 bits."""
+    """Whether an integer may exceed 32 bits."""
     low, high = _range(e)
     return not -(2**31) <= low <= high < 2**31
 
 
 def _literal(e: Any) -> Piece:
-    """A number, or a condition that always or never holds."""
+    """The piece of a number, or of a constant condition."""
     if e in (sympy.true, sympy.false):
         return str(bool(e)), (), 3
     if e in (sympy.oo, -sympy.oo):
@@ -137,10 +151,13 @@ def _literal(e: Any) -> Piece:
 class _Printer:
     def __init__(self, lookup: Lookup, dims: tuple[str, ...]) -> None:
         self.lookup, self.dims = lookup, dims
-        self.wide = False  # the symbols are wanted in 64 bits
+        self.wide = False  # whether symbols are cast to 64 bits
 
     def print(self, e: Any, real: bool = False) -> Piece:
-        """`real`: the value is wanted in fp32; an integer tile is made of rows and columns in fp32."""
+        """Print an expression.
+
+        real: the value is needed in fp32, so an integer tile is made of fp32 rows and columns.
+        """
         if e.is_Symbol:
             text, dims = self.lookup(str(e))
             if self.wide and e.is_integer:
@@ -164,11 +181,10 @@ class _Printer:
             real = not (e.lhs.is_integer and e.rhs.is_integer) and any(
                 x.is_integer is False or x.has(sympy.Float) for x in e.args
             )
-            e = e.reversed if e.lhs.is_number and not isinstance(e, (sympy.Eq, sympy.Ne)) else e  # what varies first
+            e = e.reversed if e.lhs.is_number and not isinstance(e, (sympy.Eq, sympy.Ne)) else e  # the variable first
             text, dims, strength = self._join(f" {e.rel_op} ", [self.print(e.lhs, real), self.print(e.rhs, real)], 0)
-            if not dims and not (
-                e.lhs.is_integer and e.rhs.is_integer
-            ):  # to the interpreter `a < b` of scalar reals is a real itself
+            if not dims and not (e.lhs.is_integer and e.rhs.is_integer):
+                # In the interpreter, `a < b` of scalar reals is itself a real.
                 text = f"tl.where({text}, 1, 0) == 1"
             return text, dims, strength
         if isinstance(e, (sympy.And, sympy.Or)):
@@ -177,21 +193,11 @@ class _Printer:
         if isinstance(e, sympy.Not):
             text, dims, strength = self.print(e.args[0])
             return f"~{self._wrap((text, dims, strength), 3)}", dims, 2
-        calls: dict[Any, str] = {
-            select: "tl.where",
-            exp2: "tl.exp2",
-            log2: "tl.log2",
-            cdiv: "tl.cdiv",
-            portion: "portion",
-            sympy.Min: "tl.minimum",
-            sympy.Max: "tl.maximum",
-            sympy.Abs: "tl.abs",
-            sqrt: "tl.sqrt",
-            erf: "tl.erf",
-            sin: "tl.sin",
-            cos: "tl.cos",
-        }
-        for kind, name in calls.items():
+        return self._function(e, real)
+
+    def _function(self, e: Any, real: bool) -> Piece:
+        """A call of a function, or an operator that replaces one."""
+        for kind, name in CALLS.items():
             if isinstance(e, kind):
                 return self._call(name, e, real)
         if isinstance(e, TO_INTEGER):
@@ -209,7 +215,7 @@ class _Printer:
         raise AttngenError(f"`{to_text(e)}` has no Triton form")
 
     def _power(self, e: Any) -> Piece:
-        """Whole powers as products; of a negative power, one over it."""
+        """An integer power as a product, and a negative power as 1 over the positive one."""
         if e.exp.is_number and e.exp < 0:
             if e.exp == -1:
                 return self._product(e, True)
@@ -230,18 +236,19 @@ class _Printer:
         return f"{name}({', '.join(texts)})", dims, 3
 
     def _whole(self, e: Any) -> Piece:
-        """A real number as an integer, of 64 bits where these are wanted."""
+        """A real number as an integer, of 64 bits if `wide`."""
         before, self.wide = self.wide, False
         text, dims, _ = self._call({floor: "to_floor", nearest: "to_round", trunc: "to_int"}[e.func], e, True)
         self.wide = before
         return (f"{text}.to(tl.int64)" if dims else f"tl.cast({text}, tl.int64)") if self.wide else text, dims, 3
 
     def _sum(self, e: Any, real: bool) -> Piece:
-        """Positive terms first, tiles before rows before scalars; in a real sum, integers apart."""
+        """A sum with positive terms first, and tiles before rows before scalars; a real sum adds its integers first."""
         if real and not e.is_integer:
-            whole = [a for a in e.args if a.is_integer and not a.is_number]
-            if len(whole) > 1 and len(self.print(sympy.Add(*whole))[1]) > 1:
-                return self._sums([*(a for a in e.args if a not in whole), sympy.Add(*whole, evaluate=False)], True)
+            integers = [a for a in e.args if a.is_integer and not a.is_number]
+            if len(integers) > 1 and len(self.print(sympy.Add(*integers))[1]) > 1:
+                others = (a for a in e.args if a not in integers)
+                return self._sums([*others, sympy.Add(*integers, evaluate=False)], True)
         return self._sums(e.args, real)
 
     def _sums(self, args: Any, real: bool) -> Piece:
@@ -249,17 +256,17 @@ class _Printer:
         for term in args:
             negative = term.could_extract_minus_sign() and not term.is_Add
             terms.append((negative, self.print(-term if negative else term, real)))
-        whole = real and all(a.is_integer for a in args) and len({p[1] for _, p in terms if p[1]}) > 1
+        converts = real and all(a.is_integer for a in args) and len({p[1] for _, p in terms if p[1]}) > 1
         groups: dict[tuple[str, ...], list[tuple[bool, Piece]]] = {}
         for negative, piece in sorted(terms, key=lambda t: (-len(t[1][1]), t[0])):
-            dims = piece[1] or next(iter(groups), ())  # a scalar joins the first group
+            dims = piece[1] or next(iter(groups), ())  # a scalar is added to the first group
             if not piece[1] and groups:
                 dims = min(groups, key=len)
             groups.setdefault(dims, []).append((negative, piece))
         for group in groups.values():
             group.sort(key=lambda term: term[0])
         sums = [(group[0][0], self._signed_sum(dims, group)) for dims, group in groups.items()]
-        if whole:  # rows and columns of integers
+        if converts:  # integer rows and columns become fp32
             sums = [(n, (f"{self._wrap(p, 3)}.to(tl.float32)", p[1], 3) if len(p[1]) == 1 else p) for n, p in sums]
         if len(sums) == 1:
             return sums[0][1] if not sums[0][0] else self._negated(sums[0][1])
@@ -272,7 +279,7 @@ class _Printer:
         return text, union, 1
 
     def _signed_sum(self, dims: tuple[str, ...], group: list[tuple[bool, Piece]]) -> Piece:
-        """The group's terms, a positive one first; when there is none, the negated sum."""
+        """The sum of a group's terms, a positive one first; if there is none, the negated sum."""
         flip = group[0][0]
         text = ""
         for negative, piece in group:
@@ -302,7 +309,7 @@ class _Printer:
         return joined
 
     def _factor(self, e: Any, real: bool) -> Piece:
-        """A factor of a product: a quotient that is rounded down stays one."""
+        """A factor of a product, with brackets around a floor division or remainder."""
         piece = self.print(e, real)
         return self._atom(piece) if isinstance(e, (floordiv, mod)) else piece
 

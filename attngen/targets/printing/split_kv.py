@@ -1,4 +1,4 @@
-"""How functions that deal the keys of a cache among programs are printed (templates/deals.jinja)."""
+"""Builds what templates/split_kv.jinja sees: the functions that split a cache's keys among programs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sympy
 
 from attngen.heuristics import LEAST_UNITS, UNIT
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import stride_names
 from attngen.ir.split_kv import units_of
 from attngen.targets.printing.printer import to_triton
 
 
-def dealing(module: Module) -> dict[str, Any]:
-    """The strings and numbers of these functions, in Triton; none where no keys are dealt."""
-    kernel = module.dealing
+def split_functions(module: Module) -> dict[str, Any]:
+    """The strings and numbers of these functions in Triton; {} if no kernel splits keys."""
+    kernel = module.splitting_kernel
     if kernel is None or kernel.kv_split is None:
         return {}
     kv_split = kernel.kv_split
@@ -25,7 +26,7 @@ def dealing(module: Module) -> dict[str, Any]:
     return {
         "split_args": ", ".join(split_args(kernel)),
         "elements": _elements(kernel),
-        "work": f"tl.cast({work}, tl.int32)" if "tl.int64" in work else work,  # sums of it are of 32 bits
+        "work": f"tl.cast({work}, tl.int32)" if "tl.int64" in work else work,  # it is summed in 32 bits
         "each": kv_split.each,
         "unit": UNIT,
         "waves": kv_split.waves,
@@ -34,8 +35,8 @@ def dealing(module: Module) -> dict[str, Any]:
 
 
 def split_args(kernel: Kernel) -> list[str]:
-    """What says how keys are dealt: sizes of the call, then those by which work is counted, and tensors of which it
-    reads elements."""
+    """The arguments of these functions: sizes of the call, sizes by which work is counted, and the tensors whose
+    elements it reads with their strides."""
     assert kernel.kv_split is not None
     reads = dict(kernel.kv_split.reads)
     named = {
@@ -55,7 +56,7 @@ def split_args(kernel: Kernel) -> list[str]:
 
 
 def _elements(kernel: Kernel) -> list[tuple[str, str]]:
-    """(name, address) of each element by which work is counted, of the sequences `at`."""
+    """(name, address) of each element that the work of the sequences `at` reads."""
     assert kernel.kv_split is not None
     found = []
     for name, at in kernel.kv_split.reads:

@@ -1,4 +1,4 @@
-"""What the templates see of a kernel: a view of each op, and of the whole."""
+"""The views that templates print: of one op, and of a kernel as a whole."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 LOOP_COMMENTS = {
     "full": "tiles with nothing to mask: no mask, no bounds checks",
-    "partial": "tiles that the mask or the ends of the tensors cut",
+    "partial": "tiles that the mask or the end of a tensor cuts",
     "all": "query heads that share this key head",
     "split": "parts of this key head's gradients",
-    "joined": "parts of this sequence's keys",
-    "own": "key tiles, each on chip while query tiles pass by",
+    "combined": "splits of this sequence's keys",
+    "own": "tiles of keys, each kept on chip during the loop over query tiles",
 }
 
 
 @dataclass
 class Node:
-    """A view of one op: its kind names the macro that prints it, `text` holds that macro's strings."""
+    """A view of one op: `kind` names the macro that prints it, `text` holds that macro's strings."""
 
     kind: str
     text: dict[str, Any]
@@ -34,33 +34,32 @@ class KernelView:
     summary: str
     params: list[str]
     tiles: list[str]
-    dropout: bool  # has the flag DROPOUT, by which calls that drop nothing compile to kernels that draw nothing
-    # What else a schedule gives. TMA: tiles are read through descriptors, given in place of their tensors. CONVERTS: an
-    # instruction of the device converts pairs of 8-bit numbers. OVERLAPS: programs of two launches run beside each
-    # other.
+    dropout: bool  # has the flag DROPOUT: without dropout, a call compiles to a kernel that generates no random bits
+    # Other flags that a config sets. TMA: tiles are read by descriptors, which are passed in place of their tensors.
+    # CONVERTS: the device has an instruction that converts pairs of 8-bit numbers. OVERLAPS: programs of two launches
+    # run at the same time.
     flags: list[str]
-    learns: bool  # has the flag LEARN, by which calls that need no gradients of inputs compile to kernels that sum none
+    learns: bool  # has the flag LEARN: a call that needs no gradients of inputs compiles to a kernel that sums none
     not_specialized: list[str]
     prologue: list[str]
-    iteration: list[
-        str
-    ]  # where programs take one part of the keys after another, the lines by which each iteration starts,
-    iterations: str  # and how many iterations all programs have
+    iteration: list[str]  # lines that start each iteration, if a program processes one split of the keys after another
+    iterations: str  # the number of iterations of all programs
     nodes: list[Node]
-    words: set[str]  # that occur in it
+    words: set[str]  # every word in its source
 
 
 def gathered(nodes: list[Node]) -> list[Node]:
-    """The same, in each row of bases last those that descriptors stand in for, the first of which says so."""
+    """The same nodes, with the bases that only pointer loads need at the end of each run of bases, and the first of
+    these marked, so that one `if not TMA` covers them."""
     found: list[Node] = []
     for is_base, run in groupby(nodes, lambda node: node.kind == "base"):
         if not is_base:
             found += run
             continue
-        row = sorted(run, key=lambda node: bool(node.text["described"]))
-        for node in [node for node in row if node.text["described"]][:1]:
+        bases = sorted(run, key=lambda node: bool(node.text["described"]))
+        for node in [node for node in bases if node.text["described"]][:1]:
             node.text["described"] = "first"
-        found += row
+        found += bases
     return found
 
 
@@ -68,6 +67,6 @@ def names_in(nodes: list[Node]) -> set[str]:
     """Every word in the strings of these nodes and their bodies."""
     words: set[str] = set()
     for node in nodes:
-        words |= set(re.findall(r"\w+", repr(list(node.text.values()))))  # not its keys, which are no code
+        words |= set(re.findall(r"\w+", repr(list(node.text.values()))))  # not of its keys, which are not code
         words |= names_in(node.body)
     return words

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attngen.targets.common.base import Backend, Choices, Compiler, Cost, ResourceModel
-from attngen.targets.triton import compiler, cost, kernels, rules, sram
+from attngen.targets.triton import compiler, cost, fit, kernels, registers, rules, sram
 from attngen.targets.triton.legalize import LegalizeTriton
 from attngen.targets.triton.use_tma import UseTMA
 
@@ -20,7 +20,9 @@ TRITON = Backend(
         },
     },
     choices=Choices(blocks=(16, 32, 64, 128), warps=(4, 8), stages=(3, 2, 1)),
-    resources=ResourceModel(sram.row_formula, sram.sram_bytes, sram.registers_per_thread, sram.why_not_fit, sram.slack),
+    resources=ResourceModel(
+        sram.row_formula, sram.sram_bytes, registers.registers_per_thread, fit.why_not_fit, fit.slack
+    ),
     cost=Cost(cost.cost, cost.occupancy, cost.register_limit, cost.spills, cost.SPILLS, cost.schedule_key),
     printed=kernels.printed,
     compiler=Compiler(

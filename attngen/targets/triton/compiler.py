@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, for GPUs that need not be here, and what the compiler says of them."""
+"""Compiles kernels ahead of time, for GPUs that need not be present, and reads the compiler's report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.ir.names import ROWS, stride_names
 from attngen.ir.ops import Load
 from attngen.targets.common.ahead import (
@@ -23,13 +24,13 @@ from attngen.targets.common.ahead import (
     disassembled,
     load,
     numbers,
-    said_by_ptxas,
+    ptxas_usage,
     triton_version,
 )
 from attngen.targets.common.base import CompileReport, short_digest
 from attngen.targets.common.instructions import parse
 from attngen.targets.common.unset import unset
-from attngen.targets.triton.sram import aligned
+from attngen.targets.triton.matrix_units import aligned
 from attngen.tiles.launches import constants, launch_options
 from attngen.tiles.sizes import sizes
 
@@ -38,7 +39,7 @@ __all__ = ["Job", "compile_all", "job", "source_digest", "triton_version"]
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: the file it is in, its arguments' types, a schedule, a target."""
+    """One kernel to compile: its file, its arguments' types, a config and a target."""
 
     file: Path
     kernel: str
@@ -53,18 +54,18 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """A short digest of all that the compiler is given; modules that have the same kernel share it."""
+        """A short digest of the compiler's input; modules with the same kernel share it."""
         return short_digest({key: value for key, value in vars(self).items() if key not in ("file", "row_strides")})
 
 
 def job(module: Module, kernel: Kernel, config: Config, file: Path, arch: int | str | None = None) -> Job:
-    """The job that compiles `kernel` of a generated kernels.py under a schedule row.
+    """The job that compiles `kernel` of a generated kernels.py under a config.
 
-    For the row's own device class, or for another `arch` that takes its rows: a compute capability (86), a HIP
-    architecture.
+    It is for the config's device class, or for another `arch` that uses the same configs: a compute capability (86) or
+    a HIP architecture.
     """
     device = CLASSES[config.device]
-    element = "" if kernel.prepares else of_size(module.dtypes, config.elem_bytes)  # one that prepares reads none
+    element = "" if kernel.prepares else of_size(module.dtypes, config.elem_bytes)  # preparing kernels read no T
     types, dims = [], sizes(module, config)
     described = {}  # tensor -> rows and columns of its tiles
     for op in kernel.ops():
@@ -99,16 +100,16 @@ def job(module: Module, kernel: Kernel, config: Config, file: Path, arch: int | 
 
 @cache
 def source_digest(kernels: str, name: str) -> str:
-    """A short digest of one kernel of a kernels.py: its source, and what it may use of the rest.
+    """A short digest of one kernel of a kernels.py: its source and everything that it may use.
 
-    That is constants and functions that Triton compiles, but for the other kernels: those that SCHEDULES names.
+    That is the constants and the functions that Triton compiles, except the other kernels, which SCHEDULES names.
     """
     others = {kernel for kernel in _kernels(kernels) if kernel != name}
     return short_digest("\n".join(text for defines, text in _compiled_parts(kernels) if defines not in others))
 
 
 def _kernels(kernels: str) -> list[str]:
-    """The names of its kernels: the keys of its table of schedules."""
+    """The names of the kernels of a kernels.py: the keys of SCHEDULES."""
     tables = (
         n for n in ast.parse(kernels).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SCHEDULES"
     )
@@ -123,21 +124,19 @@ def _compiled_parts(kernels: str) -> tuple[tuple[str, str], ...]:
         start, name = node.lineno, ""
         if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
             start, name = min(d.lineno for d in node.decorator_list), node.name
-        elif not (
-            isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-        ):  # constants; tables of schedules are not calls
-            continue
+        elif not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+            continue  # constants are calls of tl.constexpr; tables of schedules are not
         parts.append((name, "\n".join(lines[start - 1 : node.end_lineno])))
     return tuple(parts)
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[CompileReport | str]:
-    """The readings of jobs, in order; see compile_each."""
+    """The compile reports of jobs, in order; see compile_each."""
     return compile_each(_compile, jobs, workers)
 
 
 def source(j: Job) -> Any:
-    """The kernel with the types of a call whose tensors are aligned. Flags are on: that is the heavier kernel."""
+    """The kernel with the types of a call whose tensors are aligned, and all flags on, as in the heaviest kernel."""
     from triton.compiler import ASTSource
 
     function = getattr(load(j.file), j.kernel)
@@ -160,7 +159,7 @@ def _compile(j: Job) -> CompileReport | str:
         return done
     made, said, seconds = done
     on_amd = "amdgcn" in made.asm
-    registers, spilled = _amd(made.asm["amdgcn"]) if on_amd else said_by_ptxas(said)
+    registers, spilled = _amd(made.asm["amdgcn"]) if on_amd else ptxas_usage(said)
     binary = made.asm["hsaco" if on_amd else "cubin"]
     if j.arch == CLASSES["sm90"].arch and (wrong := unset(parse(disassembled(binary)))):
         return f"ptxas makes wrong machine code of it: {wrong[0]}"
@@ -170,5 +169,5 @@ def _compile(j: Job) -> CompileReport | str:
 
 
 def _amd(text: str) -> tuple[int, int]:
-    """Registers (the accumulators' counted) and spilled bytes, as the metadata of the assembly says."""
+    """Registers, including accumulators, and spilled bytes, from the metadata of the assembly."""
     return numbers(r"\.vgpr_count: +(\d+)", text)[0], 4 * numbers(r"\.vgpr_spill_count: +(\d+)", text)[0]

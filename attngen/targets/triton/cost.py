@@ -1,16 +1,16 @@
-"""The model that tile selection minimises: cycles of one SM per tile, times the tiles that the mask leaves.
+"""The cost model that tile selection minimises: SM cycles per tile, times the tiles that the mask leaves.
 
     cycles = matrix * (flops of the tile's dots / rate) + alu * scores + stream * bytes loaded + latency(stages) /
     occupancy
 
-Programs of 8 warps pay `split` of the first two more, for keeping their halves in step. Partial tiles of the forward
-take `masked` * scores / occupancy on top: its running maximum waits for the mask (where data lists blocks it is not
-known which are partial). `start`, `tight`, `turn` and `deep` are for what Fit says. Where data bounds the loop row by
-row, rows up to REACH away count.
+Programs of 8 warps pay `split` more of the first two terms, to keep their halves in step. Partial tiles of the forward
+add `masked` * scores / occupancy, because the running maximum waits for the mask (if data lists the blocks, it is not
+known which are partial). Fit documents `start`, `tight`, `iteration` and `deep`. If data bounds the loop row by row,
+rows up to REACH away count.
 
-The constants are least-squares fits to measured schedules of the kernels on one H200: POINTERS to tiles that threads
-copy, DESCRIPTORS to tiles that the device's engine copies. On these the model's choice is 2 to 3% slower than the best
-on average; REACH is half a document of usual length (docs/perf-log.md, sections 2, 12 and 14).
+The constants are least-squares fits to measured configs of the kernels on one H200: POINTERS for tiles that threads
+copy, DESCRIPTORS for tiles that TMA copies. For these the model's choice is 2 to 3% slower than the best on average;
+REACH is half a document of usual length (docs/perf-log.md, sections 2, 12 and 14).
 """
 
 from __future__ import annotations
@@ -21,39 +21,36 @@ from pathlib import Path
 
 from attngen.devices import CLASSES, DeviceClass
 from attngen.heuristics import MANY_ROWS, REACH, WIDEST_SUM
-from attngen.ir.graph import Config, Kernel, Module
-from attngen.ir.ops import Dot, Load, unpadded
-from attngen.targets.triton.sram import (
-    TMA_BARRIERS,
-    from_shared,
-    registers_per_thread,
-    score_tile,
-    sram_bytes,
-    why_not_fit,
-)
+from attngen.ir.dims import unpadded
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
+from attngen.ir.ops import Dot, Load
+from attngen.targets.triton.fit import why_not_fit
+from attngen.targets.triton.matrix_units import from_shared, score_tile
+from attngen.targets.triton.registers import registers_per_thread
+from attngen.targets.triton.sram import TMA_BARRIERS, sram_bytes
 from attngen.tiles.sizes import mode, sizes, streamed_bytes, tile_width
 from attngen.tiles.tiles import count_tiles, evaluate, repeats
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The constants of the model, and what Triton's compiler does with registers, as measured."""
+    """The measured constants of the model, and of the register use of Triton's compiler."""
 
     matrix: float
     alu: float  # cycles per score: the exponential and the arithmetic around it
-    stream: float  # cycles per byte that a turn loads from L2
-    latency: tuple[
-        float, float, float
-    ]  # cycles per turn that only other programs on the SM hide, by depth of the ring: 1, 2, 3
+    stream: float  # cycles per byte that an iteration loads from L2
+    # Cycles per iteration that only other programs on the SM hide, with 1, 2 and 3 stages.
+    latency: tuple[float, float, float]
     split_matrix: float
     split_alu: float
     masked: float  # cycles per score of a partial tile of the forward that only other programs on the SM hide
     start: float  # cycles of a program before and after its loops that only other programs on the SM hide
-    tight: float  # cycles per score and register of live tiles above ROOMY, of which the compiler makes worse code
-    iteration: float  # cycles per turn and four warps, for keeping them in step
-    # cycles per turn that only other programs hide, where four warps have more rows than a matrix instruction
+    tight: float  # cycles per score and register of live tiles above ROOMY, where the compiler makes worse code
+    iteration: float  # cycles per iteration and four warps, to keep warps in step
+    # Cycles per iteration that only other programs hide, if four warps have more rows than a matrix instruction.
     deep: float
-    other_registers: int  # per thread: what it takes besides live tiles
+    other_registers: int  # registers per thread in addition to those of live tiles
     live_limit: int  # registers per thread that live tiles may take before it spills
 
 
@@ -88,34 +85,30 @@ DESCRIPTORS = Fit(
     live_limit=210,
 )
 ROOMY = 128
-SPILLS = "attngen/targets/triton/spills.txt"  # of schedules that spill
-STREAMED, PER_STREAM = (
-    3,
-    24,
-)  # tiles that loops load for products, without more; registers of a CUDA thread that each further one takes
-FMA_LIMIT = 512  # multiply-adds of one dot per thread, where products are not on matrix units, before it spills
+SPILLS = "attngen/targets/triton/spills.txt"  # lists configs that spill
+STREAMED = 3  # tiles that a loop may load for products without extra registers
+PER_STREAM = 24  # registers of a CUDA thread for each further tile
+FMA_LIMIT = 512  # most multiply-adds of one dot per thread, without matrix units, before it spills
 
 
 @cache
 def _listed() -> frozenset[str]:
-    """The schedules in spills.txt, whichever version of Triton spills them: a module is built once for all of them."""
+    """The configs in spills.txt, for any version of Triton: a module is built once for all versions."""
     lines = Path(__file__).with_name("spills.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(line.partition(" @ ")[0] for line in lines if not line.startswith("#"))
 
 
 def spills(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether a schedule is known to spill registers (spills.txt), though the model says that it need not; `attngen
-    verify` finds such."""
+    """Whether a config is known to spill registers (spills.txt) although the model says that it need not; `attngen
+    verify` finds these."""
     key = schedule_key(module, kernel, config)
     return any(line in _listed() for line in (key, f"{key} mask={module.mask}"))
 
 
 def schedule_key(module: Module, kernel: Kernel, config: Config) -> str:
-    """A schedule as spills.txt names it: `sm80 dkdv+group 128/128 bytes=2 64x32x4x2`, for all masks but lists of
-    blocks.
+    """A config as spills.txt names it: `sm80 dkdv+group 128/128 bytes=2 64x32x4x2`, the same for all masks.
 
-    Its loop over heads, lists of blocks and what they are made of, dropout, entropies and what modifies scores are part
-    of the name.
+    The loop over heads, block lists and their kind, dropout, entropies and score modifiers are part of the name.
     """
     name = kernel.name + "".join(f"+{loop.body}" for loop in kernel.loops if loop.cls == "all")
     if module.blocks is not None and kernel.dots:
@@ -130,16 +123,15 @@ def schedule_key(module: Module, kernel: Kernel, config: Config) -> str:
 
 
 def cost(module: Module, kernel: Kernel, config: Config) -> float:
-    """Modelled SM cycles of a kernel over one head with as many rows as the schedule row is for; inf if it cannot
-    run."""
+    """Modelled SM cycles of a kernel over one head with as many rows as the config is for; inf if it cannot run."""
     fit, shape = fitted(config), (config.max_rows or MANY_ROWS, MANY_ROWS, config.block_q, config.block_kv)
-    cycles, programs = _turn(module, kernel, replace(config, max_rows=None, measured=False))
+    cycles, programs = _iteration(module, kernel, replace(config, max_rows=None, measured=False))
     if cycles == float("inf") or spills(module, kernel, config):
         return float("inf")
     if all(loop.cls == "all" for loop in kernel.loops):
         return cycles
     cycles *= count_tiles(kernel, *shape, reach=REACH)
-    listed = module.blocks is not None and module.blocks.data  # data alone says which tiles are partial
+    listed = module.blocks is not None and module.blocks.data  # only data says which tiles are partial
     if not listed and kernel.normalises:
         cycles += (
             fit.masked * config.block_q * config.block_kv / programs * count_tiles(kernel, *shape, "partial", REACH)
@@ -150,10 +142,9 @@ def cost(module: Module, kernel: Kernel, config: Config) -> float:
     )
 
 
-@lru_cache(maxsize=10_000)  # a few modules' rows
-def _turn(module: Module, kernel: Kernel, config: Config) -> tuple[float, int]:
-    """SM cycles of one turn of a kernel's loop, whatever the number of rows (inf if it cannot run); the programs
-    that share an SM."""
+@lru_cache(maxsize=10_000)  # the configs of a few modules
+def _iteration(module: Module, kernel: Kernel, config: Config) -> tuple[float, int]:
+    """SM cycles of one iteration of a kernel's loop (inf if it cannot run), and the programs that share an SM."""
     fit, live = fitted(config), registers_per_thread(module, kernel, config)
     device = CLASSES[config.device]
     more = PER_STREAM * max(0, _streams(kernel) - STREAMED) if device.backend == "cuda" else 0
@@ -166,9 +157,8 @@ def _turn(module: Module, kernel: Kernel, config: Config) -> tuple[float, int]:
     threads = config.num_warps * device.threads_per_warp
     how = mode(module, config.elem_bytes)
     rows_of_scores = score_tile(module, kernel, config)[0] if kernel.dots else 0
-    crowded = how != "ieee" and config.num_warps > max(
-        4, rows_of_scores // 16
-    )  # warps that share rows split the columns, at half the rate
+    # Warps that share rows split the columns, at half the rate.
+    crowded = how != "ieee" and config.num_warps > max(4, rows_of_scores // 16)
     matrix = 0.0
     for op in kernel.dots:
         flops = dot_flops(module, kernel, op, config, device.matrix_rows if how != "ieee" else 1)
@@ -180,9 +170,8 @@ def _turn(module: Module, kernel: Kernel, config: Config) -> tuple[float, int]:
     cycles = (fit.matrix + fit.split_matrix * split) * matrix
     cycles += (fit.alu + fit.split_alu * split + fit.tight * max(0, live - ROOMY)) * scores
     cycles += fit.stream * streamed_bytes(module, kernel, config)
-    programs = (
-        1 if kernel.pack_gqa else occupancy(module, kernel, config)
-    )  # of few queries there are too few to share SMs
+    # With packed heads there are few queries, so too few programs to share SMs.
+    programs = 1 if kernel.pack_gqa else occupancy(module, kernel, config)
     own = config.block_q if kernel.program_axis == "q" else config.block_kv
     cycles += fit.iteration * config.num_warps / 4
     cycles += (
@@ -192,15 +181,17 @@ def _turn(module: Module, kernel: Kernel, config: Config) -> tuple[float, int]:
 
 
 def _is_crammed(module: Module, kernel: Kernel, config: Config, device: DeviceClass) -> bool:
-    """Whether a wide sum has fewer rows than the matrix instruction that reads its operands from shared memory:
-    those of smaller instructions lie in registers, and there is no room for these beside it."""
+    """Whether a wide accumulator has fewer rows than the matrix instruction that reads operands from shared memory.
+
+    Smaller instructions have their operands in registers, which have no room for them next to the accumulator.
+    """
     on_units = mode(module, config.elem_bytes) != "ieee"
     return device.reads_shared and on_units and config.columns > WIDEST_SUM and not from_shared(module, kernel, config)
 
 
 @cache
 def _streams(kernel: Kernel) -> int:
-    """The tiles that a turn of the loop over tiles loads for products."""
+    """How many tiles an iteration of the loop over tiles loads for products."""
     bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
     return max(
         (sum(isinstance(op, Load) and op.type.space == "sram" for op in kernel.block(body).ops) for body in bodies),
@@ -209,7 +200,7 @@ def _streams(kernel: Kernel) -> int:
 
 
 def fitted(config: Config) -> Fit:
-    """The constants that hold for a schedule row."""
+    """The model's constants for a config."""
     return DESCRIPTORS if config.tma else POINTERS
 
 
@@ -219,19 +210,19 @@ def register_limit(config: Config) -> int:
 
 
 def occupancy(module: Module, kernel: Kernel, config: Config) -> int:
-    """Programs that share an SM: bound by shared memory and by registers."""
+    """The number of programs that share an SM, as shared memory and registers allow."""
     device = CLASSES[config.device]
     threads = config.num_warps * device.threads_per_warp
     registers = min(
         device.registers_per_thread, registers_per_thread(module, kernel, config) + fitted(config).other_registers
     )
-    spare = TMA_BARRIERS if config.tma else 0  # predicted, and with few exceptions found beside the statistics
+    spare = TMA_BARRIERS if config.tma else 0  # in the formula, but nearly always placed next to the statistics
     by_sram = device.smem_per_sm // max(1, sram_bytes(module, kernel, config) - spare + device.smem_reserved)
     return max(1, min(by_sram, device.registers_per_sm // (registers * threads)))
 
 
 def dot_flops(module: Module, kernel: Kernel, op: Dot, config: Config, least_rows: int = 1) -> int:
-    """FLOPs of one dot on one tile; an accumulator of fewer rows than the matrix instruction still takes all of its."""
+    """FLOPs of one dot on one tile. An accumulator with fewer rows than the matrix instruction takes all its rows."""
     dims = sizes(module, config)
     a, b = (dims[d] for d in op.type.unpadded)
     return 2 * max(a, least_rows) * b * dims[unpadded(op.over)]

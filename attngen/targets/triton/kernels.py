@@ -1,4 +1,4 @@
-"""kernels.py of a generated module: what its template sees."""
+"""Builds what the template of a generated module's kernels.py sees."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 from attngen.devices import CLASSES, FALLBACK_CUDA, FALLBACK_HIP
-from attngen.ir.graph import DoesNotFit, Module
-from attngen.ir.ops import PADDED, Load, Scan
+from attngen.ir.dims import PADDED
+from attngen.ir.module import DoesNotFit, Module
+from attngen.ir.ops import Load, Scan
 from attngen.targets.common.base import Printed
 from attngen.targets.printing.context import KernelContext
-from attngen.targets.printing.split_kv import dealing
+from attngen.targets.printing.split_kv import split_functions
 from attngen.targets.printing.views import KernelView
 from attngen.targets.triton.interpreted import Interpreted, interpreted
 from attngen.tiles.launches import constants, launch_options
@@ -23,10 +24,10 @@ def printed(module: Module) -> Printed:
 
 
 def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
-    """What the template of kernels.py sees."""
+    """The names that the template of kernels.py reads."""
     constants = []
     for name, size in module.widths.items():
-        if name == "D_QK" and module.rope:  # which no tile has
+        if name == "D_QK" and module.rope:  # no tile is as wide as D_QK then
             continue
         constants.append((name, size))
         if size & (size - 1):
@@ -43,7 +44,7 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "schedules": _schedules(module, views, taken),
         "interpreted": taken,
         "device_classes": device_classes,
-        "kernels": [views[kernel.name] for kernel in module.kernels if not kernel.adds],
+        "kernels": [views[kernel.name] for kernel in module.kernels if not kernel.adds_in_order],
         "distances": any(x.by == "distance" for x in module.learned),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views.values()),
         "quantised": module.cache is not None and bool(module.cache.dtype),
@@ -52,56 +53,58 @@ def _context(module: Module, views: dict[str, KernelView]) -> dict[str, Any]:
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views.values()),
         "fallback_cuda": FALLBACK_CUDA,
         "fallback_hip": FALLBACK_HIP,
-        "deals": dealing(module),
+        "split_kv": split_functions(module),
         "page": _page(module),
     }
 
 
 def _page(module: Module) -> str:
-    """How many rows a page has, where descriptors read from pages; else empty text."""
+    """The number of rows of a page, if descriptors read from pages; else empty text."""
     described = any(isinstance(op, Load) and op.pages and op.via for kernel in module.kernels for op in kernel.ops())
     return module.cache.page if module.cache and described else ""
 
 
 def _schedules(module: Module, views: dict[str, KernelView], taken: Interpreted) -> list[Any]:
+    """Kernel -> key of the table -> its configs as source, or the sentence on why there are none."""
     out = []
     for kernel in module.kernels:
         view = views[kernel.name]
-        classes: dict[str, Any] = {}  # rows, or the sentence on why there are none
-        own: dict[str, Any] = {}  # the interpreter's rows
-        for row in dict(module.schedules)[kernel.name]:
-            if isinstance(row, DoesNotFit):
-                classes[f'("{row.device}", {row.elem_bytes})'] = json.dumps(row.reason)
+        classes: dict[str, Any] = {}
+        interpreter: dict[str, Any] = {}  # the interpreter's configs
+        for config in dict(module.schedules)[kernel.name]:
+            if isinstance(config, DoesNotFit):
+                classes[f'("{config.device}", {config.elem_bytes})'] = json.dumps(config.reason)
                 continue
-            if row.backend != module.backend:
+            if config.backend != module.backend:
                 continue
-            given = constants(kernel, row)
-            tiles = {tile: given[tile] for tile in view.tiles} | {
-                "num_warps": row.num_warps,
-                "num_stages": row.num_stages,
+            values = constants(kernel, config)
+            tiles = {tile: values[tile] for tile in view.tiles} | {
+                "num_warps": config.num_warps,
+                "num_stages": config.num_stages,
             }
-            config = tiles | launch_options(kernel, row) | {flag: given[flag] for flag in view.flags}
-            classes.setdefault(f'("{row.device}", {row.elem_bytes})', []).append((row.max_rows, _config(config)))
-            if taken.takes(kernel, row):
-                config = tiles | dict.fromkeys(view.flags, False)
-                own.setdefault(f'("{taken.name}", {row.elem_bytes})', []).append((row.max_rows, _config(config)))
-        classes |= own
-        for warp_specialized, row in module.stand_ins(kernel.name):
+            options = tiles | launch_options(kernel, config) | {flag: values[flag] for flag in view.flags}
+            key = f'("{config.device}", {config.elem_bytes})'
+            classes.setdefault(key, []).append((config.max_rows, _source(options)))
+            if taken.takes(kernel, config):
+                options, key = tiles | dict.fromkeys(view.flags, False), f'("{taken.name}", {config.elem_bytes})'
+                interpreter.setdefault(key, []).append((config.max_rows, _source(options)))
+        classes |= interpreter
+        for warp_specialized, config in module.stand_ins(kernel.name):
             tiles = {
-                "BLOCK_Q": row.block_q,
-                "BLOCK_KV": row.block_kv,
-                "STAGES": row.num_stages,
-                **launch_options(warp_specialized, row),
+                "BLOCK_Q": config.block_q,
+                "BLOCK_KV": config.block_kv,
+                "STAGES": config.num_stages,
+                **launch_options(warp_specialized, config),
             }
             named = {"KERNEL": json.dumps(warp_specialized.name)} if warp_specialized.of else {}
-            entry = classes.setdefault(f'("{row.device}", {row.elem_bytes}, "{row.backend}")', [])
-            if row.min_rows and not entry:
-                entry.append((row.min_rows, "None"))  # the portable kernel's
-            entry.append((row.max_rows, _config(tiles | named)))
+            entry = classes.setdefault(f'("{config.device}", {config.elem_bytes}, "{config.backend}")', [])
+            if config.min_rows and not entry:
+                entry.append((config.min_rows, "None"))  # calls of fewer rows run the portable kernel
+            entry.append((config.max_rows, _source(tiles | named)))
         out.append((kernel.name, list(classes.items())))
     return out
 
 
-def _config(config: dict[str, Any]) -> str:
-    """The source of a row's tile sizes and launch options."""
-    return "{" + ", ".join(f'"{key}": {value}' for key, value in config.items()) + "}"
+def _source(options: dict[str, Any]) -> str:
+    """The source of a config's tile sizes and launch options."""
+    return "{" + ", ".join(f'"{key}": {value}' for key, value in options.items()) + "}"

@@ -1,4 +1,4 @@
-"""legalize-triton: make explicit what Triton asks of a kernel.
+"""legalize-triton: make addresses, casts and padding explicit, as Triton requires.
 
 before:  %k = load %K[b, h // group, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
          %acc_next = dot %soft.p %v over(BLOCK_KV) acc(%rescaled)
@@ -10,12 +10,12 @@ before:  %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) bo
 after:   %queries = loop q ranges(0 .. q_end) carry(dk=%dk_init, dv=%dv_init) body(@step) cls(full) recompute(yes)
 
 - The address of a head is computed once, in 64 bits.
-- Operands of a dot are cast to the tensors' element type; beside numbers that were kept in 8 bits, to fp16. Dots of
-  fp32 state their precision.
+- Operands of a dot are cast to the tensors' element type, or to fp16 if the other operand was stored in 8 bits. fp32
+  dots state their precision.
 - A head dimension that is not a power of two is padded on chip (D_QK_PAD) and checked on every access.
-- LLVM keeps values that do not change in a loop in registers, above all offsets of rows. A loop without registers to
-  spare recomputes them in each turn: one that carries two accumulators, or one of more than WIDE columns, or that holds
-  another loop (docs/perf-log.md).
+- LLVM keeps loop invariants in registers, mainly offsets of rows. A loop without registers to spare recomputes them in
+  each iteration: one that carries two accumulators or one of more than WIDE columns, or that contains another loop
+  (docs/perf-log.md).
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attngen.heuristics import WIDE
+from attngen.ir.core import Access, Op, Type
+from attngen.ir.dims import WHOLE, axis_of
 from attngen.ir.dtypes import by_precision
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import WHOLE, Access, Append, Arg, Base, Dot, Load, Loop, Map, Op, Store, Type, axis_of
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Append, Arg, Base, Dot, Load, Loop, Map, Store
 from attngen.transforms.base import Pass, padded
 
 
@@ -51,7 +54,8 @@ class LegalizeTriton(Pass):
 
 
 def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
-    if not isinstance(op, Loop) or op.var == "joined":  # one row of sums leaves registers for all else
+    """A loop that recomputes its invariants if it has no registers to spare; other ops as they are."""
+    if not isinstance(op, Loop) or op.var == "combined":  # an accumulator of one row leaves registers for the rest
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     halves = kernel.reads_quantised  # of one accumulator
@@ -62,26 +66,26 @@ def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
 
 
 def _cast_operands(kernel: Kernel, op: Op, precision: str, cast: set[str]) -> list[Op]:
-    """The casts that a product needs, and the product of the cast operands. Values in `cast` already have a cast."""
+    """The casts that a dot needs, and the dot of the cast operands. Values in `cast` already have a cast."""
     if not isinstance(op, Dot):
         return [op]
     casts: list[Op] = []
     renamed = {}
-    wanted = "fp16" if "fp16" in {kernel.type_of(ref).dtype for ref in (op.a, op.b)} else "T"
+    dtype = "fp16" if "fp16" in {kernel.type_of(ref).dtype for ref in (op.a, op.b)} else "T"
     for ref in (op.a, op.b):
         source = kernel.type_of(ref)
-        if source.dtype != wanted:
+        if source.dtype != dtype:
             short = ref.rpartition(".")[2]
             renamed[ref] = f"{short}_cast"
             if ref not in cast:
-                casts.append(Map(renamed[ref], symbol(short), ((short, ref),), replace(source, dtype=wanted)))
+                casts.append(Map(renamed[ref], symbol(short), ((short, ref),), replace(source, dtype=dtype)))
                 cast.add(ref)
     operands = {k: v for k, v in renamed.items() if k != op.acc}
     return [*casts, replace(op.with_operands(operands), precision=precision)]
 
 
 def _bases(kernel: Kernel) -> Kernel:
-    """One pointer per tensor and head, made in the outermost block that knows the head."""
+    """Compute one pointer per tensor and head, in the outermost block that knows the head."""
     parents = {loop.body: (kernel.graph.nodes[loop.name]["block"], loop.variables) for loop in kernel.loops}
     made: dict[tuple[str, str], Base] = {}
     renamed: dict[str, Access] = {}
@@ -92,7 +96,7 @@ def _bases(kernel: Kernel) -> Kernel:
                 continue
             access = op.dst if isinstance(op, Store) else op.src
             if not access.axes() or isinstance(op, Append) or (isinstance(op, Load) and op.pages):
-                continue  # rows that are anywhere in a cache have no common start
+                continue  # rows at computed places of a cache have no common start
             scalars = tuple(i for i in access.index if not axis_of(i))
             if not any(scalars):
                 continue  # its rows start where the tensor does
@@ -101,7 +105,7 @@ def _bases(kernel: Kernel) -> Kernel:
             while home in parents and needed.isdisjoint(parents[home][1]):
                 home = parents[home][0]
             name = f"{access.tensor}_{'batch' if scalars == (symbol('b'),) else 'head'}"
-            name += "".join(f"_{i}" for i in scalars[2:] if i.is_Integer)  # of entries, behind a sequence and a head
+            name += "".join(f"_{i}" for i in scalars[2:] if i.is_Integer)  # an entry, after its sequence and head
             made.setdefault((home, name), Base(name, Access(access.tensor, scalars), Type("ptr", (), "reg")))
             renamed[op.name] = Access(name, tuple(i for i in access.index if axis_of(i)))
 

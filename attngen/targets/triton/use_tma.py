@@ -1,16 +1,16 @@
-"""use-tma: mark the tiles that a copy engine can fetch by a descriptor of their tensor.
+"""use-tma: mark the tiles that TMA can load by a descriptor of their tensor.
 
 before:  %k = load %K[b, h // group, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @sram
 after:   %k = load %K[b, h // group, kv, d_qk] check(kv if partial) via(descriptor) : T[BLOCK_KV, D_QK] @sram
 
 These are tiles for shared memory, of consecutive rows of one head. With descriptors, threads compute no addresses and
-keep none in registers. A row of the schedule chooses descriptors by TMA=1; only some devices have such an engine.
+keep none in registers. A config selects descriptors by TMA=1; only some devices have TMA.
 
-Two kinds of kernels stay as they are. Those in FlashAttention-1's order are there to show what they move. For `packed`,
-the kernel of few queries, the host would make descriptors at each call, which takes longer than all its other work, and
-the device gains nothing (docs/perf-log.md, section 19).
+Two kinds of kernels stay as they are. Kernels in FlashAttention-1's loop order exist to show their memory traffic. For
+`packed`, the pack-GQA kernel for few queries, the host would make descriptors at each call, which takes longer than all
+its other work, and the device gains nothing (docs/perf-log.md, section 19).
 
-Nor are tensors read so of which programs have columns of their own.
+Tensors whose columns are split across programs are not read by descriptor, either.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attngen.heuristics import UNIT
+from attngen.ir.core import Op
+from attngen.ir.dims import OWN
 from attngen.ir.dtypes import QUANTISED
-from attngen.ir.graph import Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
 from attngen.ir.names import CACHED, SCALES
-from attngen.ir.ops import OWN, Load, Op
+from attngen.ir.ops import Load
 from attngen.transforms.base import Pass
 
 
@@ -36,7 +39,7 @@ class UseTMA(Pass):
 
 
 def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
-    if not isinstance(op, Load) or kernel.walks or not describable(kernel, op):
+    if not isinstance(op, Load) or kernel.visits_all_tiles or not describable(kernel, op):
         return op
     cached = kernel.reads_cache and op.src.tensor in (*CACHED, *SCALES.values())
     by_rows = kernel.pack_gqa and not cached  # rows of several heads have no common start
@@ -46,7 +49,7 @@ def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
 
 
 def in_parts(kernel: Kernel, tensor: str) -> bool:
-    """Whether programs read their own columns of a tensor: a descriptor is of tiles of all columns."""
+    """Whether programs read only some columns of a tensor: a descriptor describes tiles of all columns."""
     return any(
         isinstance(op, Load) and op.src.tensor == tensor and not OWN.keys().isdisjoint(op.src.axes())
         for op in kernel.ops()
@@ -54,15 +57,13 @@ def in_parts(kernel: Kernel, tensor: str) -> bool:
 
 
 def has_tiles(module: Module) -> bool:
-    """Whether pages of the cache have room for whole tiles: they are of a known size, which a unit of what is dealt
-    divides."""
+    """Whether a page of the cache holds whole tiles: its size is known, and a multiple of split-KV's unit."""
     page = module.cache.page if module.cache else ""
     return page.isdigit() and int(page) % UNIT == 0
 
 
 def describable(kernel: Kernel, op: Load) -> bool:
-    """Whether a load reads a tile for shared memory: consecutive rows of one head of a tensor [batch, head, row,
-    column]."""
+    """Whether a load reads a tile for shared memory: consecutive rows of one head of [batch, head, row, column]."""
     rows = kernel.type_of(op.src.tensor).dims
     return (
         op.type.space == "sram"

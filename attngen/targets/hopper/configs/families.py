@@ -1,40 +1,43 @@
-"""What passes share: those of the forward leave the divided kernels of the backward as they are, and the other way
-round."""
+"""Apply a change to the kernels of one family, and leave the others as they are.
+
+A pass that serves the forward does not touch the warp-specialized kernels of the backward, and the other way round.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from attngen.ir.graph import Kernel, Module
-from attngen.targets.hopper.configs.sm90 import APART, DECODE, FORWARD, FUSED, TANGENTS
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.targets.hopper.configs.sm90 import DECODE, FORWARD, FUSED, JVP, SEPARATE_BACKWARD
 
 Change = Callable[[Kernel], Kernel]
 
 
-def with_forwards(module: Module, change: Change) -> Module:
-    """The module with its divided forwards changed."""
+def with_forward(module: Module, change: Change) -> Module:
+    """Change the warp-specialized forward kernels."""
     return _with(module, (FORWARD,), change)
 
 
-def with_backward(module: Module, change: Change) -> Module:
-    """The module with its divided backward in one pass changed, if it has one."""
+def with_fused_backward(module: Module, change: Change) -> Module:
+    """Change the warp-specialized fused backward, if the module has one."""
     return _with(module, (FUSED,), change)
 
 
-def with_latents(module: Module, change: Change) -> Module:
-    """The module with its divided decoding of latents changed, if it has one."""
+def with_separate_backward(module: Module, change: Change) -> Module:
+    """Change the warp-specialized kernels of dQ, dK and dV, if the module has any."""
+    return _with(module, SEPARATE_BACKWARD, change)
+
+
+def with_mla_decode(module: Module, change: Change) -> Module:
+    """Change the warp-specialized kernel of MLA decode, if the module has one."""
     return _with(module, (DECODE,), change)
 
 
-def with_apart(module: Module, change: Change) -> Module:
-    """The module with its divided kernels of dQ, dK and dV changed, if it has some."""
-    return _with(module, APART, change)
-
-
-def with_tangents(module: Module, change: Change) -> Module:
-    """The module with its divided kernel of forward mode changed, if it has one."""
-    return _with(module, (TANGENTS,), change)
+def with_jvp(module: Module, change: Change) -> Module:
+    """Change the warp-specialized kernel of forward mode, if the module has one."""
+    return _with(module, (JVP,), change)
 
 
 def _with(module: Module, portable: tuple[str, ...], change: Change) -> Module:

@@ -1,52 +1,50 @@
-"""Whether this backend divides the backward in one pass, and the tiles of its programs."""
+"""Whether the fused backward is warp-specialized, and the config of its kernel."""
 
 from __future__ import annotations
 
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Config, Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Gather, Load
-from attngen.targets.hopper.configs.common import NARROW, STEADY, refused, work
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
+from attngen.ir.ops import Gather, Load
+from attngen.targets.hopper.configs.common import MEDIUM, NARROW, infeasible_in_any_family, ops_per_score
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.sm90 import DEVICE, FUSED, NAME, ROWS
 from attngen.tiles.order import differs, visited_range
 
-MOST_WORK = 23  # operations for each score: those of a soft cap under a window, the most that were compiled
-# operations for each score of heads of 192 and 128 columns: those of a window; of chunks, which have 15, registers
-# spill
-MOST_OF_WIDE = 14
-MOST_SIGNED = (
-    17  # operations for each score with dropout in heads of 128 columns: of documents, which have 19, registers spill
-)
-# operations for each score of wide heads, beside which dP is multiplied: of a soft cap, which has 19, registers spill
-MOST_BESIDE = 18
-MOST_OF_LONG = 15  # operations for each score in tiles of 128 queries: of a dilated mask, which has 19, registers spill
-MOST_NUMBERS = (
-    2  # of each query, beside `lse2` and `delta`: beside tiles of 128 columns there is shared memory for these
-)
-INSTANCES = 2  # of the consumer: each has two tiles of sums, which take half of its registers
-QUERIES = {NARROW: 128, STEADY: 64}  # columns of a head, at most -> rows of a tile of queries
-STAGES = 2  # of the rings of Q and dO
-WIDE = (192, 128)  # columns of q and k, and of v, of multi-head latent attention: Q and K lie in three pieces
+WIDE = (192, 128)  # head_dim of Q and K, and of V, in multi-head latent attention: Q and K are stored in three pieces
+INSTANCES = 2  # of the consumer: each has two accumulator tiles, which take half of its registers
+QUERIES = {NARROW: 128, MEDIUM: 64}  # head_dim, at most -> BLOCK_Q
+STAGES = 2  # of the pipelines of Q and dO
+# Numbers per query in addition to `lse2` and `delta` for which there is shared memory next to tiles of 128 columns.
+MOST_NUMBERS = 2
+
+# Limits on operations per score; beyond them registers spill, or may spill.
+MOST_OPS = 23  # those of a soft cap under a window, the most that were compiled
+MOST_OPS_IF_WIDE = 14  # head_dims of 192 and 128: those of a window; chunks, which have 15, spill
+MOST_OPS_IF_SIGNED = 17  # dropout and head_dim 128; documents, which have 19, spill
+MOST_OPS_WITH_EARLY_DP = 18  # wide heads whose dP is multiplied at the same time; a soft cap, which has 19, spills
+MOST_OPS_OF_LONG_TILES = 15  # tiles of 128 queries; a dilated mask, which has 19, spills
 
 
 def infeasible(module: Module) -> str:
-    """Why the kernel in one pass cannot be divided, as the end of a sentence; empty text if it can."""
+    """Return why the fused backward cannot be warp-specialized, as the end of a sentence; empty text if it can."""
     kernel = module.kernel(FUSED)
     if module.blocks and module.blocks.size < INSTANCES * ROWS:
         return f"its mask lists blocks of {module.blocks.size} keys, and a program has {INSTANCES * ROWS}"
     qk, v = module.head_dim_qk, module.head_dim_v
     if (qk, v) != WIDE and (qk != v or not is_power_of_two(v)):
-        expected = f"as many of q and k as of v, a power of two, or {WIDE[0]} and {WIDE[1]}"
-        return f"its heads have {qk} and {v} columns; expected {expected}"
-    if why := _beside_scores(kernel):
+        expected = f"one power of two for q, k and v, or {WIDE[0]} and {WIDE[1]}"
+        return f"its head_dims are {qk} and {v}; expected {expected}"
+    if why := _not_loadable_by_tma(kernel):
         return why
-    if (numbers := _numbers_of_queries(kernel)) > MOST_NUMBERS:
+    if (numbers := _numbers_per_query(kernel)) > MOST_NUMBERS:
         return f"it reads {numbers} numbers for each query, and there is room for {MOST_NUMBERS}"
-    return refused(module, kernel)
+    return infeasible_in_any_family(module, kernel)
 
 
-def _beside_scores(kernel: Kernel) -> str:
-    """Why what is read for each score cannot come by the copy engine; empty text if it can, or if nothing is."""
+def _not_loadable_by_tma(kernel: Kernel) -> str:
+    """Return why TMA cannot load what is read per score; empty text if it can, or if nothing is read per score."""
     if any(isinstance(op, Gather) for op in kernel.of_pairs):
         return "a number is looked up for each score"
     if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in kernel.of_pairs):
@@ -55,21 +53,27 @@ def _beside_scores(kernel: Kernel) -> str:
 
 
 def not_preferred(module: Module) -> str:
-    """Why the kernel in one pass is not divided, and so dropped, as the end of a sentence; empty text if it is
-    divided."""
+    """Return why the module has no fused backward, as the end of a sentence; empty text if its fused backward is
+    warp-specialized.
+
+    A fused backward that is not warp-specialized is dropped.
+    """
     if why := infeasible(module):
         return why
     kernel = module.kernel(FUSED)
     if is_wide(module) and (why := _spills_if_wide(module, kernel)):
-        return f"with heads of {WIDE[0]} and {WIDE[1]} columns and {why} registers spill"
-    steep = {"dscore", "p_steep"} & set(kernel.graph)  # a modifier's slope is held beside weights
-    if kernel.reads_pairs and steep and module.head_dim_v > NARROW:
-        return f"with heads of more than {NARROW} columns, a number for each score and a modifier that bends scores registers spill"
+        return f"with head_dims of {WIDE[0]} and {WIDE[1]} and {why} registers spill"
+    sloped = {"dscore", "p_steep"} & set(kernel.graph)  # a modifier's slope is live together with the weights
+    if kernel.reads_pairs and sloped and module.head_dim_v > NARROW:
+        return (
+            f"with a head_dim of more than {NARROW}, a number for each score and a modifier that bends scores "
+            "registers spill"
+        )
     signed = is_signed(module, kernel)
     if signed and module.meaning.score != symbol("s"):
-        return f"with dropout, heads of more than {NARROW} columns and a modifier of scores registers spill"
-    most = MOST_OF_WIDE if is_wide(module) else MOST_SIGNED if signed else MOST_WORK
-    if (ops := work(kernel)) > most:
+        return f"with dropout, a head_dim of more than {NARROW} and a modifier of scores registers spill"
+    most = MOST_OPS_IF_WIDE if is_wide(module) else MOST_OPS_IF_SIGNED if signed else MOST_OPS
+    if (ops := ops_per_score(kernel)) > most:
         return (
             f"its mask and modifiers take {ops} operations for each score, and of more than {most} registers may spill"
         )
@@ -77,7 +81,7 @@ def not_preferred(module: Module) -> str:
 
 
 def _spills_if_wide(module: Module, kernel: Kernel) -> str:
-    """What a kernel has for which sums of wide heads leave no registers; empty text for nothing."""
+    """Return what leaves the accumulators of wide heads too few registers, as a noun; empty text if nothing does."""
     if kernel.has_dropout:
         return "dropout"
     if module.meaning.score != symbol("s"):
@@ -93,9 +97,9 @@ def _spills_if_wide(module: Module, kernel: Kernel) -> str:
     return "a number for each key" if of_keys else ""
 
 
-def _numbers_of_queries(kernel: Kernel) -> int:
-    """How many numbers it loads for each query beside `lse2` and `delta`. They lie in shared memory, beside tiles of
-    queries."""
+def _numbers_per_query(kernel: Kernel) -> int:
+    """Count the numbers that the kernel loads per query in addition to `lse2` and `delta`. They are kept in shared
+    memory, next to tiles of queries."""
     dims = (AXIS_DIM[kernel.loop_axis],)
     return sum(
         isinstance(op, Load) and op.type.dims == dims and op.name not in ("lse2", "delta") for op in kernel.ops()
@@ -105,34 +109,38 @@ def _numbers_of_queries(kernel: Kernel) -> int:
 def config(
     module: Module, block_q: int | None = None, block_kv: int | None = None, stages: int | None = None
 ) -> Config:
-    """The row of a kernel's schedule, for any number of keys."""
+    """Return the kernel's config, for any number of keys."""
     kernel = module.kernel(FUSED)
-    crowded = module.dropout or work(kernel) > MOST_OF_LONG or _numbers_of_queries(kernel) > 0 or kernel.reads_pairs
+    many_ops = ops_per_score(kernel) > MOST_OPS_OF_LONG_TILES
+    crowded = module.dropout or many_ops or _numbers_per_query(kernel) > 0 or kernel.reads_pairs
     queries = ROWS if crowded else next(rows for columns, rows in QUERIES.items() if module.head_dim_v <= columns)
     return Config(
         DEVICE, 2, None, block_q or queries, block_kv or INSTANCES * ROWS, 4, stages or STAGES, tma=True, backend=NAME
     )
 
 
-def is_late(module: Module) -> bool:
-    """Whether dP is multiplied after what S alone gives, for which registers would not do beside it."""
+def issues_dp_late(module: Module) -> bool:
+    """Whether dP is multiplied after all that depends only on S is computed, because registers do not hold both at
+    once."""
     kernel = module.kernel(FUSED)
-    sloped = "p_steep" in kernel.graph  # dS needs weights times the slope of a modifier, beside the weights
-    return is_wide(module) or (module.head_dim_v > NARROW and (sloped or work(kernel) > MOST_BESIDE))
+    sloped = "p_steep" in kernel.graph  # dS needs weights times the slope of a modifier, in addition to the weights
+    wider = module.head_dim_v > NARROW
+    return is_wide(module) or (wider and (sloped or ops_per_score(kernel) > MOST_OPS_WITH_EARLY_DP))
 
 
 def is_wide(module: Module) -> bool:
-    """Whether sums of dK and dV take more than half of a consumer's registers, and tiles most of the shared memory."""
+    """Whether the accumulators of dK and dV take more than half of a consumer's registers, and tiles most of the shared
+    memory."""
     return (module.head_dim_qk, module.head_dim_v) == WIDE
 
 
-def may_stay(module: Module, kernel: Kernel) -> bool:
-    """Whether programs take tile after tile: those of one head (docs/perf-log.md, section 31), but for wide heads,
-    which spill."""
+def can_be_persistent(module: Module, kernel: Kernel) -> bool:
+    """Whether programs fetch one tile after another: those of one head (docs/perf-log.md, section 31), except with wide
+    heads, which spill."""
     return not (is_wide(module) or kernel.takes_heads)
 
 
 def is_signed(module: Module, kernel: Kernel) -> bool:
-    """Whether the sign of a weight says if dropout keeps it: registers would not do for both, or for weights and
-    random words."""
+    """Whether the sign of a weight says if dropout keeps it: registers do not hold both separately, nor weights
+    together with dropout bits."""
     return kernel.name == FUSED and kernel.has_dropout and module.head_dim_v > NARROW

@@ -1,29 +1,35 @@
-"""Whether this backend divides the decoding of latents, and the tiles of its programs."""
+"""Whether decode with a KV cache of latents (MLA) is warp-specialized, and the config of its kernel."""
 
 from __future__ import annotations
 
-from attngen.ir.graph import Config, Kernel, Module
-from attngen.ir.ops import SIDES, Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
-from attngen.targets.hopper.configs.common import LITTLE_WORK, is_placed, refused, work
+from attngen.ir.dims import SIDES
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
+from attngen.ir.ops import Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
+from attngen.targets.hopper.configs.common import (
+    LIGHT_OPS,
+    has_positional_modifier,
+    infeasible_in_any_family,
+    ops_per_score,
+)
 from attngen.targets.hopper.configs.sm90 import DECODE, DEVICE, NAME, ROWS
 
-LATENT, ROPE = (
-    512,
-    64,
-)  # columns of the latent, and those that are rotated: those of DeepSeek's models, which were compiled
-KEYS = 64  # rows of a tile of keys: two tiles, in three pieces each, fill shared memory beside the queries
+# Columns of the latent, and of its rotary part: those of DeepSeek's models, which were compiled.
+LATENT, ROPE = (512, 64)
+BLOCK_KV = 64  # two tiles of keys, of three pieces each, and the queries fill shared memory
 STAGES = 2  # tiles of keys: an even one and an odd one
 OTHER = dict(zip(SIDES, reversed(SIDES)))  # half of the columns -> the other half
-OF_STEP = (Arg, Dot, Load, Map, Mask, Reduce, SoftmaxStep, Yield)  # what a turn may have beside the number of its page
+# Ops that the loop's body may have, in addition to the lookup of a page's number.
+OF_STEP = (Arg, Dot, Load, Map, Mask, Reduce, SoftmaxStep, Yield)
 
 
-def is_of_latents(kernel: Kernel) -> bool:
-    """Whether two roles share the columns of its outputs (see split_columns.py)."""
+def is_mla_decode(kernel: Kernel) -> bool:
+    """Whether two warp groups split the columns of its outputs (see split_d_warp_groups.py)."""
     return kernel.stands_for == DECODE
 
 
 def infeasible(module: Module) -> str:
-    """Why the decoding cannot be divided, as the end of a sentence; empty text if it can."""
+    """Return why the decode kernel cannot be warp-specialized, as the end of a sentence; empty text if it can."""
     kernel, cache = module.kernel(DECODE), module.cache
     if not kernel.rotates or cache is None:
         return "its keys are no latents"
@@ -33,48 +39,48 @@ def infeasible(module: Module) -> str:
         )
     if cache.dtype:
         return "its keys have 8 bits"
-    if cache.page and not (cache.page.isdigit() and int(cache.page) % KEYS == 0):
+    if cache.page and not (cache.page.isdigit() and int(cache.page) % BLOCK_KV == 0):
         size = f"pages of {cache.page} rows" if cache.page.isdigit() else "pages whose size a call gives"
-        return f"its cache has {size}; expected a multiple of {KEYS}"
+        return f"its cache has {size}; expected a multiple of {BLOCK_KV}"
     loops = [op for op in kernel.ops() if isinstance(op, Loop)]
     if kernel.kv_split is not None and kernel.kv_split.reads:
-        return "its keys are dealt by data of sequences"
+        return "its KV splits depend on data of sequences"
     if any(loop.listed for loop in loops):
         return "its mask lists tiles"
     for op in kernel.block(loops[0].body).ops:
         of_pages = isinstance(op, Gather) and op.src.tensor == "PAGE_TABLE"
         if not (of_pages or isinstance(op, OF_STEP)) or (isinstance(op, Load) and op.src.tensor not in ("K", "K_ROPE")):
             return f"its mask or modifiers read what is loaded for keys (%{op.name})"
-    return refused(module, kernel)
+    return infeasible_in_any_family(module, kernel)
 
 
 def not_preferred(module: Module) -> str:
-    """Why the decoding stays portable, as the end of a sentence; empty text if it is divided."""
+    """Return why the decode kernel stays portable, as the end of a sentence; empty text if it is warp-specialized."""
     if why := infeasible(module):
         return why
-    if is_placed(module.kernel(DECODE)):
-        return "its modifiers are of positions, and registers spill"
-    if (ops := work(module.kernel(DECODE))) > LITTLE_WORK:
-        return f"its mask and modifiers take {ops} operations for each score, and of more than {LITTLE_WORK} registers may spill"
+    if has_positional_modifier(module.kernel(DECODE)):
+        return "its modifiers depend on positions, and registers spill"
+    if (ops := ops_per_score(module.kernel(DECODE))) > LIGHT_OPS:
+        return (
+            f"its mask and modifiers take {ops} operations for each score, and of more than {LIGHT_OPS} registers "
+            "may spill"
+        )
     return ""
 
 
 def config(
     module: Module, block_q: int | None = None, block_kv: int | None = None, stages: int | None = None
 ) -> Config:
-    """The row of the kernel's schedule, for any number of rows."""
-    return Config(DEVICE, 2, None, ROWS, KEYS, 4, STAGES, tma=True, backend=NAME)
+    """Return the kernel's only config, for any number of rows."""
+    return Config(DEVICE, 2, None, ROWS, BLOCK_KV, 4, STAGES, tma=True, backend=NAME)
 
 
 def candidates(module: Module) -> tuple[Config, ...]:
-    """Rows that are worth measuring: its own, which is the only one that fits."""
+    """The configs that are worth measuring: the only one that fits."""
     return () if infeasible(module) else (config(module),)
 
 
 def least_rows(module: Module, config: Config) -> int:
-    """The rows of a call, beyond which the divided kernel is faster: any number, but for 1 us where there is least to
-    read.
-
-    docs/perf-log.md, section 33, has the times.
-    """
+    """Rows of a call beyond which the warp-specialized kernel is faster: any number, except that it loses 1 us where
+    there is least to read (docs/perf-log.md, section 33, has the times)."""
     return 0

@@ -1,62 +1,64 @@
-"""The kernels that this backend divides."""
+"""The kernels that have a warp-specialized form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from attngen.ir.graph import Config, Module
+from attngen.ir.module import Config, Module
 from attngen.targets.common.base import Specialization
-from attngen.targets.hopper.configs import common, fused_backward, jvp, mla_decode, separate_backward
-from attngen.targets.hopper.configs.sm90 import APART, DECODE, FORWARD, FUSED, TANGENTS
+from attngen.targets.hopper.configs import common, forward, fused_backward, jvp, mla_decode, separate_backward
+from attngen.targets.hopper.configs.sm90 import DECODE, FORWARD, FUSED, JVP, SEPARATE_BACKWARD
 
 
-def _derived(
+def _derivative(
     kernel: str,
     infeasible: Callable[[Module], str],
-    row: Callable[[Module, int | None, int | None, int | None], Config],
+    config: Callable[[Module, int | None, int | None, int | None], Config],
     not_preferred: Callable[[Module], str],
-    beside: tuple[str, ...] = (),
+    requires: tuple[str, ...] = (),
 ) -> Specialization:
-    """That of a kernel of the backward or of forward mode: it has one row, for all calls but the smallest, and no
-    others are measured."""
+    """Return the specialization of a kernel of the backward or of forward mode: it has one config, for all calls except
+    the smallest, and no others are measured.
+
+    requires: other kernels that a module must have, too; without them, no reason is given why it has no such kernel.
+    """
     return Specialization(
         kernel,
-        beside,
+        requires,
         infeasible,
-        row,
+        config,
         lambda module: None,
-        lambda module, row: common.FEW,
+        lambda module, config: common.FEW_ROWS,
         lambda module: (),
         not_preferred,
     )
 
 
-def _apart(name: str) -> Specialization:
-    """That of one of the kernels of dQ, dK and dV of wide heads."""
-    return _derived(
+def _separate_backward(name: str) -> Specialization:
+    return _derivative(
         name,
         partial(separate_backward.infeasible, name),
         partial(separate_backward.config, name),
         partial(separate_backward.not_preferred, name),
-        APART,
+        SEPARATE_BACKWARD,
     )
 
 
 SPECIALIZATIONS = (
     Specialization(
         kernel=FORWARD,
-        beside=(),
-        infeasible=lambda module: common.infeasible(module, module.kernel(FORWARD)),
-        row=common.config,
-        long=common.long_row,
-        least=common.least_rows,
-        candidates=common.candidates,
-        not_preferred=common.not_preferred,
+        requires=(),
+        infeasible=lambda module: forward.infeasible(module, module.kernel(FORWARD)),
+        row=forward.config,
+        long=forward.long_config,
+        least=forward.least_rows,
+        candidates=forward.candidates,
+        not_preferred=forward.not_preferred,
     ),
     Specialization(
         kernel=DECODE,
-        beside=(),
+        requires=(),
         infeasible=mla_decode.infeasible,
         row=mla_decode.config,
         long=lambda module: None,
@@ -64,7 +66,7 @@ SPECIALIZATIONS = (
         candidates=mla_decode.candidates,
         not_preferred=mla_decode.not_preferred,
     ),
-    _derived(FUSED, fused_backward.infeasible, fused_backward.config, fused_backward.not_preferred),
-    *map(_apart, APART),
-    _derived(TANGENTS, jvp.infeasible, jvp.config, jvp.not_preferred),
+    _derivative(FUSED, fused_backward.infeasible, fused_backward.config, fused_backward.not_preferred),
+    *map(_separate_backward, SEPARATE_BACKWARD),
+    _derivative(JVP, jvp.infeasible, jvp.config, jvp.not_preferred),
 )

@@ -1,1 +1,1 @@
-"""Passes that make a warp-specialized kernel of a portable one."""
+"""Passes that turn a portable kernel into a warp-specialized one."""

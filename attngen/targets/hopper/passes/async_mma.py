@@ -1,4 +1,6 @@
-"""async-mma: products run beside what does not need them.
+"""async-mma: issue matrix products asynchronously (wgmma), and wait for each one separately.
+
+Later passes move ops between the issue and the wait, so that they overlap with the product.
 
 before:  %s = dot %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @reg
          %acc_next = dot %soft.p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @reg
@@ -8,14 +10,19 @@ after:   %s_flight = wgmma %q %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight
          %acc_flight = wgmma %p_cast %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @flight
          %acc_next = wgmma_wait %acc_flight keep_alive(%p_cast) : f32[BLOCK_Q, D_V] @reg
 
-A product that is added to another one of the same block goes on from that one in flight, and one await is for both:
+An operand in registers is cast to the tensors' element type. It is also an operand of the wait (`keep_alive`), so that
+nothing takes its registers while the product reads them.
 
-before:  %s_rope = dot %q_rope %k_rope over(D_ROPE)  after:  %s_rope_flight = wgmma %q_rope %k_rope over(D_ROPE)
-         %s = dot %q %k over(D_V) acc(%s_rope)               %s_flight = wgmma %q %k over(D_V) acc(%s_rope_flight)
-                                                             %s = wgmma_wait %s_flight
+A product that is accumulated onto another product of the same block continues it in flight, and one wait is for both:
 
-Where programs share a multiprocessor, a consumer does not overlap its own products. What needs no second product, such
-as the sum of the weights, moves before it: there additions run beside exponentials.
+before:  %s_rope = dot %q_rope %k_rope over(D_ROPE)
+         %s = dot %q %k over(D_V) acc(%s_rope)
+after:   %s_rope_flight = wgmma %q_rope %k_rope over(D_ROPE)
+         %s_flight = wgmma %q %k over(D_V) acc(%s_rope_flight)
+         %s = wgmma_wait %s_flight
+
+Where two programs share an SM, a consumer does not overlap its own products. Ops that do not need the second product,
+such as the sum of the weights, move before its tile is waited for, where their additions overlap with exponentials:
 
 before:  %v = consumer_wait %V_pipeline
          %acc_flight = wgmma %p_cast %v ...
@@ -25,9 +32,6 @@ after:   %p_sum = reduce sum %soft.p over(BLOCK_KV)
          %v = consumer_wait %V_pipeline
          %acc_flight = wgmma %p_cast %v ...
          %acc_next = wgmma_wait %acc_flight keep_alive(%p_cast)
-
-An operand in registers is cast to the tensors' element type. It stays an operand of the await, so that nothing takes
-its registers while the product reads them; so do those of products that go on from one another.
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Dot, Map, Op, Reduce
+from attngen.ir.core import Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Dot, Map, Reduce
 from attngen.ir.pipe import Pack, Wgmma, WgmmaWait
-from attngen.targets.hopper.configs.common import overlaps
+from attngen.targets.hopper.configs.common import overlaps_softmax
 from attngen.transforms.base import Pass
 
 
@@ -51,46 +57,48 @@ class AsyncMMA(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        issued = (k.rewrite(lambda _, op, k=k: _issued(k, op)) for k in module.warp_specialized)  # type: ignore[misc]
-        return replace(module, warp_specialized=tuple(k if overlaps(k) else _beside(k) for k in issued))
+        issued = (k.rewrite(lambda _, op, k=k: _issue(k, op)) for k in module.warp_specialized)  # type: ignore[misc]
+        return replace(
+            module, warp_specialized=tuple(k if overlaps_softmax(k) else _with_early_sums(k) for k in issued)
+        )
 
 
-def _issued(kernel: Kernel, op: Op) -> Iterator[Op]:
+def _issue(kernel: Kernel, op: Op) -> Iterator[Op]:
     if not isinstance(op, Dot):
         yield op
         return
-    a, given = _operand(kernel, op), kernel.type_of(op.a)
+    a, type_of_a = _operand(kernel, op), kernel.type_of(op.a)
     if a != op.a:
-        yield Pack(a, op.a, replace(given, dtype="T"))
-    together = [op]  # the products that this one goes on from, and itself
-    while isinstance(before := kernel.op(together[0].acc or op.name), Dot) and before is not op:
-        together.insert(0, before)
-    acc = _flight(together[-2].name) if len(together) > 1 else op.acc
+        yield Pack(a, op.a, replace(type_of_a, dtype="T"))
+    chain = [op]  # the products that this one is accumulated onto, and itself
+    while isinstance(before := kernel.op(chain[0].acc or op.name), Dot) and before is not op:
+        chain.insert(0, before)
+    acc = _flight(chain[-2].name) if len(chain) > 1 else op.acc
     yield Wgmma(_flight(op.name), a, op.b, op.over, replace(op.type, space="flight"), acc)
-    if not _goes_on(kernel, op):
-        held = tuple(_operand(kernel, dot) for dot in together if kernel.type_of(dot.a).space != "sram")
-        yield WgmmaWait(op.name, _flight(op.name), op.type, held)
+    if not _is_continued(kernel, op):
+        in_registers = tuple(_operand(kernel, dot) for dot in chain if kernel.type_of(dot.a).space != "sram")
+        yield WgmmaWait(op.name, _flight(op.name), op.type, in_registers)
 
 
 def _operand(kernel: Kernel, op: Dot) -> str:
-    """The first operand of a product as it reads it: from shared memory, or from registers in the element type."""
-    given = kernel.type_of(op.a)
-    return op.a if given.space == "sram" or given.dtype == "T" else f"{op.a.rpartition('.')[2]}_cast"
+    """The first operand as the product reads it: from shared memory, or from registers in the element type."""
+    type_of_a = kernel.type_of(op.a)
+    return op.a if type_of_a.space == "sram" or type_of_a.dtype == "T" else f"{op.a.rpartition('.')[2]}_cast"
 
 
 def _flight(name: str) -> str:
     return f"{name.removesuffix('_next')}_flight"
 
 
-def _goes_on(kernel: Kernel, op: Dot) -> bool:
-    """Whether another product is added to this one."""
+def _is_continued(kernel: Kernel, op: Dot) -> bool:
+    """Whether another product is accumulated onto this one."""
     users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
     return any(isinstance(user, Dot) and user.acc == op.name for user in users)
 
 
-def _beside(kernel: Kernel) -> Kernel:
-    """What needs no second product, moved before that one's tile is taken: the sum of the weights runs beside their
-    exponentials."""
+def _with_early_sums(kernel: Kernel) -> Kernel:
+    """Move ops that do not need the second product before the wait for its tile, so that the sum of the weights
+    overlaps with their exponentials."""
     return replace(
         kernel, blocks=tuple(replace(block, ops=tuple(_early(kernel, block.ops))) for block in kernel.blocks)
     )
@@ -98,12 +106,14 @@ def _beside(kernel: Kernel) -> Kernel:
 
 def _early(kernel: Kernel, ops: Sequence[Op]) -> Iterator[Op]:
     tiles = {op.b for op in ops if isinstance(op, Wgmma) and op.acc}
-    left = list(ops)
-    while left:
-        op = left.pop(0)
+    remaining = list(ops)
+    while remaining:
+        op = remaining.pop(0)
         if op.name in tiles:
-            needing = {name for o in left if isinstance(o, WgmmaWait) for name in nx.descendants(kernel.graph, o.name)}
-            early = [o for o in left if isinstance(o, (Map, Reduce)) and o.name not in needing]
-            left = [o for o in left if o not in early]
+            needing = {
+                name for o in remaining if isinstance(o, WgmmaWait) for name in nx.descendants(kernel.graph, o.name)
+            }
+            early = [o for o in remaining if isinstance(o, (Map, Reduce)) and o.name not in needing]
+            remaining = [o for o in remaining if o not in early]
             yield from early
         yield op

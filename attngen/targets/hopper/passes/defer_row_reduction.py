@@ -1,4 +1,6 @@
-"""defer-row-reduction: sums of rows stay in the threads that add them up, until the last tile is done.
+"""defer-row-reduction: keep row sums as partial sums per thread in the loop, and reduce them across threads after it.
+
+The threads that share a row would otherwise exchange their sums in each iteration, before they wait for a product.
 
 before:  %l_init = init 0 : f32[BLOCK_Q] @reg
          %keys = pipelined_loop kv ... carry(m=%m_init, l=%l_init, acc=%acc_init) first(@first) step(@step) last(@last)
@@ -14,11 +16,8 @@ after:   %l_init = init 0 : f32[BLOCK_Q, PARTIALS] @reg
          %p_sum = partial_reduce %soft.p over(BLOCK_KV) : f32[BLOCK_Q, PARTIALS] @reg
          %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q, PARTIALS] @reg
 
-Threads that share a row would tell each other their sums in each turn, and the wait for a product would come after
-that.
-
-A kernel stays as it is if its sums of rows do not start at 0, or are more than multiples of sums added up: then chains
-have another sum.
+A kernel is unchanged if its row sums do not start at 0, or are more than linear combinations of row sums: then the
+partial sums would not add up to the row sum.
 """
 
 from __future__ import annotations
@@ -29,14 +28,17 @@ from typing import Any, ClassVar
 
 import sympy
 
+from attngen.ir.core import Op, Type
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Init, Map, Op, Reduce, Type, Yield
-from attngen.ir.pipe import HALVES, PARTIALS, PartialReduce, PipelinedLoop
-from attngen.targets.hopper.configs.families import with_forwards, with_latents, with_tangents
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Init, Map, Reduce, Yield
+from attngen.ir.pipe import HALF_DIM, PARTIALS, PartialReduce
+from attngen.ir.pipe_control import PipelinedLoop
+from attngen.targets.hopper.configs.families import with_forward, with_jvp, with_mla_decode
 from attngen.transforms.base import Pass
 
-_KEYS = (*HALVES, *HALVES.values())
+_KEYS = (*HALF_DIM, *HALF_DIM.values())
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,23 @@ class DeferRowReduction(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_tangents(with_latents(with_forwards(module, _chained), _chained), _chained)
+        return with_jvp(with_mla_decode(with_forward(module, _defer), _defer), _defer)
 
 
-def _chained(kernel: Kernel) -> Kernel:
+def _defer(kernel: Kernel) -> Kernel:
     for name in [op.name for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry]:
         pipelined = kernel.op(name)
         assert isinstance(pipelined, PipelinedLoop)
-        kernel = _with_chains(kernel, pipelined)
+        kernel = _defer_in_loop(kernel, pipelined)
     return kernel
 
 
-def _with_chains(kernel: Kernel, pipelined: PipelinedLoop) -> Kernel:
-    found = _sums(kernel, pipelined)
+def _defer_in_loop(kernel: Kernel, pipelined: PipelinedLoop) -> Kernel:
+    found = _find_sums(kernel, pipelined)
     fields = {field for field, ref in pipelined.carry if ref in found}
-    if not fields or not all(_adds(kernel, op, found) for body in pipelined.bodies for op in kernel.block(body).ops):
+    if not fields or not all(
+        _is_linear(kernel, op, found) for body in pipelined.bodies for op in kernel.block(body).ops
+    ):
         return kernel
     starts = [kernel.op(ref) for field, ref in pipelined.carry if field in fields]
     if not all(
@@ -70,16 +74,16 @@ def _with_chains(kernel: Kernel, pipelined: PipelinedLoop) -> Kernel:
     whole = {f"{pipelined.name}.{field}": f"{pipelined.name}_{field}" for field in sorted(fields)}
 
     def change(_: str, op: Op) -> Iterator[Op]:
-        yield _in_chains(op) if op.name in found else op.with_operands(whole)
+        yield _as_partials(op) if op.name in found else op.with_operands(whole)
         if op is pipelined:
             yield from (Reduce(name, ref, "sum", PARTIALS, kernel.type_of(ref)) for ref, name in whole.items())
 
     return kernel.rewrite(change)
 
 
-def _sums(kernel: Kernel, pipelined: PipelinedLoop) -> set[str]:
-    """The sums over keys in the bodies, what is made of these, and the carried fields that get this, with what they
-    start from."""
+def _find_sums(kernel: Kernel, pipelined: PipelinedLoop) -> set[str]:
+    """The names of sums over keys in the loop's bodies, of values computed from them, of carried arguments that receive
+    these, and of their initial values."""
     ops = [op for body in pipelined.bodies for op in kernel.block(body).ops]
     found = {op.name for op in ops if isinstance(op, Reduce) and op.op == "sum" and op.over in _KEYS}
     before: set[str] = set()
@@ -101,8 +105,8 @@ def _field(pipelined: PipelinedLoop, op: Op, body: str) -> str:
     return pipelined.field(op.name, body) if isinstance(op, Arg) else ""
 
 
-def _adds(kernel: Kernel, op: Op, found: set[str]) -> bool:
-    """Whether an op reads no sums, or passes them on, or adds up multiples of sums of rows."""
+def _is_linear(kernel: Kernel, op: Op, found: set[str]) -> bool:
+    """Whether an op reads no sums, passes them on, or is a linear combination of row sums."""
     if isinstance(op, Yield) or not found & set(op.operands()):
         return op.name not in found or kernel.type_of(op.name).dims == ("BLOCK_Q",)
     if not isinstance(op, Map) or op.type.dims != ("BLOCK_Q",):
@@ -113,7 +117,7 @@ def _adds(kernel: Kernel, op: Op, found: set[str]) -> bool:
     )
 
 
-def _in_chains(op: Any) -> Op:
-    """The op on chains in place of whole rows."""
+def _as_partials(op: Any) -> Op:
+    """The op on partial sums in place of row sums."""
     type_: Type = replace(op.type, dims=(*op.type.dims, PARTIALS))
     return PartialReduce(op.name, op.value, op.over, type_) if isinstance(op, Reduce) else replace(op, type=type_)

@@ -1,5 +1,7 @@
-"""exchange-p: of two roles with half of a latent's columns each, one computes the weights of even tiles, and one those
-of odd tiles.
+"""exchange-p: let the two warp groups that split a latent's columns share the weights P: @left computes those of even
+tiles and @right those of odd tiles, and they exchange them through shared memory.
+
+Before, both computed all scores and weights. For MLA decode.
 
 before:  warp_group @left ...                                    warp_group @right ...
            %keys_full_left = loop kv ... body(@step_left)          %keys_full_right = loop kv ... body(@step_right)
@@ -7,26 +9,27 @@ after:   warp_group @producer ...
            %copy_keys = pipelined_loop kv partial(...) full(...) step(@copy_even) odd(@copy_odd)
          warp_group @left ...                                    warp_group @right ...
            %keys_left = pipelined_loop kv ...                      %keys_right = pipelined_loop kv ...
-             step(@own) odd(@told)                                   step(@lone) pair(@both)
+             step(@own) odd(@peer)                                   step(@single) pair(@both)
            producer_store %L_left_pipeline %keys_left_l            producer_store %L_right_pipeline %keys_right_l
            consumer_wait %L_right_pipeline                         consumer_wait %L_left_pipeline
          block @own                                              block @both
            wait for K of an even tile                              wait for K of an odd tile
            S; release K; softmax                                   S; release K
-           store P, its maximum and its factor                     wait for P of the even tile, and its factor
+           store P, its row maxima and its rescaling               wait for P of the even tile, and its rescaling
            O += P V; release V                                     O += P V of the even tile; release V
-         block @told                                               softmax of the odd tile, from that maximum on
-           wait for P of an odd tile, and its factor               store P, its maximum and its factor
+         block @peer                                               softmax of the odd tile, starting from those maxima
+           wait for P of an odd tile, and its rescaling            store P, its row maxima and its rescaling
            O += P V; release V                                     O += P V; release V
-                                                                 block @lone
-                                                                   the same as @told, of an even tile
+                                                                 block @single
+                                                                   the same as @peer, of an even tile
 
-The running maximum passes from tile to tile with the weights, so that no weights are rescaled. Sums of rows are those
-of a role's own tiles, rescaled at every tile, and added up at the end. The role on the right comes to two tiles in one
-turn: the softmax of the odd one runs beside the product of the even one, as software-pipeline-weights has it.
+The running maximum passes from tile to tile with P, so no weights have to be rescaled. Each warp group's row sums
+are those of its own tiles, rescaled at every tile, and are added up at the end. An iteration of @right covers two
+tiles: software-pipeline-weights overlaps the softmax of the odd tile with the product of the even one.
 
-Tiles of keys have rings: an even tile and an odd one, each in three pieces with barriers of their own. Who multiplies
-scores clears the rows past the end, as values of a cache are there that nobody wrote.
+Tiles of K have a pipeline for even tiles and one for odd tiles, each in three pieces with barriers of their own. The
+warp group that computes a tile's scores zeros the rows past the end, because rows of a cache that were never written
+may hold anything.
 """
 
 from __future__ import annotations
@@ -38,16 +41,18 @@ from typing import ClassVar
 import networkx as nx
 import sympy
 
+from attngen.ir.core import Block, Op, Type
+from attngen.ir.dims import SIDES
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import SIDES, Arg, Block, Dot, Gather, Load, Loop, Map, Mask, Op, Reduce, SoftmaxStep, Type, Yield
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Dot, Gather, Load, Loop, Map, Mask, Reduce, SoftmaxStep, Yield
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
     LocalLoad,
     Pack,
     Pipeline,
-    PipelinedLoop,
     ProducerLoad,
     ProducerStore,
     ProducerTail,
@@ -55,11 +60,12 @@ from attngen.ir.pipe import (
     Rematerialize,
     ZeroOutOfBounds,
 )
-from attngen.targets.hopper.configs.families import with_latents
+from attngen.ir.pipe_control import PipelinedLoop
+from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.transforms.base import Pass
 
-PARITY = {"left": "even", "right": "odd"}  # role -> the tiles whose weights it computes
+PARITY = {"left": "even", "right": "odd"}  # warp group -> the tiles whose weights it computes
 ONE = sympy.Integer(1)
 ROW = Type("f32", ("BLOCK_Q",), "sram")
 
@@ -70,60 +76,58 @@ class ExchangeP(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_latents(module, _shared)
+        return with_mla_decode(module, _exchange)
 
 
-def _shared(kernel: Kernel) -> Kernel:
+def _exchange(kernel: Kernel) -> Kernel:
     left, right = (_Side(kernel, name) for name in PARITY)
     bodies = {
         "own": ("an even tile: its scores, its weights, and their product", left.own("own")),
-        "told": ("an odd tile: the product of the weights that the role on the right has computed", left.told("told")),
-        "lone": (
-            "a last even tile: the product of the weights that the role on the left has computed",
-            right.told("lone"),
+        "peer": ("an odd tile: the product of the weights that the right warp group has computed", left.peer("peer")),
+        "single": (
+            "a last even tile: the product of the weights that the left warp group has computed",
+            right.peer("single"),
         ),
         "both": (
-            "an odd tile, as even ones are on the left; its softmax runs beside the product of the even tile before",
+            "an odd tile, as even ones are on the left; its softmax overlaps with the product of the even tile before",
             right.both("both"),
         ),
     }
-    instances = {parity: tuple(left.copied(name, parity)) for name, parity in PARITY.items()}
+    copies = {parity: tuple(left.copies(name, parity)) for name, parity in PARITY.items()}
     queries = tuple(next(op for op in left.ops if isinstance(op, Load) and op.name == dot.a) for dot in left.scores)
     once = tuple(Pipeline(_pipeline(op), op.type, ONE) for op in queries)
     exchanged = (
         Pipeline("P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"), ONE, exchange=True),
-        Pipeline("M_pipeline", ROW, ONE, beside="P_pipeline"),
-        Pipeline("ALPHA_pipeline", ROW, ONE, beside="P_pipeline"),
+        Pipeline("M_pipeline", ROW, ONE, metadata_of="P_pipeline"),
+        Pipeline("ALPHA_pipeline", ROW, ONE, metadata_of="P_pipeline"),
         *(Pipeline(f"L_{name}_pipeline", ROW, ONE) for name in PARITY),
     )
-    tiles = tuple(Pipeline(_pipeline(op, parity), op.type, ONE) for parity in instances for op in left.keys)
-    fills = (ProducerLoad(f"fill_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
+    tiles = tuple(Pipeline(_pipeline(op, parity), op.type, ONE) for parity in copies for op in left.keys)
+    query_loads = (ProducerLoad(f"fill_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
     loop = replace(left.pipelined, name="copy_keys", carry=(), step="copy_even", odd="copy_odd")
     entry, producer = kernel.block("entry"), kernel.block("producer")
     blocks = (
         replace(entry, ops=(*entry.ops, *once, *tiles, *exchanged)),
         replace(
-            producer, ops=(*fills, loop, *(ProducerTail(f"drain_{pipeline.name}", pipeline.name) for pipeline in tiles))
+            producer,
+            ops=(*query_loads, loop, *(ProducerTail(f"drain_{pipeline.name}", pipeline.name) for pipeline in tiles)),
         ),
-        replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="told"))),
-        replace(kernel.block("right"), ops=tuple(right.warp_group(step="lone", pair="both"))),
-        *(
-            Block(f"copy_{parity}", ops, f"what the roles take of an {parity} tile")
-            for parity, ops in instances.items()
-        ),
+        replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="peer"))),
+        replace(kernel.block("right"), ops=tuple(right.warp_group(step="single", pair="both"))),
+        *(Block(f"copy_{parity}", ops, f"the loads of an {parity} tile") for parity, ops in copies.items()),
         *(Block(name, tuple(ops), about) for name, (about, ops) in bodies.items()),
     )
     return replace(kernel, blocks=blocks)
 
 
 def _pipeline(op: Load, parity: str = "") -> str:
-    """The name of the ring of a tile, or of a half of its columns: `K_left_even_pipeline`."""
+    """The name of the pipeline of a tile, or of half of its columns, such as `K_left_even_pipeline`."""
     side = next((str(e).removesuffix("_v") for e in op.src.index if str(e) in SIDES), "")
     return "_".join(part for part in (op.src.tensor, side, parity, "pipeline") if part)
 
 
 class _Side:
-    """One of the two roles as it is before, and the ops that it has after."""
+    """One of the two warp groups: its ops before the pass, and those after it."""
 
     def __init__(self, kernel: Kernel, name: str) -> None:
         self.kernel, self.name, self.parity = kernel, name, PARITY[name]
@@ -148,25 +152,28 @@ class _Side:
     # ------------------------------------------------------------------ bodies
 
     def own(self, body: str) -> Iterator[Op]:
-        """A turn for a tile whose weights the role computes."""
+        """The body for a tile whose weights this warp group computes."""
         yield from self._named(
             body, [*self._carried(), *self._scores(self.parity), *self._weights(), *self._sums(), *self._end()]
         )
 
-    def told(self, body: str) -> Iterator[Op]:
-        """A turn for a tile whose weights the other role has computed."""
-        refs = self._after_told()
+    def peer(self, body: str) -> Iterator[Op]:
+        """The body for a tile whose weights the other warp group computes."""
+        refs = self._after_peer()
         ends = [(field, refs.get(ref, ref)) for field, ref in self._yields({field: field for field in self.yielded})]
-        yield from self._named(body, [*self._carried(), *self._told(self.keeps_m), Yield("yield", tuple(ends))])
+        yield from self._named(body, [*self._carried(), *self._peer(self.keeps_m), Yield("yield", tuple(ends))])
 
     def both(self, body: str) -> Iterator[Op]:
-        """A turn for two tiles: the first one is the other role's."""
-        refs = self._after_told()
+        """The body for two tiles: the weights of the first are the other warp group's."""
+        refs = self._after_peer()
         rest = [op.with_operands(refs) for op in (*self._weights(), *self._sums(), *self._end())]
-        yield from self._named(body, [*self._carried(), *self._scores(self.parity), *self._told(goes_on=True), *rest])
+        yield from self._named(body, [*self._carried(), *self._scores(self.parity), *self._peer(continues=True), *rest])
 
-    def copied(self, name: str, parity: str) -> Iterator[Op]:
-        """What the producer copies of a tile: first the half that is free first, that of the role whose tile it is."""
+    def copies(self, name: str, parity: str) -> Iterator[Op]:
+        """The producer's loads of a tile.
+
+        The half that the tile's own warp group multiplies comes first, because its stage is released first.
+        """
         page = None
         of_row = {symbol("kv_idx"): symbol("kv_start")}
         for op in self.pages:
@@ -179,12 +186,12 @@ class _Side:
         yield Yield(f"yield_{parity}", ())
 
     def warp_group(self, step: str, odd: str = "", pair: str = "") -> Iterator[Op]:
-        """The role: its loops are one pipeline, after which both roles add up their sums of rows."""
+        """The warp group's ops: its loops are merged into one, after which both warp groups add up their row sums."""
         last = self.loops[-1]
         starts = dict(self.loops[0].carry)
         carry = tuple((self._field(field), ref) for field, ref in starts.items() if field != self.m or self.keeps_m)
-        whole = replace(self.pipelined, carry=carry, step=step, odd=odd, pair=pair)
-        results = {f"{last.name}.{field}": f"{whole.name}.{self._field(field)}" for field in starts}
+        merged = replace(self.pipelined, carry=carry, step=step, odd=odd, pair=pair)
+        results = {f"{last.name}.{field}": f"{merged.name}.{self._field(field)}" for field in starts}
         rows = next(f"{last.name}.{field}" for field in starts if self._is_of_rows(field))
         total, (other,) = f"l_all_{self.name}", (name for name in PARITY if name != self.name)
         dropped = {ref for field, ref in starts.items() if field == self.m and not self.keeps_m}
@@ -193,7 +200,7 @@ class _Side:
             if isinstance(op, Load) and op.name in queries:
                 yield ConsumerWait(op.name, _pipeline(op), op.type)
             elif op is self.loops[0]:
-                yield whole
+                yield merged
                 yield ProducerStore(f"share_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
                 yield ConsumerWait(f"l_taken_{self.name}", f"L_{other}_pipeline", ROW)
                 yield LocalLoad(f"l_other_{self.name}", f"l_taken_{self.name}", replace(ROW, space="reg"))
@@ -203,27 +210,28 @@ class _Side:
             elif op not in self.loops and op.name not in dropped:
                 yield op.with_operands({**results, rows: total})
 
-    # ------------------------------------------------------------------ parts of bodies, under the names that they have before
+    # ------------------------------------------------------------------ parts of bodies, with names as before the pass
 
     def _carried(self) -> list[Op]:
         return [op for op in self.args if op.name != self.m or self.keeps_m]
 
     def _scores(self, parity: str) -> Iterator[Op]:
-        """Each product of scores as its piece of the tile comes. What no other product reads is given back."""
+        """Issue each product of scores when its piece of the tile arrives. Release the pieces that no other product
+        reads."""
         tiles = {op.name: op for op in self.keys}
         for dot in self.scores:
             yield ConsumerWait(dot.b, _pipeline(tiles[dot.b], parity), tiles[dot.b].type)
-            near = f"{self._field(dot.a)}_near"
-            yield Rematerialize(near, dot.a, self.kernel.type_of(dot.a))
-            yield replace(dot, a=near)
+            remat = f"{self._field(dot.a)}_remat"
+            yield Rematerialize(remat, dot.a, self.kernel.type_of(dot.a))
+            yield replace(dot, a=remat)
         yield from (
             ConsumerRelease(f"give_{name}", name)
             for name in self._read_once()
-            if not self.kernel.clears(tiles[name]) and name not in self._halves()
+            if not self.kernel.zeroes_past_end(tiles[name]) and name not in self._halves()
         )
 
     def _halves(self) -> list[str]:
-        """The tiles that are half of the columns of values: the role's own half first."""
+        """The halves of the columns of V: the warp group's own half first."""
         found = [op.name for op in self.keys if {*map(str, op.src.index)} & {*SIDES}]
         return sorted(found, key=lambda name: name != self.product.b)
 
@@ -231,7 +239,7 @@ class _Side:
         return [dot.b for dot in self.scores if dot.b != self.product.b]
 
     def _weights(self) -> Iterator[Op]:
-        """Masks, modifiers, and the softmax; what is past the end is cleared before others take the tile."""
+        """Masks, modifiers and softmax. Rows past the end are zeroed before the other warp group reads the tile."""
         before = [
             op
             for op in self.step
@@ -244,7 +252,7 @@ class _Side:
         yield Pack("weights", self.product.a, Type("T", ("BLOCK_Q", "BLOCK_KV"), "reg"))
 
     def _sums(self) -> Iterator[Op]:
-        """Sums of rows; then the weights are shared."""
+        """Update the row sums; then store the weights for the other warp group."""
         yield from (op for op in self.step if isinstance(op, Reduce))
         yield from self._of(self._rows())
         soft = self.soft.name
@@ -253,44 +261,47 @@ class _Side:
         )
 
     def _end(self) -> Iterator[Op]:
-        """The product of the weights."""
+        """The product of the weights and V."""
         yield from self._of(str(self.product.acc))
         yield replace(self.product, a="weights")
         yield ConsumerRelease(f"give_{self.product.b}", self.product.b)
         yield Yield("yield", tuple(self._yields(self.yielded)))
 
-    def _told(self, goes_on: bool) -> Iterator[Op]:
-        """The product of weights that the other role has computed; its maximum, if this role goes on from that."""
+    def _peer(self, continues: bool) -> Iterator[Op]:
+        """The product of weights that the other warp group has computed.
+
+        continues: also read its row maxima, from which this warp group's next softmax starts.
+        """
         product, soft, keys = self.product, self.soft.name, {op.name: op for op in self.keys}
         row = replace(ROW, space="reg")
-        yield ConsumerWait("p_told", "P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
-        if goes_on:
-            yield ReadMetadata("m_told", "M_pipeline", "p_told", row)
-        yield ReadMetadata("alpha_told", "ALPHA_pipeline", "p_told", row)
+        yield ConsumerWait("p_peer", "P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
+        if continues:
+            yield ReadMetadata("m_peer", "M_pipeline", "p_peer", row)
+        yield ReadMetadata("alpha_peer", "ALPHA_pipeline", "p_peer", row)
         sums = [op.name for op in self.step if isinstance(op, Reduce)]
         for op in (*self._of(self._rows()), *self._of(str(product.acc))):
             assert isinstance(op, Map)
             added = {symbol(name): sympy.Integer(0) for name, ref in op.uses if ref in sums}
             uses = tuple(
-                (name, "alpha_told" if ref == f"{soft}.alpha" else ref) for name, ref in op.uses if ref not in sums
+                (name, "alpha_peer" if ref == f"{soft}.alpha" else ref) for name, ref in op.uses if ref not in sums
             )
-            yield replace(op, name=self._told_of(op.name), expr=op.expr.xreplace(added), uses=uses)
+            yield replace(op, name=self._peer_of(op.name), expr=op.expr.xreplace(added), uses=uses)
         (other,) = (parity for parity in PARITY.values() if parity != self.parity)
-        yield ConsumerWait("v_told", _pipeline(keys[product.b], other), keys[product.b].type)
+        yield ConsumerWait("v_peer", _pipeline(keys[product.b], other), keys[product.b].type)
         yield replace(
-            product, name=self._told_of(product.name), a="p_told", b="v_told", acc=self._told_of(str(product.acc))
+            product, name=self._peer_of(product.name), a="p_peer", b="v_peer", acc=self._peer_of(str(product.acc))
         )
-        yield ConsumerRelease("give_p_told", "p_told")
-        yield ConsumerRelease("give_v_told", "v_told")
+        yield ConsumerRelease("release_p_peer", "p_peer")
+        yield ConsumerRelease("release_v_peer", "v_peer")
 
-    def _after_told(self) -> dict[str, str]:
-        """What is carried -> the same after a tile whose weights the other role has computed."""
+    def _after_peer(self) -> dict[str, str]:
+        """Carried value -> the value after a tile whose weights the other warp group has computed."""
         of_sums = next(field for field, ref in self.yielded.items() if ref == self.product.name)
         of_rows = next(field for field, ref in self.yielded.items() if ref == self._rows())
-        return {self.m: "m_told", of_rows: self._told_of(self._rows()), of_sums: self._told_of(self.product.name)}
+        return {self.m: "m_peer", of_rows: self._peer_of(self._rows()), of_sums: self._peer_of(self.product.name)}
 
     def _rows(self) -> str:
-        """The sums of rows that a turn yields."""
+        """The row sums that an iteration yields."""
         return next(ref for field, ref in self.yielded.items() if self._is_of_rows(field))
 
     def _is_of_rows(self, field: str) -> bool:
@@ -304,17 +315,17 @@ class _Side:
 
     # ------------------------------------------------------------------ names
 
-    def _told_of(self, name: str) -> str:
-        """The name of what is computed of weights that the other role has."""
-        return f"{self._field(name)}_told"
+    def _peer_of(self, name: str) -> str:
+        """The name of a value computed from the other warp group's weights."""
+        return f"{self._field(name)}_peer"
 
     def _field(self, field: str) -> str:
         return field.removesuffix(f"_{self.name}")
 
     def _named(self, body: str, ops: Sequence[Op]) -> Iterator[Op]:
-        """The ops, and what they define, under names that say in which body they are."""
-        own = f"_{self.name}"
-        names = {op.name: f"{op.name.removesuffix(own)}_in_{body}" for op in ops}
+        """Append the body to the names of the ops and of the values that they define."""
+        suffix = f"_{self.name}"
+        names = {op.name: f"{op.name.removesuffix(suffix)}_in_{body}" for op in ops}
         refs = {
             f"{op.name}.{field}".rstrip("."): f"{names[op.name]}.{field}".rstrip(".")
             for op in ops

@@ -1,5 +1,8 @@
-"""hoist-bias: what distances add to scores becomes a number for each column, and one for each row that the softmax
-adds.
+"""hoist-bias: split a bias that is linear in the distance (ALiBi) into a number per column and a number per row, which
+the softmax adds (`shift`).
+
+A distance is an integer that changes by one from key to key. Computed per score, it takes a conversion per column of a
+tile and three operations per score; split, it takes one operation per column and one per score.
 
 before:  %score = map expr(s*score_scale + score_scale2*abs(Nk - Nq - kv_idx + q_idx)) ... : f32[BLOCK_Q, BLOCK_KV]
          %masked = mask %score where(kv_idx <= Nk - Nq + q_idx)
@@ -11,11 +14,9 @@ after:   %score_step = map expr(-score_scale2) uses(score_scale2=%score_scale2) 
          %masked = mask %score where(kv_idx <= Nk - Nq + q_idx)
          %soft = softmax_step %masked m(%m) shift(%score_row)
 
-A distance is an integer that falls or rises by one from key to key. It takes a conversion for each column of a tile and
-three operations for each score; parted, one operation for each column and one for each score. Positions count from the
-tile's first key. Keys that matter are near, so both numbers are small there, and what rounding takes from them is too.
-
-An absolute value goes if the mask shows only pairs for which its argument has one sign.
+Positions count from the tile's first key. Keys whose weights matter are near, so both numbers are small there, and so
+are their rounding errors. An absolute value is dropped if the mask shows only pairs for which its argument has one
+sign.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from typing import Any, ClassVar
 
 import sympy
 
+from attngen.ir.core import Op, Type
 from attngen.ir.expr import Expr, conjuncts, symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Loop, Map, Mask, Op, SoftmaxStep, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Loop, Map, Mask, SoftmaxStep
 from attngen.ir.pipe import ScaledIota
-from attngen.targets.hopper.configs.common import keeps_columns
-from attngen.targets.hopper.configs.families import with_forwards
+from attngen.targets.hopper.configs.families import with_forward
+from attngen.targets.hopper.configs.forward_schedule import keeps_column_bias
 from attngen.tiles.intervals import implies
 from attngen.transforms.base import Pass
 
@@ -43,22 +46,25 @@ class HoistBias(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_forwards(module, lambda kernel: _shifted(kernel, keeps_columns(module, kernel)))
+        return with_forward(module, lambda kernel: _hoist(kernel, keeps_column_bias(module, kernel)))
 
 
-def _shifted(kernel: Kernel, kept: bool) -> Kernel:
+def _hoist(kernel: Kernel, keeps_columns: bool) -> Kernel:
+    """keeps_columns: whether registers hold the number per column through the loop."""
     for softmax in (op for op in kernel.ops() if isinstance(op, SoftmaxStep) and not op.scale and not op.shift):
         masks, score = _masks_of(kernel, softmax.s)
         found = (
-            _distance(kernel, score, masks) if isinstance(score, Map) and _is_read_once(kernel, score, masks) else None
+            _find_distance(kernel, score, masks)
+            if isinstance(score, Map) and _is_read_once(kernel, score, masks)
+            else None
         )
         if found and isinstance(score, Map):
-            return _parted(kernel, score, softmax, kept, *found)
+            return _split(kernel, score, softmax, keeps_columns, *found)
     return kernel
 
 
 def _masks_of(kernel: Kernel, ref: str) -> tuple[list[Mask], Op]:
-    """The masks that a value has passed, and what computes it."""
+    """The masks that were applied to a value, and the op that computes it."""
     masks = []
     while isinstance(op := kernel.op(ref), Mask):
         masks.append(op)
@@ -67,22 +73,22 @@ def _masks_of(kernel: Kernel, ref: str) -> tuple[list[Mask], Op]:
 
 
 def _is_read_once(kernel: Kernel, score: Map, masks: list[Mask]) -> bool:
-    """Whether nothing reads the score, or what masks leave of it, but the next mask and the softmax."""
+    """Whether only the next mask and the softmax read the score and the masked scores."""
     return all(kernel.graph.out_degree(op.name) == 1 for op in (score, *masks))
 
 
-def _distance(kernel: Kernel, score: Map, masks: list[Mask]) -> tuple[Expr, Expr, Expr] | None:
-    """(a term of the score, its factor, the distance) where the term is a scalar number times an integer that
-    changes by one a key."""
-    shown = [part for mask in masks for part in conjuncts(mask.where)]
+def _find_distance(kernel: Kernel, score: Map, masks: list[Mask]) -> tuple[Expr, Expr, Expr] | None:
+    """Return (a term of the score, its factor, the distance) if a term is a scalar factor times a distance, an integer
+    that changes by one from key to key."""
+    conditions = [part for mask in masks for part in conjuncts(mask.where)]
     for term in sympy.Add.make_args(score.expr):
         factors = sympy.Mul.make_args(term)
-        placed = [f for f in factors if f.has(KEY)]
-        rest = sympy.Mul(*(f for f in factors if f not in placed))
+        of_key = [f for f in factors if f.has(KEY)]
+        rest = sympy.Mul(*(f for f in factors if f not in of_key))
         scalar = all(not kernel.type_of(ref).dims for name, ref in score.uses if symbol(name) in rest.free_symbols)
-        if len(placed) != 1 or not scalar or rest.has(QUERY):
+        if len(of_key) != 1 or not scalar or rest.has(QUERY):
             continue
-        distance = _signed(placed[0], shown)
+        distance = _as_sum(of_key[0], conditions)
         if (
             distance is not None
             and abs(sympy.expand(distance).coeff(KEY)) == 1
@@ -92,46 +98,51 @@ def _distance(kernel: Kernel, score: Map, masks: list[Mask]) -> tuple[Expr, Expr
     return None
 
 
-def _signed(e: Any, shown: list[Any]) -> Any:
-    """A sum of integers, without the absolute value if it has one sign where scores are shown; None where it is no
-    such sum."""
+def _as_sum(e: Any, conditions: list[Any]) -> Any:
+    """Return an expression as a sum of integers, or None if it is not one. An absolute value is dropped if its argument
+    has one sign wherever the mask's conditions hold."""
     if isinstance(e, sympy.Abs):
         inner = e.args[0]
-        below = any(implies(part, inner <= 0, "q", "kv") for part in shown)
-        above = any(implies(part, inner >= 0, "q", "kv") for part in shown)
+        below = any(implies(part, inner <= 0, "q", "kv") for part in conditions)
+        above = any(implies(part, inner >= 0, "q", "kv") for part in conditions)
         e = inner if above else sympy.expand(-inner) if below else None
-    whole = e is not None and (e.is_Add or e == KEY) and all(s.is_integer for s in e.free_symbols) and e.has(QUERY)
-    plain = whole and all(
+    is_sum = e is not None and (e.is_Add or e == KEY) and all(s.is_integer for s in e.free_symbols) and e.has(QUERY)
+    plain = is_sum and all(
         t.is_Symbol or t.is_Integer or (t.is_Mul and len(t.free_symbols) == 1) for t in sympy.Add.make_args(e)
     )
     return e if plain else None
 
 
-def _parted(
-    kernel: Kernel, score: Map, softmax: SoftmaxStep, kept: bool, term: Expr, factor: Expr, distance: Expr
+def _split(
+    kernel: Kernel, score: Map, softmax: SoftmaxStep, keeps_columns: bool, term: Expr, factor: Expr, distance: Expr
 ) -> Kernel:
+    """Replace a term of the score, factor * distance, by a number per row and a number per column."""
     sign = sympy.expand(distance).coeff(KEY)
     row = sympy.expand(distance - sign * (KEY - START))
     names = {name: f"{score.name}_{name}" for name in ("row", "column", "step")}
     body = kernel.graph.nodes[score.name]["block"]
     uses = dict(score.uses)
 
-    def reading(e: Expr, more: tuple[tuple[str, str], ...] = ()) -> tuple[tuple[str, str], ...]:
+    def uses_of(e: Expr, more: tuple[tuple[str, str], ...] = ()) -> tuple[tuple[str, str], ...]:
         return (*((name, ref) for name, ref in uses.items() if name in {str(s) for s in e.free_symbols}), *more)
 
-    left = score.expr - term
-    step = Map(names["step"], sign * factor, reading(factor), Type("f32", (), "reg"))
-    numbers: list[Op] = [
-        Map(names["row"], factor * row, reading(factor * row), Type("f32", ("BLOCK_Q",), "reg")),
-        ScaledIota(names["column"], names["step"], Type("f32", ("BLOCK_KV",), "reg"), kept),
-        replace(score, expr=left + symbol(names["column"]), uses=reading(left, ((names["column"], names["column"]),))),
+    remaining = score.expr - term
+    step = Map(names["step"], sign * factor, uses_of(factor), Type("f32", (), "reg"))
+    split: list[Op] = [
+        Map(names["row"], factor * row, uses_of(factor * row), Type("f32", ("BLOCK_Q",), "reg")),
+        ScaledIota(names["column"], names["step"], Type("f32", ("BLOCK_KV",), "reg"), keeps_columns),
+        replace(
+            score,
+            expr=remaining + symbol(names["column"]),
+            uses=uses_of(remaining, ((names["column"], names["column"]),)),
+        ),
     ]
 
     first = next(op for op in kernel.ops() if isinstance(op, Loop) and op.body == body)
 
     def change(_: str, op: Op) -> list[Op]:
         if op is score:
-            return numbers
+            return split
         if op is first:
             return [step, op]
         return [replace(softmax, shift=names["row"]) if op is softmax else op]

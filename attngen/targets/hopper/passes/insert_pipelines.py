@@ -1,4 +1,7 @@
-"""insert-pipelines: the producer fills rings with the tiles that consumers load.
+"""insert-pipelines: move loads of tiles to the producer, which passes them to the consumers through pipelines (circular
+buffers in shared memory).
+
+The producer runs over the same tiles as the consumers, in the same order, and runs ahead by up to num_stages tiles.
 
 before:  warp_group @producer ...
          warp_group @consumer ...
@@ -20,16 +23,16 @@ after:   block @entry
            %s = dot %q %k over(D_QK)
            consumer_release %k
 
-The producer runs over the tiles that consumers run over, in their order. A tile that is loaded once, such as that of
-queries, has a ring of one slot for each consumer, with its rows; it is filled once, so it is never given back.
+A tile that is loaded once, such as that of Q, has a pipeline of one stage per consumer, which holds that consumer's
+rows. It is filled once, so it is never released.
 
-Numbers of keys, such as the documents that they belong to, lie beside the tile of keys. Consumers would wait longer for
+Row vectors, such as the document ids of keys, are copied next to the tile of K, because consumers would wait longer for
 device memory:
 
 before:  %k = load %K[...] ; %ids = load %IDS[b, kv]
-after:   %k = consumer_wait %K_pipeline ; %ids = read_metadata %IDS_pipeline beside(%k)
+after:   %k = consumer_wait %K_pipeline ; %ids = read_metadata %IDS_pipeline tile(%k)
 
-The copy engine fills buffers of powers of two. Tiles whose width is none, such as 192 columns, lie in pieces:
+TMA fills buffers whose width is a power of two. Tiles of other widths, such as 192 columns, are stored in pieces:
 
          %K_pipeline = pipeline stages(num_stages) columns(64) : T[BLOCK_KV, D_QK] @sram
 """
@@ -42,14 +45,16 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir.core import Block, Op
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Block, Dot, Load, Loop, Op, Yield
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Dot, Load, Loop, Yield
 from attngen.ir.pipe import ConsumerRelease, ConsumerWait, Pipeline, ProducerLoad, ProducerTail, ReadMetadata
-from attngen.targets.hopper.configs.common import is_of_keys
+from attngen.targets.hopper.configs.common import is_row_vector
 from attngen.targets.hopper.configs.head_dims import piece_of
-from attngen.targets.hopper.configs.mla_decode import is_of_latents
-from attngen.targets.hopper.configs.separate_backward import has_dp
+from attngen.targets.hopper.configs.mla_decode import is_mla_decode
+from attngen.targets.hopper.configs.separate_backward import computes_dp
 from attngen.transforms.base import Pass
 
 
@@ -63,19 +68,19 @@ class InsertPipelines(Pass):
         return replace(
             module,
             warp_specialized=tuple(
-                k if is_of_latents(k) else _with_pipelines(k, piece) for k in module.warp_specialized
+                k if is_mla_decode(k) else _with_pipelines(k, piece) for k in module.warp_specialized
             ),
         )
 
 
 def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
-    """piece: the columns of a piece of a tile of Q or K; 0 where such a tile is whole."""
+    """piece: columns of a piece of a tile of Q or K; 0 where such a tile is whole."""
     blocks = {block.name: block for block in kernel.blocks}
     loads = [(name, op) for name, block in blocks.items() for op in block.ops if isinstance(op, Load) and op.via]
     once = [op for home, op in loads if home == "consumer"]
     pipelines = []
     for _, op in loads:
-        stages = sympy.Integer(1) if op in once or _is_lone(kernel, op) else symbol("num_stages")
+        stages = sympy.Integer(1) if op in once or _has_one_stage(kernel, op) else symbol("num_stages")
         each = "consumer" if op in once else ""
         pipelines.append(
             Pipeline(f"{op.src.tensor}_pipeline", op.type, stages, each, piece if "D_QK" in op.type.dims else 0)
@@ -85,14 +90,17 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
     producer += [replace(loop, name=f"copy_{loop.name}", carry=(), body="copy", tiles=()) for loop in loops]
     streamed = [op for home, op in loads if home != "consumer"]
     producer += [ProducerTail(f"drain_{op.name}", f"{op.src.tensor}_pipeline") for op in streamed]
-    keys, beside = streamed[0], [op for op in kernel.ops() if isinstance(op, Load) and is_of_keys(kernel, op)]
+    keys = streamed[0]
+    row_vectors = [op for op in kernel.ops() if isinstance(op, Load) and is_row_vector(kernel, op)]
     sources: dict[str, Load] = {}
-    for op in beside:  # a mask and a score may read one tensor
+    for op in row_vectors:  # a mask and a score modifier may read one tensor
         sources.setdefault(op.src.tensor, op)
     for op in sources.values():
         numbers = replace(op.type, space="sram")
         pipelines.append(
-            Pipeline(f"{op.src.tensor}_pipeline", numbers, symbol("num_stages"), beside=f"{keys.src.tensor}_pipeline")
+            Pipeline(
+                f"{op.src.tensor}_pipeline", numbers, symbol("num_stages"), metadata_of=f"{keys.src.tensor}_pipeline"
+            )
         )
     copied = (*sources.values(), *streamed)
     instances = (
@@ -103,31 +111,39 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
         "entry": replace(blocks["entry"], ops=(*blocks["entry"].ops, *pipelines)),
         "producer": replace(blocks["producer"], ops=tuple(producer)),
     }
-    taken: dict[str, Op] = {op.name: ConsumerWait(op.name, f"{op.src.tensor}_pipeline", op.type) for _, op in loads}
-    taken |= {op.name: ReadMetadata(op.name, f"{op.src.tensor}_pipeline", keys.name, op.type) for op in beside}
+    replacements: dict[str, Op] = {
+        op.name: ConsumerWait(op.name, f"{op.src.tensor}_pipeline", op.type) for _, op in loads
+    }
+    replacements |= {
+        op.name: ReadMetadata(op.name, f"{op.src.tensor}_pipeline", keys.name, op.type) for op in row_vectors
+    }
     for block in kernel.blocks:
         if block.name not in made:
-            made[block.name] = replace(block, ops=tuple(_taking(block.ops, taken, {op.name for op in streamed})))
-    return replace(kernel, blocks=(*made.values(), Block("copy", instances, about="what consumers take in a turn")))
+            made[block.name] = replace(
+                block, ops=tuple(_with_waits(block.ops, replacements, {op.name for op in streamed}))
+            )
+    return replace(kernel, blocks=(*made.values(), Block("copy", instances, about="the tiles of one iteration")))
 
 
-def _is_lone(kernel: Kernel, tile: Load) -> bool:
-    """Whether one product reads a tile that lies beside one of which two products read, in a kernel of dQ or dK.
+def _has_one_stage(kernel: Kernel, tile: Load) -> bool:
+    """Whether, in the separate kernels of dQ and dK, a tile is read by one product only, where the other tile is read
+    by two.
 
-    It is given back early in a turn. There is room for one slot.
+    It is released early in an iteration, and there is room for only one stage of it.
     """
     readers = [op for op in kernel.dots if tile.name in (op.a, op.b)]
-    return has_dp(kernel) and len(readers) == 1
+    return computes_dp(kernel) and len(readers) == 1
 
 
-def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> Iterable[Op]:
-    """The ops with takes in place of loads, and streamed tiles given back after what needs them last.
+def _with_waits(ops: tuple[Op, ...], replacements: dict[str, Op], streamed: set[str]) -> Iterable[Op]:
+    """Replace loads by waits, and release each streamed tile after the last op that needs it.
 
-    What lies beside a tile is read where it is first needed, so that registers do not hold it for long; the tile is
-    kept until then. So is one of a product to which another one is added: both will be awaited together.
+    A row vector is read where it is first needed, so that registers do not hold it for long; its tile is kept until
+    then. The tile of a product onto which another one is accumulated is kept until the end of the latter, because one
+    wait is for both.
     """
-    changed = list(_as_needed([taken.get(op.name, op) for op in ops]))
-    tiles = {name: name for name in streamed} | {op.name: op.beside for op in changed if isinstance(op, ReadMetadata)}
+    changed = list(_as_needed([replacements.get(op.name, op) for op in ops]))
+    tiles = {name: name for name in streamed} | {op.name: op.tile for op in changed if isinstance(op, ReadMetadata)}
     added = {op.acc: op.name for op in changed if isinstance(op, Dot)}
     last: dict[str, str] = {}
     for op in changed:
@@ -141,10 +157,10 @@ def _taking(ops: tuple[Op, ...], taken: dict[str, Op], streamed: set[str]) -> It
 
 
 def _as_needed(ops: list[Op]) -> Iterable[Op]:
-    """The ops with each read of what lies beside a tile where it is first needed. What needs one before the tile is
-    taken waits, too."""
-    waiting: dict[str, tuple[Op, set[str]]] = {}  # the tiles whose neighbours an op needs
-    had: set[str] = set()
+    """Move each read of a row vector to where it is first needed. Ops that need a row vector before the wait for its
+    tile move, too."""
+    waiting: dict[str, tuple[Op, set[str]]] = {}  # delayed op -> the op, and the tiles whose row vectors it needs
+    available: set[str] = set()  # tiles that have been waited for
 
     def due(name: str) -> Iterable[Op]:
         if name in waiting:
@@ -154,13 +170,13 @@ def _as_needed(ops: list[Op]) -> Iterable[Op]:
 
     for op in ops:
         tiles = (
-            {op.beside}
+            {op.tile}
             if isinstance(op, ReadMetadata)
             else set().union(*(waiting[name][1] for name in op.operands() if name in waiting))
         )
-        if isinstance(op, ReadMetadata) or tiles - had:
+        if isinstance(op, ReadMetadata) or tiles - available:
             waiting[op.name] = op, tiles
             continue
         yield from (x for operand in op.operands() for x in due(operand))
         yield op
-        had |= {op.name} if isinstance(op, ConsumerWait) else set()
+        available |= {op.name} if isinstance(op, ConsumerWait) else set()

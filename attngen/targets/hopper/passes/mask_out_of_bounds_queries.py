@@ -1,12 +1,15 @@
-"""mask-out-of-bounds-queries: the mask hides queries past the end, in place of an LSE that makes their weights zero.
+"""mask-out-of-bounds-queries: let the mask hide queries past the end, in place of an LSE of inf that makes their
+weights zero.
+
+When the producer copies the LSE to shared memory, it leaves zeros past the end, not inf.
 
 before:  %lse2 = load %LSE2[b, h, q] check(q if partial) other(inf) : f32[BLOCK_Q] @reg
          %masked = mask %s where(q_idx >= -Nk + Nq + kv_idx) : f32[BLOCK_KV, BLOCK_Q] @reg
 after:   %lse2 = load %LSE2[b, h, q] check(q if partial) : f32[BLOCK_Q] @reg
          %masked = mask %s where(q_idx < Nq and q_idx >= -Nk + Nq + kv_idx) : f32[BLOCK_KV, BLOCK_Q] @reg
 
-Whoever copies numbers of queries to lie beside their tile leaves zeros past the end. The kernel has a mask, which hides
-keys past the end. Masks are applied in partial tiles alone, of which one is at the end of the queries.
+For the fused backward and the separate kernels of dK and dV. A kernel without a mask gets one. Masks apply only in
+partial tiles, and the tile at the end of the queries is one.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir.core import Op
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Load, Map, Mask, Op
-from attngen.targets.hopper.configs.families import with_apart, with_backward
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Load, Map, Mask
+from attngen.targets.hopper.configs.families import with_fused_backward, with_separate_backward
 from attngen.transforms.base import Pass
 
 INSIDE = symbol("q_idx") < symbol("Nq")
@@ -32,12 +37,13 @@ class MaskOutOfBoundsQueries(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_apart(
-            with_backward(module, _hiding), lambda kernel: _hiding(kernel) if kernel.program_axis == "kv" else kernel
+        return with_separate_backward(
+            with_fused_backward(module, _with_query_mask),
+            lambda kernel: _with_query_mask(kernel) if kernel.program_axis == "kv" else kernel,
         )
 
 
-def _hiding(kernel: Kernel) -> Kernel:
+def _with_query_mask(kernel: Kernel) -> Kernel:
     lse2 = next(op for op in kernel.ops() if isinstance(op, Load) and op.other == sympy.oo)
     weights = next(op for op in kernel.ops() if isinstance(op, Map) and lse2.name in op.operands())
     scores = next(ref for _, ref in weights.uses if kernel.type_of(ref).dims == weights.type.dims)

@@ -1,4 +1,7 @@
-"""persistent-scheduler: programs that stay, and take one tile of the grid after another.
+"""persistent-scheduler: make the kernel persistent: each program fetches one work tile of the grid after another.
+
+The producer fetches the tiles, passes them to the other warp groups through %Work_pipeline, and runs ahead: it fills
+the pipelines for the next tile while consumers finish the previous one. This gains most where tiles are short.
 
 before:  block @entry
            (arguments, pipelines)
@@ -15,7 +18,7 @@ after:   block @entry
            (arguments, pipelines)
            %Work_pipeline = pipeline stages(2) : i32[] @sram
          warp_group @producer ...
-           %drawn = work_loop %Work_pipeline of(@tile) body(@produce) draws(yes)
+           %fetched = work_loop %Work_pipeline of(@tile) body(@produce) fetches(yes)
            producer_tail %Q_pipeline; producer_tail %K_pipeline; producer_tail %V_pipeline
            producer_tail %Work_pipeline
          warp_group @consumer ...
@@ -32,17 +35,14 @@ after:   block @entry
            reload_tile %Work_pipeline
            store %O[b, h, q, d_v] ...
 
-The producer runs ahead: it fills the rings for a program's next tile while consumers end the one before, so the ring of
-queries gets more slots. It is worth most where tiles are short. Where rings leave no room for that, each tile keeps a
-program of its own.
+The pipeline of Q gets a second stage where shared memory has room. Where pipelines leave no room for persistence, each
+tile keeps a program of its own.
 
-In the backward, three roles take the place of a tile: the writer does, too. K and V are taken once for each tile, and
-what frees their slots is counted, as named barriers would be too few. V is given back at the end: dK and dV leave
-through its slot. Programs that have several heads take one tile each: they end half as often, and gain 0 to 2% by
-staying.
+In the fused backward the writer follows the work tiles, too. K and V are consumed once per tile, and their stages are
+released by mbarriers, because there are too few named barriers. V is released at the end, because dK and dV leave
+through its stage. Programs with several heads are not persistent: they end half as often, and would gain 0 to 2%.
 
-Over a cache of latents, a tile of queries has parts of the keys of a sequence. How many parts there are, programs find
-out on the device.
+In MLA decode a work tile has a range of KV splits of a sequence. Programs compute the number of splits on the device.
 """
 
 from __future__ import annotations
@@ -53,32 +53,27 @@ from typing import ClassVar
 
 import sympy
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Block, Loop, Op, Type
-from attngen.ir.pipe import (
-    ConsumerRelease,
-    ConsumerWait,
-    Pipeline,
-    PipelinedLoop,
-    ProducerLoad,
-    ProducerTail,
-    ReloadTile,
-    WorkLoop,
-)
+from attngen.ir.core import Block, Op, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Loop
+from attngen.ir.pipe import ConsumerRelease, ConsumerWait, Pipeline, ProducerLoad, ProducerTail
+from attngen.ir.pipe_control import PipelinedLoop, ReloadTile, WorkLoop
 from attngen.targets.hopper.configs import jvp
-from attngen.targets.hopper.configs.common import PLACE_STAGES, staying
-from attngen.targets.hopper.configs.families import with_backward, with_forwards, with_latents, with_tangents
-from attngen.targets.hopper.configs.fused_backward import may_stay
-from attngen.targets.hopper.configs.mla_decode import is_of_latents
+from attngen.targets.hopper.configs.families import with_forward, with_fused_backward, with_jvp, with_mla_decode
+from attngen.targets.hopper.configs.forward_schedule import persistent_q_stages
+from attngen.targets.hopper.configs.fused_backward import can_be_persistent
+from attngen.targets.hopper.configs.mla_decode import is_mla_decode
+from attngen.targets.hopper.configs.work_tiles import WORK_STAGES
 from attngen.transforms.base import Pass
 
-PLACES = "Work_pipeline"
-BODIES = {  # role -> the name of its `work`, that of its body, and what the body does
-    "producer": ("drawn", "produce", "copy what consumers of this tile take"),
-    "consumer": ("work", "consume", "what each copy does for its rows of this tile"),
+WORK = "Work_pipeline"
+BODIES = {  # warp group -> the names of its `work_loop` and of its body, and what the body does
+    "producer": ("fetched", "produce", "load what consumers of this tile need"),
+    "consumer": ("work", "consume", "what each instance does for its rows of this tile"),
     "left": ("work_left", "consume_left", "the left columns of outputs"),
     "right": ("work_right", "consume_right", "the right columns of outputs"),
-    "writer": ("written", "deliver", "add what consumers have of this tile to dQ"),
+    "writer": ("written", "deliver", "add the consumers' tiles of dQ to device memory"),
 }
 
 
@@ -88,25 +83,25 @@ class PersistentScheduler(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        def changed(kernel: Kernel) -> Kernel:
-            stages = min(staying(module, row) for row in module.configs(kernel.name, kernel.backend))
-            return (
-                _staying(kernel, lambda pipeline: replace(pipeline, stages=sympy.Integer(stages))) if stages else kernel
-            )
+        def forward(kernel: Kernel) -> Kernel:
+            stages = min(persistent_q_stages(module, config) for config in module.configs(kernel.name, kernel.backend))
+            if not stages:
+                return kernel
+            return _make_persistent(kernel, lambda pipeline: replace(pipeline, stages=sympy.Integer(stages)))
 
-        module = with_forwards(module, changed)
-        module = with_latents(module, lambda kernel: _staying(kernel, _counted))
-        module = with_tangents(module, lambda kernel: _staying(kernel, _counted) if jvp.may_stay(module) else kernel)
-        return with_backward(module, lambda kernel: _staying(kernel, _counted) if may_stay(module, kernel) else kernel)
+        def others(kernel: Kernel) -> Kernel:
+            return _make_persistent(kernel, lambda pipeline: replace(pipeline, mbarrier_release=True))
+
+        module = with_forward(module, forward)
+        module = with_mla_decode(module, others)
+        module = with_jvp(module, lambda kernel: others(kernel) if jvp.can_be_persistent(module) else kernel)
+        return with_fused_backward(
+            module, lambda kernel: others(kernel) if can_be_persistent(module, kernel) else kernel
+        )
 
 
-def _counted(pipeline: Pipeline) -> Pipeline:
-    return replace(pipeline, mbarrier_release=True)
-
-
-def _staying(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> Kernel:
-    """The kernel whose programs stay; change: what becomes of the rings from which consumers take once for each
-    tile."""
+def _make_persistent(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> Kernel:
+    """Make a kernel persistent; change: applied to the pipelines that are consumed once per work tile."""
     entry = kernel.block("entry")
     filled = {op.pipeline for op in kernel.ops() if isinstance(op, ProducerLoad)}
     of_warp_groups = {
@@ -116,53 +111,54 @@ def _staying(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> Kernel:
         for warp_group in kernel.warp_groups
         if warp_group.warp_group and warp_group.warp_group.rows
     }
-    once = {pipeline: name for taken in of_warp_groups.values() for pipeline, name in taken.items()}
+    once = {pipeline: name for waited in of_warp_groups.values() for pipeline, name in waited.items()}
     kept = [
         change(op) if isinstance(op, Pipeline) and op.name in once else op
         for op in entry.ops
         if isinstance(op, (Arg, Pipeline))
     ]
-    by_count = kernel.adds or is_of_latents(kernel)  # as there are too few named barriers
-    places = Pipeline(PLACES, Type("i32", (), "sram"), sympy.Integer(PLACE_STAGES), mbarrier_release=by_count)
-    drains = [op for warp_group in kernel.warp_groups for op in warp_group.ops if isinstance(op, ProducerTail)]
+    # Too few named barriers are left in these kernels.
+    by_mbarrier = kernel.adds_in_order or is_mla_decode(kernel)
+    work = Pipeline(WORK, Type("i32", (), "sram"), sympy.Integer(WORK_STAGES), mbarrier_release=by_mbarrier)
+    tails = [op for warp_group in kernel.warp_groups for op in warp_group.ops if isinstance(op, ProducerTail)]
     at_end = [
         *(ProducerTail(f"drain_{name}", pipeline) for pipeline, name in once.items()),
-        *drains,
-        ProducerTail("drain_work", PLACES),
+        *tails,
+        ProducerTail("drain_work", WORK),
     ]
     warp_groups, bodies = [], []
     for warp_group in kernel.warp_groups:
         name, body, about = BODIES[warp_group.name]
-        taken = of_warp_groups.get(warp_group.name, {})
+        waited = of_warp_groups.get(warp_group.name, {})
         ops = tuple(
-            _giving_back(kernel, warp_group, taken) if taken else (op for op in warp_group.ops if op not in drains)
+            _with_releases(kernel, warp_group, waited) if waited else (op for op in warp_group.ops if op not in tails)
         )
-        draws = warp_group.name == "producer"
+        fetches = warp_group.name == "producer"
         warp_groups.append(
-            replace(warp_group, ops=(WorkLoop(name, PLACES, "tile", body, draws), *(at_end if draws else ())))
+            replace(warp_group, ops=(WorkLoop(name, WORK, "tile", body, fetches), *(at_end if fetches else ())))
         )
         bodies.append(Block(body, ops, about=about))
     known = Block(
         "tile",
         tuple(op for op in entry.ops if not isinstance(op, (Arg, Pipeline))),
-        about="what all roles know of a tile",
+        about="scalars of a tile that all warp groups read",
     )
     others = [block for block in kernel.blocks if not block.warp_group and block is not entry]
-    return replace(kernel, blocks=(replace(entry, ops=(*kept, places)), *warp_groups, known, *bodies, *others))
+    return replace(kernel, blocks=(replace(entry, ops=(*kept, work)), *warp_groups, known, *bodies, *others))
 
 
-def _giving_back(kernel: Kernel, warp_group: Block, once: dict[str, str]) -> Iterator[Op]:
-    """A consumer's ops for a tile, with what it takes once given back: after its loops; or at the end, if outputs
-    leave through it."""
+def _with_releases(kernel: Kernel, warp_group: Block, once: dict[str, str]) -> Iterator[Op]:
+    """Add releases to a consumer's ops for a work tile: a tile that it waits for once is released after its loops,
+    or at the end if outputs leave through the stage."""
     *_, last = (op for op in warp_group.ops if isinstance(op, (Loop, PipelinedLoop)))
-    through = [
+    staging = [
         name
         for pipeline, name in once.items()
-        if kernel.adds and isinstance(op := kernel.op(pipeline), Pipeline) and op.per_instance
+        if kernel.adds_in_order and isinstance(op := kernel.op(pipeline), Pipeline) and op.per_instance
     ]
     for op in warp_group.ops:
         yield op
         if op is last:
-            yield from (ConsumerRelease(f"give_{name}", name) for name in once.values() if name not in through)
-            yield ReloadTile(f"recall_{warp_group.name}", PLACES)
-    yield from (ConsumerRelease(f"give_{name}", name) for name in through)
+            yield from (ConsumerRelease(f"give_{name}", name) for name in once.values() if name not in staging)
+            yield ReloadTile(f"recall_{warp_group.name}", WORK)
+    yield from (ConsumerRelease(f"give_{name}", name) for name in staging)

@@ -1,32 +1,32 @@
-"""ping-pong: copies of the consumer issue their products in turns, so that the softmax of one runs while the products
-of another do.
+"""ping-pong: make the consumers issue their matrix products one after another, so that the softmax of one overlaps with
+the products of another (FlashAttention-3's warpgroup scheduling barrier).
 
 before:  warp_group @consumer instances(3) ...   after:  warp_group @consumer instances(3) ...
-                                                   scheduler_barrier init
-           %work = work_loop %Work_pipeline ...    %work = work_loop %Work_pipeline ...
-                                                   scheduler_barrier tail
-         block @step                             block @step
-           %k = consumer_wait %K_pipeline          %k = consumer_wait %K_pipeline
-                                                   scheduler_barrier sync
-           %s_flight = wgmma %q %k ...             %s_flight = wgmma %q %k ...
-           %v = consumer_wait %V_pipeline          %v = consumer_wait %V_pipeline
-           %acc_flight = wgmma %weights %v ...     %acc_flight = wgmma %weights %v ...
-                                                   scheduler_barrier arrive
-           %s = wgmma_wait %s_flight               %s = wgmma_wait %s_flight
+                                                           scheduler_barrier init
+           %work = work_loop %Work_pipeline ...            %work = work_loop %Work_pipeline ...
+                                                           scheduler_barrier tail
+         block @step                                     block @step
+           %k = consumer_wait %K_pipeline                  %k = consumer_wait %K_pipeline
+                                                           scheduler_barrier sync
+           %s_flight = wgmma %q %k ...                     %s_flight = wgmma %q %k ...
+           %v = consumer_wait %V_pipeline                  %v = consumer_wait %V_pipeline
+           %acc_flight = wgmma %weights %v ...             %acc_flight = wgmma %weights %v ...
+                                                           scheduler_barrier arrive
+           %s = wgmma_wait %s_flight                       %s = wgmma_wait %s_flight
 
-A turn is from the first product that a body issues to the last. @first and @step have one each, and @skip has one
-without products, so all copies have as many turns as tiles. @last has none: after it no softmax runs that another's
-products could cover. Turns are for three consumers of narrow heads, where the softmax takes as long as the products,
-and for two of some wider heads: see `in_turns`.
+A consumer holds the order from the first product that a body issues to the last. @first and @step hold it once per
+tile, and @skip passes it on without products, so all consumers hold it equally often. @last does not: after it no
+softmax runs that another consumer's products could cover. Which forwards are ordered: three consumers of narrow heads,
+whose softmax takes as long as the products, and two of some wider heads (`forward_schedule.ping_pong_consumers`).
 
-Consumers of the backward have two turns for each tile, so that one computes weights and dS while products of the other
+Consumers of the backward hold the order twice per tile, so that one computes weights and dS while products of the other
 run:
 
-         take Q; scheduler_barrier sync; issue S; take dO; issue dP; scheduler_barrier arrive
-         await S; weights; await dP; dS
+         wait for Q; scheduler_barrier sync; issue S; wait for dO; issue dP; scheduler_barrier arrive
+         wait for S; weights; wait for dP; dS
          scheduler_barrier sync; issue dV; issue dK; issue dQ; scheduler_barrier arrive
 
-Where dP is issued later than S, it is in no turn.
+A dP that is issued later than S is outside the order.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import ClassVar
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Block, Op
-from attngen.ir.pipe import PipelinedLoop, SchedulerBarrier, Wgmma, WgmmaWait
-from attngen.targets.hopper.configs.common import in_turns
-from attngen.targets.hopper.configs.families import with_apart, with_backward, with_forwards
+from attngen.ir.core import Block, Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.pipe import Wgmma, WgmmaWait
+from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier
+from attngen.targets.hopper.configs.families import with_forward, with_fused_backward, with_separate_backward
+from attngen.targets.hopper.configs.forward_schedule import ping_pong_consumers
 from attngen.targets.hopper.configs.sm90 import FORWARD
 from attngen.transforms.base import Pass
 
@@ -51,25 +53,22 @@ class PingPong(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        def chosen(kernel: Kernel) -> bool:
-            return all(in_turns(module, row) for row in module.configs(kernel.name, kernel.backend))
+        def is_faster(kernel: Kernel) -> bool:
+            return all(ping_pong_consumers(module, config) for config in module.configs(kernel.name, kernel.backend))
 
-        module = with_forwards(module, lambda kernel: _in_turns(kernel) if chosen(kernel) else kernel)
-        return with_apart(with_backward(module, _in_turns), _in_turns)
+        module = with_forward(module, lambda kernel: _in_order(kernel) if is_faster(kernel) else kernel)
+        return with_separate_backward(with_fused_backward(module, _in_order), _in_order)
 
 
-def _in_turns(kernel: Kernel) -> Kernel:
-    loop = next(
-        op for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry
-    )  # the consumers', which has sums
-    two = (
-        kernel.stands_for != FORWARD and not loop.first
-    )  # else sums are multiplied together with the scores of the next tile
+def _in_order(kernel: Kernel) -> Kernel:
+    loop = next(op for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry)  # that of the consumers
+    # In other kernels, the product of the accumulator is issued together with the scores of the next tile.
+    twice = kernel.stands_for != FORWARD and not loop.first
     blocks = []
     for block in kernel.blocks:
         ops = block.ops
         if block.name in (loop.first, loop.step):
-            ops = tuple(_turns(block, two))
+            ops = tuple(_with_barriers(block, twice))
         elif block.name == loop.skip:
             ops = (SchedulerBarrier("turn_take_skip", "sync"), SchedulerBarrier("turn_pass_skip", "arrive"), *ops)
         elif block.name == "consumer":
@@ -78,15 +77,16 @@ def _in_turns(kernel: Kernel) -> Kernel:
     return replace(kernel, blocks=tuple(blocks))
 
 
-def _turns(block: Block, two: bool) -> Iterator[Op]:
-    """The ops of a body, with a turn around the products that it issues.
+def _with_barriers(block: Block, twice: bool) -> Iterator[Op]:
+    """Enclose the products that a body issues in `sync` and `arrive`.
 
-    Or with two: around those that it issues before it awaits one, and around those from the first on that adds to sums.
+    twice: enclose separately the products that are issued before the first wait, and those from the first on that adds
+    to an accumulator.
     """
     products = [op for op in block.ops if isinstance(op, Wgmma)]
-    sums = next(i for i, op in enumerate(products) if op.acc) if two else 0
-    at_once = takewhile(lambda op: not isinstance(op, WgmmaWait), block.ops)
-    groups = [group for group in ([op for op in at_once if op in products[:sums]], products[sums:]) if group]
+    sums = next(i for i, op in enumerate(products) if op.acc) if twice else 0
+    before_wait = takewhile(lambda op: not isinstance(op, WgmmaWait), block.ops)
+    groups = [group for group in ([op for op in before_wait if op in products[:sums]], products[sums:]) if group]
     for op in block.ops:
         yield from (
             SchedulerBarrier(f"turn_take_{n}_{block.name}", "sync") for n, group in enumerate(groups) if op is group[0]

@@ -1,5 +1,8 @@
-"""reduce-dq: consumers write what each has of a sum to shared memory, multiply parts of all, and a writer adds the
-products.
+"""reduce-dq: pass tiles of dQ through shared memory to the writer warp, which adds them to device memory.
+
+A tile of dQ sums over the keys of all consumers. So each consumer writes its rows of dS to shared memory, and
+multiplies the rows of all consumers for its share of dQ: half of the columns, or half of the rows if tiles have more
+than 64 queries. The writer does the waiting, for the semaphore and for TMA. For the fused backward.
 
 before:  block @entry
            %K_pipeline = pipeline stages(1) per_instance(consumer) : T[BLOCK_KV, D_QK]
@@ -23,7 +26,7 @@ after:   block @entry
            %dk_next = dot %ds_cast %q ...
            %ds_all = consumer_wait %dS_pipeline
            %dq_flight = wgmma %ds_all %k_all over(TILE_KV)
-           %dq = wgmma_wait %dq_flight : f32[BLOCK_Q, PART_QK]
+           %dq = wgmma_wait %dq_flight : f32[BLOCK_Q, SLICE_QK]
            consumer_release %ds_all
            producer_store %dQ_pipeline %dq
          warp_group @writer ...
@@ -34,47 +37,46 @@ after:   block @entry
            consumer_release %dq_tile
            semaphore_release %DQ_SEMAPHORE[b, h, q_start]
 
-A tile of dQ sums over the keys of all consumers. So each writes its rows of dS to shared memory, and multiplies those
-of all for its part of dQ: half of the columns, or of the rows of tiles of more than 64 queries. What it would wait for,
-turns and the copy engine, is the writer's to wait for. Of wide heads there is room for one slot of dO and one of dQ,
-which lies in pieces if tiles of keys do.
+Wide heads leave room for one stage of dO and one of dQ. Tiles of dQ are stored in pieces if tiles of K are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import sympy
 
+from attngen.ir.core import Block, Op, Type
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Block, Dot, Loop, Op, OrderedAdd, Yield
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Dot, Loop, OrderedAdd, Yield
 from attngen.ir.pipe import (
-    PARTS,
-    WHOLE,
+    SLICE_DIM,
+    TILE_DIM,
     ConsumerRelease,
     ConsumerWait,
     Pack,
     Pipeline,
     ProducerStore,
-    SemaphoreRelease,
     SliceRows,
     Wgmma,
     WgmmaWait,
 )
+from attngen.ir.pipe_control import SemaphoreRelease
 from attngen.targets.hopper.configs.common import NARROW
-from attngen.targets.hopper.configs.families import with_backward
+from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.targets.hopper.configs.fused_backward import INSTANCES, is_wide
 from attngen.targets.hopper.configs.head_dims import piece_of
 from attngen.targets.hopper.configs.sm90 import ROWS
-from attngen.tiles.order import makers_of
+from attngen.tiles.order import order_ops
 from attngen.transforms.base import Pass
 
-# slots of dQ: the writer adds one tile while consumers write the next. Of wide heads there is room for one, and for one
-# of dO
-SUMS = 2
+# Stages of dQ: the writer adds one tile while consumers store the next. Wide heads leave room for one, and one of dO.
+DQ_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -83,51 +85,54 @@ class ReduceDQ(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_backward(module, lambda kernel: _shared(module, kernel))
+        return with_fused_backward(module, lambda kernel: _reduce(module, kernel))
 
 
-def _shared(module: Module, kernel: Kernel) -> Kernel:
+def _reduce(module: Module, kernel: Kernel) -> Kernel:
     add = next(op for op in kernel.ops() if isinstance(op, OrderedAdd))
     product = kernel.op(add.value)
     assert isinstance(product, Dot)
     keys = kernel.op(product.b)
     assert isinstance(keys, ConsumerWait)
-    own = AXIS_DIM[kernel.program_axis]
-    wide = all(row.block_q > ROWS for row in module.configs(kernel.name, kernel.backend))
-    warp_specialized = "BLOCK_Q" if wide else "D_QK"
-    part = replace(product.type, dims=tuple(PARTS[d] if d == warp_specialized else d for d in product.type.dims))
-    source = kernel.type_of(product.a)
-    ds = replace(source, dtype="T")
-    whole = replace(ds, dims=tuple(WHOLE.get(d, d) if d == own else d for d in ds.dims), space="sram")
-    all_keys = replace(keys.type, dims=tuple(WHOLE[own] if d == own else d for d in keys.type.dims))
+    program_dim = AXIS_DIM[kernel.program_axis]
+    long_tiles = all(config.block_q > ROWS for config in module.configs(kernel.name, kernel.backend))
+    split_dim = "BLOCK_Q" if long_tiles else "D_QK"
+    part = replace(product.type, dims=tuple(SLICE_DIM[d] if d == split_dim else d for d in product.type.dims))
+    ds = replace(kernel.type_of(product.a), dtype="T")
+    whole = replace(ds, dims=tuple(TILE_DIM.get(d, d) if d == program_dim else d for d in ds.dims), space="sram")
+    all_keys = replace(keys.type, dims=tuple(TILE_DIM[program_dim] if d == program_dim else d for d in keys.type.dims))
     tile = replace(product.type, space="sram")
-    cast, everyone = f"{product.a}_cast", f"{product.a}_all"
-    one = is_wide(module)
-    stages = 1 if one or (kernel.reads_pairs and module.head_dim_v > NARROW) else SUMS
-    sums = Pipeline("dQ_pipeline", tile, sympy.Integer(stages), columns=piece_of(module.head_dim_qk) // INSTANCES)
-    pipelines = (Pipeline("dS_pipeline", whole, symbol("num_stages")), sums)
-    makers = makers_of(kernel, add)
+    cast, ds_all = f"{product.a}_cast", f"{product.a}_all"
+    one_stage = is_wide(module)
+    stages = 1 if one_stage or (kernel.reads_pairs and module.head_dim_v > NARROW) else DQ_STAGES
+    dq = Pipeline("dQ_pipeline", tile, sympy.Integer(stages), columns=piece_of(module.head_dim_qk) // INSTANCES)
+    pipelines = (Pipeline("dS_pipeline", whole, symbol("num_stages")), dq)
+    order = order_ops(kernel, add)
     users = [op for op in kernel.ops() if isinstance(op, Dot) and op.a == product.a]
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if isinstance(op, Pipeline) and op.name == keys.pipeline:
             yield replace(op, type=all_keys, per_instance="")
-        elif isinstance(op, Pipeline) and one and op.type.dims == ("BLOCK_Q", "D_V"):
+        elif isinstance(op, Pipeline) and one_stage and op.type.dims == ("BLOCK_Q", "D_V"):
             yield replace(op, stages=sympy.Integer(1))
         elif op is keys:
             yield replace(keys, name=f"{keys.name}_all", type=all_keys)
             yield SliceRows(keys.name, f"{keys.name}_all", keys.type)
         elif op is product:
-            yield ConsumerWait(everyone, "dS_pipeline", whole)
+            yield ConsumerWait(ds_all, "dS_pipeline", whole)
             yield Wgmma(
-                f"{product.name}_flight", everyone, f"{keys.name}_all", WHOLE[own], replace(part, space="flight")
+                f"{product.name}_flight",
+                ds_all,
+                f"{keys.name}_all",
+                TILE_DIM[program_dim],
+                replace(part, space="flight"),
             )
             yield WgmmaWait(product.name, f"{product.name}_flight", part)
-            yield ConsumerRelease(f"give_{everyone}", everyone)
+            yield ConsumerRelease(f"give_{ds_all}", ds_all)
         elif op is add:
             yield ProducerStore("share_dq", "dQ_pipeline", product.name)
-        elif op in makers:
-            return  # the writer, whose turn it is, has them
+        elif op in order:
+            return  # the writer gets them
         elif op in users:
             if op is users[0]:
                 yield Pack(cast, product.a, ds)
@@ -137,18 +142,26 @@ def _shared(module: Module, kernel: Kernel) -> Kernel:
             yield op
 
     changed = kernel.rewrite(change)
-    turns = add.semaphore
-    assert turns is not None
-    write = (
-        *makers,
+    more = {"entry": pipelines, "writer": _writer_loops(kernel)}
+    blocks = tuple(replace(b, ops=(*b.ops, *more.get(b.name, ()))) for b in changed.blocks)
+    return replace(changed, blocks=(*blocks, _writer_body(add, order, tile)))
+
+
+def _writer_loops(kernel: Kernel) -> tuple[Op, ...]:
+    """The loops of the consumers, for the writer."""
+    loops = (op for op in kernel.block("consumer").ops if isinstance(op, Loop))
+    return tuple(replace(loop, name=f"write_{loop.name}", carry=(), body="write", tiles=()) for loop in loops)
+
+
+def _writer_body(add: OrderedAdd, order: Sequence[Op], tile: Type) -> Block:
+    """The body of the writer's loops; order: the ops that compute the position in the semaphore's order."""
+    assert add.semaphore is not None
+    ops = (
+        *order,
         ConsumerWait("dq_tile", "dQ_pipeline", tile),
         replace(add, value="dq_tile"),
         ConsumerRelease("give_dq_tile", "dq_tile"),
-        SemaphoreRelease("raise_turn", turns),
+        SemaphoreRelease("raise_turn", add.semaphore),
         Yield("yield_write", ()),
     )
-    loops = [op for op in kernel.block("consumer").ops if isinstance(op, Loop)]
-    writing = tuple(replace(loop, name=f"write_{loop.name}", carry=(), body="write", tiles=()) for loop in loops)
-    more = {"entry": pipelines, "writer": writing}
-    blocks = tuple(replace(b, ops=(*b.ops, *more.get(b.name, ()))) for b in changed.blocks)
-    return replace(changed, blocks=(*blocks, Block("write", write, about="add what consumers have of a tile to dQ")))
+    return Block("write", ops, about="add the consumers' tiles of dQ to device memory")

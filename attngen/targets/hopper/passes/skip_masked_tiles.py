@@ -1,4 +1,8 @@
-"""skip-masked-tiles: a copy of the consumer passes over tiles of keys that its own rows do not see.
+"""skip-masked-tiles: let each consumer skip tiles of keys that its own rows do not see.
+
+A program visits the tiles of keys that any of its rows sees. Under a causal mask, if a tile of keys is shorter than the
+program tile of queries, the last tiles may be hidden from its upper rows. Their consumer only waits for these tiles and
+releases them (@skip). It also masks fewer tiles: only those that are partial for its own rows (`instance_partial`).
 
 before:  warp_group @consumer instances(2) rows(64)
            %keys = pipelined_loop kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end)
@@ -13,12 +17,8 @@ after:   warp_group @consumer instances(2) rows(64)
          warp_group @producer
            pipelined_loop kv partial(...) full(...) step(@copy) reversed(yes)
 
-A program's tiles of keys are those that any of its rows sees. Under a causal mask the last of them may be hidden from
-its upper rows, if tiles of keys are shorter than the program's tile of queries. Its first copy then does nothing with
-them but to take them and to give them back. And it masks fewer tiles: those that are partial for its own rows.
-
-Partial tiles come backwards, so that the hidden ones come first. The producer copies them in the same order. So it is
-in forward mode, too, where all tiles came in their order.
+Partial tiles come in reverse, so that the hidden ones come first, and the producer copies them in the same order. This
+also replaces the ascending order of tiles in forward mode.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Block, Loop, Op
-from attngen.ir.pipe import ConsumerRelease, ConsumerWait, PipelinedLoop
-from attngen.targets.hopper.configs.common import may_hide
-from attngen.targets.hopper.configs.families import with_forwards, with_tangents
+from attngen.ir.core import Block, Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Loop
+from attngen.ir.pipe import ConsumerRelease, ConsumerWait
+from attngen.ir.pipe_control import PipelinedLoop
+from attngen.targets.hopper.configs.families import with_forward, with_jvp
+from attngen.targets.hopper.configs.forward_schedule import can_skip_masked_tiles
 from attngen.tiles.warp_groups import instance_bounds
 from attngen.transforms.base import Pass
 
@@ -42,50 +45,56 @@ class SkipMaskedTiles(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        def chosen(kernel: Kernel) -> bool:
-            return all(may_hide(module, row) for row in module.configs(kernel.name, kernel.backend))
+        def change(kernel: Kernel) -> Kernel:
+            configs = module.configs(kernel.name, kernel.backend)
+            return _skip(kernel) if all(can_skip_masked_tiles(module, config) for config in configs) else kernel
 
-        def changed(kernel: Kernel) -> Kernel:
-            return _hiding(kernel) if chosen(kernel) else kernel
-
-        return with_tangents(with_forwards(module, changed), changed)
+        return with_jvp(with_forward(module, change), change)
 
 
-def _hiding(kernel: Kernel) -> Kernel:
+def _skip(kernel: Kernel) -> Kernel:
     loops = {
         warp_group.name: [op for op in warp_group.ops if isinstance(op, (Loop, PipelinedLoop))]
         for warp_group in kernel.warp_groups
     }
-    whole = {name: as_pipelined_loop(found) for name, found in loops.items()}
-    keys = whole["consumer"]
+    merged = {name: as_pipelined_loop(found) for name, found in loops.items()}
+    keys = merged["consumer"]
     bounds = instance_bounds(kernel, keys.partial, keys.full, keys.listed)
-    assert bounds is not None  # as may_hide says
+    assert bounds is not None  # as can_skip_masked_tiles says
     step = kernel.block(keys.step)
-    hiding = {
-        "producer": replace(whole["producer"], reversed=True),
+    skipping = {
+        "producer": replace(merged["producer"], reversed=True),
         "consumer": replace(keys, reversed=True, skip="skip", instance_partial=(bounds,)),
     }
     results = {
-        f"{op.name}.{field}": f"{hiding['consumer'].name}.{field}" for op in loops["consumer"] for field, _ in op.carry
+        f"{op.name}.{field}": f"{skipping['consumer'].name}.{field}"
+        for op in loops["consumer"]
+        for field, _ in op.carry
     }
     blocks = []
     for block in kernel.blocks:
         if block.name in loops:
             first, *others = loops[block.name]
             ops = (
-                hiding[block.name] if op is first else op.with_operands(results) for op in block.ops if op not in others
+                skipping[block.name] if op is first else op.with_operands(results)
+                for op in block.ops
+                if op not in others
             )
             block = replace(block, ops=tuple(ops))
         blocks.append(block)
         if block is step:
             blocks.append(
-                Block("skip", tuple(_skipped(step.ops)), about="tiles that hide all keys from the copy's rows")
+                Block(
+                    "skip",
+                    tuple(_skipped(step.ops)),
+                    about="tiles whose keys are all hidden from this warp group's rows",
+                )
             )
     return replace(kernel, blocks=tuple(blocks))
 
 
 def as_pipelined_loop(loops: Sequence[Loop | PipelinedLoop]) -> PipelinedLoop:
-    """The loops over both classes of tiles as one."""
+    """Merge the loops over both classes of tiles into one."""
     first = loops[0]
     if isinstance(first, PipelinedLoop):
         return replace(first, in_order=False)
@@ -97,7 +106,7 @@ def as_pipelined_loop(loops: Sequence[Loop | PipelinedLoop]) -> PipelinedLoop:
 
 
 def _skipped(ops: Sequence[Op]) -> Iterator[Op]:
-    """What a turn takes, given back at once."""
+    """Wait for the tiles of an iteration, and release them at once."""
     for op in ops:
         if isinstance(op, ConsumerWait):
             yield replace(op, name=f"{op.name}_in_skip")

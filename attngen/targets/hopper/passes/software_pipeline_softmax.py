@@ -1,18 +1,20 @@
-"""software-pipeline-softmax: the softmax of a tile runs while the product of the tile before runs.
+"""software-pipeline-softmax: overlap the softmax of a tile with the product P V of the previous tile.
 
-before:  block @step                        after:  block @step
-           take K; issue S; await S                   take K; issue S
-           softmax of S                               take V; issue O with P of the tile before
-           take V; issue O with P; await O            await S; softmax of S
-                                                      await O; rescale O
+The loops over partial and full tiles become one `pipelined_loop` whose @step issues both products before it waits for
+S. @first is the prologue: the first tile up to its softmax. @last is the epilogue: P V of the last tile.
 
-The loops over full and partial tiles become one `pipeline`. Its @first does the first tile's part before O, its @last
-the last tile's O. Partial tiles come first: @first masks its tile, so that where one tile is partial, as under a causal
-mask, no loop masks any.
+before:  block @step                               after:  block @step
+           wait for K; issue S; wait for S                   wait for K; issue S
+           softmax of S                                      wait for V; issue O += P V of the previous tile
+           wait for V; issue O += P V; wait for O            wait for S; softmax of S
+                                                             wait for O; rescale O
 
-What does not depend on S, such as what dropout draws and loads of biases, stands between issue and await.
+Ops that do not depend on S, such as generating dropout bits and loading biases, are placed between issue and wait.
+Partial tiles come first: @first masks its tile, so that where only one tile is partial, as under a causal mask, no loop
+body masks any.
 
-The kernel of dV alone, which has no softmax, has the weights of a tile so, while dV of the tile before runs.
+In the separate kernel of dV, which has no softmax, the weights of a tile are computed while dV of the previous tile
+runs.
 """
 
 from __future__ import annotations
@@ -23,23 +25,25 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Arg, Block, Gather, Load, Loop, Mask, Op, Type, Yield
+from attngen.ir.core import Block, Op, Type
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Arg, Gather, Load, Loop, Mask, Yield
 from attngen.ir.pipe import (
     PLACE,
     ConsumerRelease,
     ConsumerWait,
     Pipeline,
-    PipelinedLoop,
     ProducerLoad,
     ReadMetadata,
     Wgmma,
     WgmmaWait,
     WriteTileIndex,
 )
-from attngen.targets.hopper.configs.common import overlaps
-from attngen.targets.hopper.configs.families import with_apart, with_forwards
-from attngen.targets.hopper.configs.separate_backward import runs_ahead
+from attngen.ir.pipe_control import PipelinedLoop
+from attngen.targets.hopper.configs.common import overlaps_softmax
+from attngen.targets.hopper.configs.families import with_forward, with_separate_backward
+from attngen.targets.hopper.configs.separate_backward import is_pipelined_as_forward
 from attngen.tiles.intervals import mentions
 from attngen.transforms.base import Pass
 
@@ -50,20 +54,22 @@ class SoftwarePipelineSoftmax(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        module = with_forwards(module, lambda kernel: _overlapped(kernel) if overlaps(kernel) else kernel)
-        return with_apart(module, lambda kernel: _overlapped(kernel) if runs_ahead(kernel) else kernel)
+        module = with_forward(module, lambda kernel: _overlap(kernel) if overlaps_softmax(kernel) else kernel)
+        return with_separate_backward(
+            module, lambda kernel: _overlap(kernel) if is_pipelined_as_forward(kernel) else kernel
+        )
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The ops of a body. The second product, with what only it needs, is done a turn later."""
+    """The ops of a body. The second product, with the ops that only it needs, moves to the next iteration."""
 
     args: dict[str, Arg]
-    loaded: list[Op]  # the first product's tile, and its issue
-    early: list[Op]  # what depends on no product
-    middle: list[Op]  # what depends on the first product, from its await on
-    late: list[Op]  # what depends on the carried sums
-    second: dict[type[Op], Op]  # take, issue, await and give of the second product
+    loaded: list[Op]  # the wait for the first product's tile, and its issue
+    early: list[Op]  # ops that depend on no product
+    middle: list[Op]  # the wait for the first product, and ops that depend on it
+    late: list[Op]  # ops that depend on the accumulator
+    second: dict[type[Op], Op]  # consumer_wait, wgmma, wgmma_wait and consumer_release of the second product
     yielded: Yield
 
     @property
@@ -74,22 +80,23 @@ class _Parts:
 
     @property
     def sums(self) -> str:
-        """The carried field that the second product adds to."""
+        """The carried argument that the second product adds to."""
         return next(field for field, ref in self.yielded.values if ref == self.second[WgmmaWait].name)
 
     @property
     def weights(self) -> str:
-        """The value that a turn computes for the next one's product: its operand in registers."""
+        """The second product's operand in registers, which an iteration computes for the next one."""
         return self.issue.a
 
 
-def _overlapped(kernel: Kernel) -> Kernel:
+def _overlap(kernel: Kernel) -> Kernel:
     loops = [op for op in kernel.block("consumer").ops if isinstance(op, Loop)]
     step = kernel.block(loops[0].body)
     parts = _parts(kernel, step.ops)
     ranges = {loop.cls: loop.ranges for loop in loops}
-    places = f"{loops[0].var.upper()}_TILES_pipeline"  # numbers of listed tiles, beside the tiles
-    whole = PipelinedLoop(
+    indices = f"{loops[0].var.upper()}_TILES_pipeline"  # of listed tiles
+    keys_pipeline = _pipeline_with_indices(kernel, loops, step.ops)
+    merged = PipelinedLoop(
         loops[0].name.rpartition("_")[0],
         loops[0].var,
         ranges.get("partial", ()),
@@ -99,9 +106,9 @@ def _overlapped(kernel: Kernel) -> Kernel:
         step=step.name,
         last="last",
         listed=loops[0].listed,
-        tile_indices=places if (told := _comes_with_tiles(kernel, loops, step.ops)) else None,
+        tile_indices=indices if keys_pipeline else None,
     )
-    results = {f"{loop.name}.{field}": f"{whole.name}.{field}" for loop in loops for field, _ in loop.carry}
+    results = {f"{loop.name}.{field}": f"{merged.name}.{field}" for loop in loops for field, _ in loop.carry}
     copying = [op for op in kernel.block("producer").ops if isinstance(op, Loop)]
     reordered = {a.name: b for a, b in zip(copying, sorted(copying, key=lambda loop: loop.cls != "partial"))}
     bodies = {"first": _first(parts), step.name: _step(parts), "last": _last(parts)}
@@ -116,44 +123,52 @@ def _overlapped(kernel: Kernel) -> Kernel:
             blocks += [Block(name, tuple(ops), abouts[name]) for name, ops in bodies.items()]
         elif block.name == "consumer":
             at = block.ops.index(loops[0])
-            kept = [op if op not in loops else whole for i, op in enumerate(block.ops) if op not in loops or i == at]
+            kept = [op if op not in loops else merged for i, op in enumerate(block.ops) if op not in loops or i == at]
             blocks.append(replace(block, ops=tuple(op.with_operands(results) for op in kept)))
-        elif told and block.name == "entry":
-            keys = next(op for op in block.ops if isinstance(op, Pipeline) and op.name == told)
+        elif keys_pipeline and block.name == "entry":
+            keys = next(op for op in block.ops if isinstance(op, Pipeline) and op.name == keys_pipeline)
             blocks.append(
-                replace(block, ops=(*block.ops, Pipeline(places, Type("i32", (), "sram"), keys.stages, beside=told)))
+                replace(
+                    block,
+                    ops=(
+                        *block.ops,
+                        Pipeline(indices, Type("i32", (), "sram"), keys.stages, metadata_of=keys_pipeline),
+                    ),
+                )
             )
-        elif told and block.name == copying[0].body:
-            at = next(i for i, op in enumerate(block.ops) if isinstance(op, ProducerLoad) and op.pipeline == told)
-            blocks.append(replace(block, ops=(*block.ops[:at], WriteTileIndex("tell_place", places), *block.ops[at:])))
+        elif keys_pipeline and block.name == copying[0].body:
+            at = next(
+                i for i, op in enumerate(block.ops) if isinstance(op, ProducerLoad) and op.pipeline == keys_pipeline
+            )
+            blocks.append(replace(block, ops=(*block.ops[:at], WriteTileIndex("tell_place", indices), *block.ops[at:])))
         else:
             blocks.append(replace(block, ops=tuple(reordered.get(op.name, op) for op in block.ops)))
     return replace(kernel, blocks=tuple(blocks))
 
 
-def _comes_with_tiles(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[Op]) -> str:
-    """The ring of keys, if numbers of listed tiles come with the tiles: so they do where only masks of partial tiles
-    need them.
+def _pipeline_with_indices(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[Op]) -> str:
+    """Return the name of K's pipeline if the indices of listed tiles are passed along with the tiles, else empty text.
 
-    The tile has to be given back after these masks, which is so where the last of them reads what lies beside it.
+    They are where only masks of partial tiles need them. The tile has to be released after these masks, which holds
+    where the last of them reads a row vector of the tile.
     """
     reads = [op for op in ops if isinstance(op, ReadMetadata)]
-    placed = [op for op in ops if any(mentions(e, PLACE) for e in op.expressions)]
+    of_positions = [op for op in ops if any(mentions(e, PLACE) for e in op.expressions)]
     loads = any(isinstance(op, (Gather, Load)) for op in ops)
     if (
-        not (loops[0].listed and reads and placed)
+        not (loops[0].listed and reads and of_positions)
         or loads
-        or not all(isinstance(op, Mask) and op.when == "partial" for op in placed)
+        or not all(isinstance(op, Mask) and op.when == "partial" for op in of_positions)
     ):
         return ""
-    take, given = (
-        kernel.op(reads[0].beside),
-        [op for op in ops if isinstance(op, ConsumerRelease) and op.value == reads[0].beside],
+    wait, releases = (
+        kernel.op(reads[0].tile),
+        [op for op in ops if isinstance(op, ConsumerRelease) and op.value == reads[0].tile],
     )
-    kept = [ops.index(op) for op in given] > [max(map(ops.index, placed))]
+    kept = [ops.index(op) for op in releases] > [max(map(ops.index, of_positions))]
     return (
-        take.pipeline
-        if kept and isinstance(take, ConsumerWait) and all(len(loop.ranges) == 1 for loop in loops) and len(loops) == 2
+        wait.pipeline
+        if kept and isinstance(wait, ConsumerWait) and all(len(loop.ranges) == 1 for loop in loops) and len(loops) == 2
         else ""
     )
 
@@ -190,40 +205,46 @@ def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts:
 
 
 def _carried(parts: _Parts) -> tuple[tuple[str, str], ...]:
-    """What a turn yields: the sums as they are before the product that is left to the next turn, and that product's
-    operand."""
+    """The values that an iteration yields: the accumulator without the product that is left to the next iteration, and
+    that product's operand."""
     values = [(field, str(parts.issue.acc) if field == parts.sums else ref) for field, ref in parts.yielded.values]
     return (*values, ("weights", parts.weights))
 
 
 def _step(parts: _Parts) -> Iterable[Op]:
-    """The field `weights` is the weights of the tile before; the sums are rescaled once the product of these is
-    there."""
-    take, issue, awaited, give = (parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease))
+    """The body of the loop. `weights` are those of the previous tile; the accumulator is rescaled after their
+    product."""
+    wait, issue, product_wait, release = (
+        parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease)
+    )
     weights = {parts.weights: "weights", str(parts.issue.acc): parts.sums}
-    summed = {parts.sums: awaited.name}
+    summed = {parts.sums: product_wait.name}
     args = [*parts.args.values(), _weights_arg(parts, "weights")]
     late = [op.with_operands(summed) for op in parts.late]
-    second = [issue.with_operands(weights), awaited.with_operands(weights)]
-    yield from (*args, *parts.loaded, take, second[0], *parts.early, *parts.middle, second[1], give, *late)
+    second = [issue.with_operands(weights), product_wait.with_operands(weights)]
+    yield from (*args, *parts.loaded, wait, second[0], *parts.early, *parts.middle, second[1], release, *late)
     yield replace(parts.yielded, values=_carried(parts)).with_operands(summed)
 
 
 def _first(parts: _Parts) -> Iterable[Op]:
+    """The prologue: the first tile, without the second product."""
     ops = [*parts.args.values(), *parts.loaded, *parts.early, *parts.middle, *parts.late]
     yield from _renamed([*ops, replace(parts.yielded, values=_carried(parts))], "first")
 
 
 def _last(parts: _Parts) -> Iterable[Op]:
-    take, issue, awaited, give = (parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease))
+    """The epilogue: the second product of the last tile."""
+    wait, issue, product_wait, release = (
+        parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease)
+    )
     weights = {parts.weights: "weights", str(parts.issue.acc): parts.sums}
     ops = [
         *parts.args.values(),
         _weights_arg(parts, "weights"),
-        take,
+        wait,
         issue.with_operands(weights),
-        awaited.with_operands(weights),
-        give,
+        product_wait.with_operands(weights),
+        release,
     ]
     values = tuple((field, ref if field == parts.sums else field) for field, ref in parts.yielded.values)
     yield from _renamed([*ops, replace(parts.yielded, values=values)], "last")
@@ -235,7 +256,7 @@ def _weights_arg(parts: _Parts, name: str) -> Arg:
 
 
 def _renamed(ops: Sequence[Op], body: str) -> Iterable[Op]:
-    """The ops, and what they define, under names of their own."""
+    """Rename the ops, and the values that they define, after a body."""
     names = {op.name: f"{op.name}_in_{body}" for op in ops}
     refs = {
         f"{op.name}.{field}".rstrip("."): f"{names[op.name]}.{field}".rstrip(".")

@@ -1,18 +1,18 @@
-"""software-pipeline-tangents: in forward mode weights are computed while products of tangents of scores run, and these
-while sums are added to.
+"""software-pipeline-tangents: order the loop body of forward mode so that weights are computed while the products of
+tangents of scores run, and tangents of weights while the accumulators are updated.
 
-before:  block @step                                   after:  block @step
-           take K; take tK                                       take K; issue S
-           issue tS with tQ and K, then with Q and tK            take tK; issue tS with tQ and K, then with Q and tK
-           await tS                                              await S; weights P of S
-           issue S; await S; give K; give tK                     take tV; issue O with P
-           weights P of S; changes tP of P and tS                await tS; give K; give tK
-           take tV; issue O with P                               changes tP of P and tS
-           take V; issue O with tP                               take V; issue O with tP
-           await O; give tV; give V                              await O; give tV; give V
+A consumer then has a product in flight whenever it computes, and until the last product of an iteration is issued, only
+ops that need a product's result wait for it. `tX` is the tangent of X.
 
-So a consumer has a product in flight while it computes, and nothing waits for a product before the last one of a turn
-is issued but what is computed of it.
+before:  block @step                               after:  block @step
+           wait for K; wait for tK                           wait for K; issue S
+           issue tS = tQ K^T, then += Q tK^T                 wait for tK; issue tS = tQ K^T, then += Q tK^T
+           wait for tS                                       wait for S; weights P of S
+           issue S; wait for S; release K, tK                wait for tV; issue tO += P tV
+           weights P of S; tP of P and tS                    wait for tS; release K, tK
+           wait for tV; issue tO += P tV                     tP of P and tS
+           wait for V; issue tO += tP V                      wait for V; issue tO += tP V
+           wait for tO; release tV, V                        wait for tO; release tV, V
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Op
-from attngen.targets.hopper.configs.families import with_tangents
-from attngen.targets.hopper.passes.software_pipeline_gradients import Kinds, joined
+from attngen.ir.core import Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.targets.hopper.configs.families import with_jvp
+from attngen.targets.hopper.passes.software_pipeline_gradients import Kinds, merge_loops
 from attngen.transforms.base import Pass
 
 
@@ -36,25 +37,37 @@ class SoftwarePipelineTangents(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_tangents(module, lambda kernel: joined(kernel, lambda ops: _ordered(kernel, ops)))
+        return with_jvp(module, lambda kernel: merge_loops(kernel, lambda ops: _order(kernel, ops)))
 
 
-def _ordered(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
-    """What needs no product comes while the first runs. What lies beside a tile is read just before it is needed,
-    and kept until then."""
+def _order(kernel: Kernel, ops: tuple[Op, ...]) -> Iterator[Op]:
+    """Ops that need no product run during the first one. Row vectors are read just before they are needed, and their
+    tile is kept until then."""
     of = Kinds(ops)
-    goes_on = {op.acc: op for op in of.issues}
-    change, s = sorted((op for op in of.issues if not op.acc), key=lambda op: op.name not in goes_on)
-    changes, (first, second) = [change, goes_on[change.name]], [op for op in of.sums if op.acc != change.name]
-    of_s, of_change = (nx.descendants(kernel.graph, op.name) for op in (s, changes[-1]))
+    continued_by = {op.acc: op for op in of.issues}
+    ts, s = sorted((op for op in of.issues if not op.acc), key=lambda op: op.name not in continued_by)
+    tangents, (first, second) = [ts, continued_by[ts.name]], [op for op in of.sums if op.acc != ts.name]
+    of_s, of_ts = (nx.descendants(kernel.graph, op.name) for op in (s, tangents[-1]))
     rest = [op for op in ops if op in of.computed or op in of.reads]
     late = {read.name for read in of.reads}.union(*(nx.descendants(kernel.graph, read.name) for read in of.reads))
 
     yield from of.args
-    yield from (of.takes[s.b], s, of.takes[changes[-1].b], *changes)
-    yield from (op for op in rest if op.name not in of_s | of_change | late)
-    yield of.awaits[s.name]
-    yield from (op for op in rest if op.name in of_s | late and op.name not in of_change)
-    yield from (of.takes[first.b], first, of.awaits[changes[-1].name], *(of.gives[op.b] for op in reversed(changes)))
-    yield from (op for op in rest if op.name in of_change)
-    yield from (of.takes[second.b], second, of.awaits[second.name], of.gives[first.b], of.gives[second.b], *of.yields)
+    yield from (of.waits[s.b], s, of.waits[tangents[-1].b], *tangents)
+    yield from (op for op in rest if op.name not in of_s | of_ts | late)
+    yield of.product_waits[s.name]
+    yield from (op for op in rest if op.name in of_s | late and op.name not in of_ts)
+    yield from (
+        of.waits[first.b],
+        first,
+        of.product_waits[tangents[-1].name],
+        *(of.releases[op.b] for op in reversed(tangents)),
+    )
+    yield from (op for op in rest if op.name in of_ts)
+    yield from (
+        of.waits[second.b],
+        second,
+        of.product_waits[second.name],
+        of.releases[first.b],
+        of.releases[second.b],
+        *of.yields,
+    )

@@ -1,13 +1,17 @@
-"""software-pipeline-weights: the softmax of an odd tile runs beside the product of the even tile before.
+"""software-pipeline-weights: overlap the softmax of an odd tile with the product P V of the even tile before it.
 
-before:  block @both                                  after:  block @both
-           S of the odd tile                                    S of the odd tile
-           take P of the even tile; issue O; await O            take P of the even tile; issue O
-           give P; give V                                       masks and softmax of the odd tile, and its sums of rows
-           masks and softmax of the odd tile                    await O; give P; give V
-           share P; issue O; await O                            share P; issue O; await O
+It moves the wait for that product, and the releases after it, behind the softmax. For MLA decode, where @right handles
+two tiles per iteration.
 
-The sums of rows are held before the await: no compiler moves what they are computed of past it.
+before:  block @both                               after:  block @both
+           S of the odd tile                                 S of the odd tile
+           wait for P of the even tile                       wait for P of the even tile
+           issue O += P V; wait for O                        issue O += P V
+           release P; release V                              masks, softmax and row sums of the odd tile
+           masks and softmax of the odd tile                 wait for O; release P; release V
+           store P; issue O += P V; wait for O               store P; issue O += P V; wait for O
+
+legalize-gluon pins the row sums before the wait, because no compiler moves past it what they are computed from.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ from typing import ClassVar
 
 import networkx as nx
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Block, Op
-from attngen.ir.pipe import ConsumerRelease, PipelinedLoop, ProducerStore, WgmmaWait
-from attngen.targets.hopper.configs.families import with_latents
+from attngen.ir.core import Block, Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.pipe import ConsumerRelease, ProducerStore, WgmmaWait
+from attngen.ir.pipe_control import PipelinedLoop
+from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.transforms.base import Pass
 
 
@@ -30,32 +36,33 @@ class SoftwarePipelineWeights(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_latents(module, _overlapped)
+        return with_mla_decode(module, _overlap)
 
 
-def _overlapped(kernel: Kernel) -> Kernel:
+def _overlap(kernel: Kernel) -> Kernel:
     pairs = {op.pair for op in kernel.ops() if isinstance(op, PipelinedLoop)}
     return replace(
-        kernel, blocks=tuple(_late(kernel, block) if block.name in pairs else block for block in kernel.blocks)
+        kernel,
+        blocks=tuple(_with_late_wait(kernel, block) if block.name in pairs else block for block in kernel.blocks),
     )
 
 
-def _late(kernel: Kernel, block: Block) -> Block:
-    """The block with the await of the first product of weights, and the gives after it, moved to where the next
-    weights are shared."""
+def _with_late_wait(kernel: Kernel, block: Block) -> Block:
+    """Move the wait for the first product of weights, and the releases after it, to just before the next weights are
+    stored."""
     ops = list(block.ops)
-    share = next(op for op in ops if isinstance(op, ProducerStore))
-    needing = nx.descendants(kernel.graph, share.value.split(".")[0])
-    awaits = [
+    store = next(op for op in ops if isinstance(op, ProducerStore))
+    needing = nx.descendants(kernel.graph, store.value.split(".")[0])
+    waits = [
         op
-        for op in ops[: ops.index(share)]
-        if isinstance(op, WgmmaWait) and share.name not in nx.descendants(kernel.graph, op.name)
+        for op in ops[: ops.index(store)]
+        if isinstance(op, WgmmaWait) and store.name not in nx.descendants(kernel.graph, op.name)
     ]
-    assert len(awaits) == 1 and awaits[0].name not in needing
-    first = ops.index(awaits[0])
-    moved: list[Op] = [awaits[0]]
+    assert len(waits) == 1 and waits[0].name not in needing
+    first = ops.index(waits[0])
+    moved: list[Op] = [waits[0]]
     while isinstance(ops[first + len(moved)], ConsumerRelease):
         moved.append(ops[first + len(moved)])
     rest = [op for op in ops if op not in moved]
-    at = rest.index(share)
+    at = rest.index(store)
     return replace(block, ops=(*rest[:at], *moved, *rest[at:]))

@@ -1,20 +1,20 @@
-"""split-boundary-masks: each bound of a mask is looked at only in tiles that it cuts.
+"""split-boundary-masks: give each bound of a mask a mask op of its own, which runs only in tiles that the bound cuts.
+
+A tile is partial if any part of the mask cuts it, but one bound alone cuts most partial tiles: under a window, the
+oldest key that a row sees cuts the first tiles, and the newest the last. A comparison and a select per score take a
+quarter of the instructions of a tile's softmax. The test whether a bound cuts a tile (`unswitch`) is one comparison per
+tile, with the consumer's own rows.
 
 before:  %masked = mask %s where(kv_idx >= q_idx - 1023 and kv_idx <= q_idx)
 after:   %masked_1 = mask %s where(kv_idx >= q_idx - 1023) unswitch(BLOCK_Q + q_start - 1024 > kv_start)
          %masked = mask %masked_1 where(kv_idx <= q_idx) unswitch(BLOCK_KV + kv_start > q_start + 1)
 
-A tile is partial if any part of the mask cuts it. Most partial tiles are cut by one bound alone: under a window, the
-first by the oldest key that a row sees, and the last by the newest. A comparison and a choice for each score take a
-quarter of the instructions of a tile's softmax, so the other parts are passed over. Whether a bound cuts a tile is one
-comparison for the tile, with the copy's own rows.
+Parts of the condition whose tiles are not known from positions, such as comparisons of data, form one mask, the last.
+Some masks stay whole, because their parts would need more registers than there are (`forward_schedule.splits_mask`).
 
-Parts whose tiles are not known by their place, such as those that compare data, are one mask, the last. Some masks stay
-whole, as their parts would need more registers than there are (`choice.splits_mask`).
-
-In the backward, of a mask that applies in all tiles, such as every fourth key of a window, what is known to cut few of
-them comes last, under one question. One that applies in partial tiles alone has a question for each bound if there are
-two, as of a window, and one for the ends of the tensors; else it stays whole.
+In the backward, a mask that applies in all tiles, such as every fourth key of a window, becomes two: first the parts
+that cut any tile, then, under one test, the parts that are known to cut few. A mask that applies only in partial tiles
+gets a mask per bound if there are two, as for a window, and one for the ends of the tensors; otherwise it stays whole.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from typing import ClassVar
 
 import sympy
 
+from attngen.ir.core import Op
 from attngen.ir.expr import Bool, symbol_names
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Mask, Op
-from attngen.targets.hopper.configs.common import splits_mask
-from attngen.targets.hopper.configs.families import with_backward, with_forwards
-from attngen.tiles.boundary import cut_by, data_of
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Mask
+from attngen.targets.hopper.configs.families import with_forward, with_fused_backward
+from attngen.targets.hopper.configs.forward_schedule import splits_mask
+from attngen.tiles.boundary import data_of, unswitch_condition
 from attngen.transforms.base import Pass
 
 
@@ -40,7 +42,7 @@ class SplitBoundaryMasks(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_backward(with_forwards(module, lambda kernel: _split(module, kernel)), _apart)
+        return with_fused_backward(with_forward(module, lambda kernel: _split(module, kernel)), _split_backward)
 
 
 def _split(module: Module, kernel: Kernel) -> Kernel:
@@ -51,16 +53,16 @@ def _split(module: Module, kernel: Kernel) -> Kernel:
 
 
 def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
-    """The mask as one after the other: each part that cuts known tiles, then the others together."""
+    """Split a mask into several in sequence: one for each part of the condition that cuts known tiles, then one for the
+    others."""
     data = data_of(kernel, op)
-    parts = sorted(
-        sympy.And.make_args(op.where), key=sympy.default_sort_key
-    )  # below the least of two numbers is one comparison
-    bounds = {part: cut for part in parts if (cut := cut_by(part, data)) is not None}
+    # `x < min(a, b)` is one comparison, and so one part.
+    parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
+    bounds = {part: cut for part in parts if (cut := unswitch_condition(part, data)) is not None}
     others = [part for part in parts if part not in bounds]
-    alike = not bounds or (not others and len(set(bounds.values())) == 1)  # no part is ever passed over alone
+    together = not bounds or (not others and len(set(bounds.values())) == 1)  # no part can be skipped by itself
     if (
-        alike
+        together
         or sum(_differs_by_row(kernel, op, part) for part in parts) < 2
         or not splits_mask(module, kernel, op, [*bounds], others)
     ):
@@ -69,11 +71,11 @@ def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
 
 
 def _in_pieces(op: Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[Mask]:
-    """A mask for each piece of the condition, one after the other, with its cut. What is known of data goes with the
-    piece without one."""
+    """Make a mask for each piece of the condition, in sequence, with its unswitch condition. What is known about data
+    stays with the piece that has none."""
     made: list[Mask] = []
-    for turn, (where, cut) in enumerate(pieces, 1):
-        name, value = op.name if turn == len(pieces) else f"{op.name}_{turn}", made[-1].name if made else op.value
+    for number, (where, cut) in enumerate(pieces, 1):
+        name, value = op.name if number == len(pieces) else f"{op.name}_{number}", made[-1].name if made else op.value
         uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
         made.append(
             replace(
@@ -89,16 +91,15 @@ def _in_pieces(op: Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[Mas
     return made
 
 
-def _apart(kernel: Kernel) -> Kernel:
-    """The backward with several masks, one after the other, in place of one of which parts are known to cut few
-    tiles."""
+def _split_backward(kernel: Kernel) -> Kernel:
+    """Replace the backward's mask by several in sequence, if some parts of its condition are known to cut few tiles."""
 
     def change(_: str, op: Op) -> list[Op]:
         if not isinstance(op, Mask):
             return [op]
         data = data_of(kernel, op)
         parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
-        few = [part for part in parts if cut_by(part, data) is not None]
+        few = [part for part in parts if unswitch_condition(part, data) is not None]
         others = [part for part in parts if part not in few]
         bounds = [part for part in few if {"q_idx", "kv_idx"} <= {*symbol_names(part)}]
         ends = [part for part in few if part not in bounds]
@@ -108,7 +109,7 @@ def _apart(kernel: Kernel) -> Kernel:
             groups = [others, few]
         wheres = [sympy.And(*group) for group in groups]
         return (
-            [*_in_pieces(op, [(where, cut_by(where, data)) for where in wheres])]
+            [*_in_pieces(op, [(where, unswitch_condition(where, data)) for where in wheres])]
             if len(groups) > 1 and all(groups)
             else [op]
         )
@@ -117,7 +118,7 @@ def _apart(kernel: Kernel) -> Kernel:
 
 
 def _differs_by_row(kernel: Kernel, op: Mask, part: Bool) -> bool:
-    """Whether a part of the mask compares keys with rows. One that does not cuts few tiles: those where a tensor or
-    a sequence ends."""
+    """Whether a part of the mask compares keys with rows. Other parts cut few tiles: those where a tensor or a sequence
+    ends."""
     by_row = {"q_idx", *(name for name, ref in op.uses if "BLOCK_Q" in kernel.type_of(ref).dims)}
     return not by_row.isdisjoint(symbol_names(part))

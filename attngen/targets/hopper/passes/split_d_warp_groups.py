@@ -1,4 +1,7 @@
-"""split-d-warp-groups: two roles have half of a latent's columns each.
+"""split-d-warp-groups: split the columns of a latent (head_dim of V) between two consumer warp groups.
+
+The accumulator of 64 rows and 512 columns would fill the registers of a warp group; half of its columns leave room for
+scores. For MLA decode. Both warp groups still compute all weights; exchange-p changes that.
 
 before:  warp_group @consumer instances(1) rows(64) ...
            %keys_full = loop kv ranges(...) carry(m=%m_init, l=%l_init, acc=%acc_init) body(@step) cls(full)
@@ -17,9 +20,7 @@ after:   warp_group @left instances(1) rows(64) ...
            %s_left = dot %q_other_left %k_other_left over(RIGHT_V) acc(%s_own_left) : f32[BLOCK_Q, BLOCK_KV] @reg
            %acc_next_left = dot %soft_left.p %k_left over(BLOCK_KV) acc(%rescaled_left) : f32[BLOCK_Q, LEFT_V] @reg
 
-Sums of 64 rows and 512 columns fill the registers of a group of four warps; those of half of the columns leave room for
-scores. Here both roles still compute all weights: the pass exchange-p changes that. The sums of rows are stored by the
-role on the left.
+The left warp group stores the row sums.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir.core import Access, Block, Op, Type, WarpGroup
+from attngen.ir.dims import SIDES
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import SIDES, Access, Block, Dot, Load, Loop, Op, Store, Type, WarpGroup, Yield
-from attngen.targets.hopper.configs.families import with_latents
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Dot, Load, Loop, Store, Yield
+from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.targets.hopper.configs.sm90 import LATENT_REGISTERS, ROWS
 from attngen.transforms.base import Pass
 
-WHOLE = "d_v"  # the index letter of all columns
+WHOLE = "d_v"  # the index of all columns
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class SplitDWarpGroups(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_latents(module, _split)
+        return with_mla_decode(module, _split)
 
 
 def _split(kernel: Kernel) -> Kernel:
@@ -56,15 +60,15 @@ def _split(kernel: Kernel) -> Kernel:
     for side in SIDES:
         name = side.removesuffix("_v")
         ops, step = _of_side((consumer, body), side)
-        warp_groups.append(Block(name, _read(ops, step), warp_group=WarpGroup(1, 4, registers, ROWS)))
+        warp_groups.append(Block(name, _without_unread(ops, step), warp_group=WarpGroup(1, 4, registers, ROWS)))
         bodies.append(Block(f"{body.name}_{name}", step))
     producer = replace(kernel.block("producer"), warp_group=WarpGroup(1, 1, of_producer))
     return replace(kernel, blocks=(kernel.block("entry"), producer, *warp_groups, *bodies))
 
 
 def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]:
-    """The ops of blocks for half of the columns, under names of their own. Sums of rows are stored by the role on
-    the left alone."""
+    """The ops of blocks for half of the columns, with names that end in the side. Only the left warp group stores the
+    row sums."""
     suffix, first = f"_{side.removesuffix('_v')}", next(iter(SIDES))
     stored = [
         [op for op in block.ops if side == first or not isinstance(op, Store) or WHOLE in map(str, op.dst.index)]
@@ -83,7 +87,7 @@ def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]
 
 
 def _named(op: Op, suffix: str) -> Op:
-    """The op, and what it carries or yields, under names that end so."""
+    """Append the suffix to the names of an op and of the values that it carries or yields."""
     op = replace(op, name=f"{op.name}{suffix}")
     if isinstance(op, Loop):
         return replace(op, body=f"{op.body}{suffix}", carry=tuple((f"{field}{suffix}", ref) for field, ref in op.carry))
@@ -95,7 +99,7 @@ def _named(op: Op, suffix: str) -> Op:
 
 
 def _halves(op: Op, side: str) -> Iterator[Op]:
-    """The op for the columns of a side; a load, and a product over all columns, of the other side's too."""
+    """The op for the columns of one side. A load of all columns, and a product over them, become two, one per side."""
     if isinstance(op, Load) and WHOLE in map(str, op.src.index):
         yield replace(op, src=_at(op.src, side), type=_narrow(op.type, side))
         yield replace(op, name=f"{op.name}_other", src=_at(op.src, OTHER[side]), type=_narrow(op.type, OTHER[side]))
@@ -114,12 +118,12 @@ def _at(access: Access, side: str) -> Access:
     return replace(access, index=tuple(symbol(side) if str(e) == WHOLE else e for e in access.index))
 
 
-def _narrow(of: Type, side: str) -> Type:
-    return replace(of, dims=tuple(SIDES[side] if dim == "D_V" else dim for dim in of.dims))
+def _narrow(whole: Type, side: str) -> Type:
+    return replace(whole, dims=tuple(SIDES[side] if dim == "D_V" else dim for dim in whole.dims))
 
 
-def _read(ops: tuple[Op, ...], step: tuple[Op, ...]) -> tuple[Op, ...]:
-    """The ops of a role without those that none reads, in it or in its turns."""
+def _without_unread(ops: tuple[Op, ...], step: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Drop the ops of a warp group whose results neither it nor its loop body reads."""
     while True:
         read = {ref.split(".")[0] for op in (*ops, *step) for ref in op.operands()}
         kept = tuple(op for op in ops if op.name in read or isinstance(op, (Loop, Store)))

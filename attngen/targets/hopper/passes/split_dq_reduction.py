@@ -1,4 +1,10 @@
-"""split-dq-reduction: two copies of the writer take tiles of sums in turn, so that one waits while the other adds.
+"""split-dq-reduction: use two instances of the writer warp, which take tiles of dQ alternately, so that one waits while
+the other adds.
+
+A writer takes about as long for a tile as consumers take to compute one: it waits for the semaphore, has TMA add, and
+waits until TMA has added. A writer that falls behind stays behind, and delays all programs that come later in the
+semaphore's order. With two instances, each has the time of two tiles, and can acquire the semaphore before the tile is
+there, so the semaphore need not be read ahead. For the fused backward.
 
 before:  warp_group @writer instances(1) ...
            %write_total = pipelined_loop q ... step(@write)
@@ -16,13 +22,8 @@ after:   warp_group @writer instances(2) ...
            consumer_release %dq_tile
            semaphore_release %DQ_SEMAPHORE[b, h, q_start]
 
-What a writer does for a tile takes about as long as consumers take to compute one: it reads whose turn it is, has the
-copy engine add, and waits until that has been added. One that falls behind stays so, and with it all programs whose
-turns come later. With two copies, each has the time of two tiles. So a copy can ask for its turn before the tile is
-there, and no turn has to be read ahead.
-
-Each copy needs a slot of its own. Where there is room for one slot, one writer is left; so it is where tiles have more
-than 64 queries and no blocks are listed.
+Each instance needs a stage of its own, so there is one writer where shared memory has room for one stage, and where
+tiles have more than 64 queries and no blocks are listed.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import Block, Op, OrderedAdd
-from attngen.ir.pipe import ConsumerWait, Pipeline, PipelinedLoop, SemaphoreAcquire
-from attngen.targets.hopper.configs.common import takes_from
-from attngen.targets.hopper.configs.families import with_backward
+from attngen.ir.core import Block, Op
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import OrderedAdd
+from attngen.ir.pipe import ConsumerWait, Pipeline
+from attngen.ir.pipe_control import PipelinedLoop, SemaphoreAcquire
+from attngen.targets.hopper.configs.barriers import consumes
+from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.transforms.base import Pass
 
@@ -48,16 +52,16 @@ class SplitDQReduction(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        return with_backward(module, lambda kernel: _round_robin(kernel) if _pays(module, kernel) else kernel)
+        return with_fused_backward(module, lambda kernel: _round_robin(kernel) if _pays(module, kernel) else kernel)
 
 
 def _pays(module: Module, kernel: Kernel) -> bool:
-    """Whether there is a slot for each copy, and a writer has hardly the time for a tile: of few queries, or whose turn
-    is read from lists.
+    """Whether there is a stage for each instance, and one writer has hardly the time for a tile: one of few queries, or
+    one whose semaphore order is read from lists.
 
     Measured: docs/perf-log.md, section 31.
     """
-    few = all(row.block_q == ROWS for row in module.configs(kernel.name, kernel.backend))
+    few = all(config.block_q == ROWS for config in module.configs(kernel.name, kernel.backend))
     return _sums(kernel, _add(kernel)).stages == WRITERS and (few or module.blocks is not None)
 
 
@@ -66,10 +70,10 @@ def _add(kernel: Kernel) -> OrderedAdd:
 
 
 def _sums(kernel: Kernel, add: OrderedAdd) -> Pipeline:
-    """The ring of what the writer adds."""
-    take = kernel.take_of(add.value)
-    assert take is not None
-    pipeline = kernel.op(take.pipeline)
+    """The pipeline of the tiles that the writer adds."""
+    wait = kernel.wait_of(add.value)
+    assert wait is not None
+    pipeline = kernel.op(wait.pipeline)
     assert isinstance(pipeline, Pipeline)
     return pipeline
 
@@ -78,24 +82,24 @@ def _round_robin(kernel: Kernel) -> Kernel:
     add = _add(kernel)
     pipeline = _sums(kernel, add)
     assert add.semaphore is not None and add.order is not None
-    body, follow = kernel.block_of(add).name, SemaphoreAcquire("follow_dq", add.semaphore, add.order)
+    body, acquire = kernel.block_of(add).name, SemaphoreAcquire("follow_dq", add.semaphore, add.order)
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if isinstance(op, PipelinedLoop) and op.step == body:
             yield replace(op, round_robin=pipeline.name)
         elif isinstance(op, ConsumerWait) and op.name == add.value:
-            yield from (follow, op)
+            yield from (acquire, op)
         else:
             yield op
 
     changed = kernel.rewrite(change)
 
-    def copied(block: Block) -> Block:
-        writes = block.warp_group is not None and takes_from(kernel, block, pipeline.name)
+    def with_instances(block: Block) -> Block:
+        writes = block.warp_group is not None and consumes(kernel, block, pipeline.name)
         return (
             replace(block, warp_group=replace(block.warp_group, instances=WRITERS))
             if writes and block.warp_group
             else block
         )
 
-    return replace(changed, blocks=tuple(map(copied, changed.blocks)))
+    return replace(changed, blocks=tuple(map(with_instances, changed.blocks)))

@@ -1,12 +1,15 @@
-"""stage-score-bias: what is read and written for each score of the backward goes through shared memory, by the copy
-engine.
+"""stage-score-bias: pass a bias per score, and its gradient, through shared memory by TMA in the fused backward.
+
+Scores are transposed in the backward, so neighbours in registers are distant in the tensor, and their addresses would
+take as many registers as the scores.
 
 before:  block @step                         after:  block @entry
-           %bias = load %BIAS[b, h, q, kv]             %BIAS_pipeline = pipeline stages(num_stages) per_instance(consumer)
-             : T[BLOCK_KV, BLOCK_Q]                      mbarrier_release(yes) : T[BLOCK_Q, BLOCK_KV]
-           ...                                       block @copy
-           store %dBIAS[b, h, q, kv] %dbias            producer_load %BIAS_pipeline %BIAS[b, h, q, kv]
-           ...                                       block @step
+           %bias = load %BIAS[b, h, q, kv]             %BIAS_pipeline = pipeline stages(num_stages)
+             : T[BLOCK_KV, BLOCK_Q]                      per_instance(consumer) mbarrier_release(yes)
+           ...                                           : T[BLOCK_Q, BLOCK_KV]
+           store %dBIAS[b, h, q, kv] %dbias          block @copy
+           ...                                         producer_load %BIAS_pipeline %BIAS[b, h, q, kv]
+                                                     block @step
                                                        %bias_tile = consumer_wait %BIAS_pipeline
                                                        %bias = local_load %bias_tile : T[BLOCK_KV, BLOCK_Q]
                                                        ...
@@ -15,9 +18,7 @@ before:  block @step                         after:  block @entry
                                                        tma_store_wait %BIAS_pipeline
                                                        consumer_release %bias_tile
 
-Scores are transposed in the backward, so that neighbours in registers are far apart in the tensor: addresses alone
-would take as many registers as the scores. A gradient leaves through the slot of the tile that it belongs to, once that
-has been read.
+A gradient leaves through the stage of the tile of bias that it belongs to, after that has been read.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from attngen.ir.core import Block, Op
+from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import symbol
-from attngen.ir.graph import Kernel, Module
-from attngen.ir.ops import AXIS_DIM, Block, Load, Op, Store, Yield
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.ops import Load, Store, Yield
 from attngen.ir.pipe import (
     ConsumerRelease,
     ConsumerWait,
@@ -39,7 +43,7 @@ from attngen.ir.pipe import (
     TmaStore,
     TmaStoreWait,
 )
-from attngen.targets.hopper.configs.families import with_backward
+from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.transforms.base import Pass
 
 
@@ -49,12 +53,12 @@ class StageScoreBias(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        given = {x.parts: x.input.upper() for x in module.learned if x.by == "score"}
-        return with_backward(module, lambda kernel: _through_pipelines(kernel, given))
+        inputs = {x.parts: x.input.upper() for x in module.learned if x.by == "score"}
+        return with_fused_backward(module, lambda kernel: _through_pipelines(kernel, inputs))
 
 
-def _through_pipelines(kernel: Kernel, given: dict[str, str]) -> Kernel:
-    """given: tensor of a gradient by score -> the tensor that it is the gradient of."""
+def _through_pipelines(kernel: Kernel, inputs: dict[str, str]) -> Kernel:
+    """inputs: tensor of a gradient per score -> the tensor that it is the gradient of."""
     loads = [op for op in kernel.of_pairs if isinstance(op, Load)]
     if not loads:
         return kernel
@@ -64,8 +68,8 @@ def _through_pipelines(kernel: Kernel, given: dict[str, str]) -> Kernel:
         if op in loads and isinstance(op, Load):
             yield ConsumerWait(f"{op.name}_tile", pipelines[op.src.tensor].name, pipelines[op.src.tensor].type)
             yield LocalLoad(op.name, f"{op.name}_tile", op.type)
-        elif isinstance(op, Store) and op.dst.tensor in given:
-            yield TmaStore(f"put_{op.value}", op.dst, op.value, pipelines[given[op.dst.tensor]].name)
+        elif isinstance(op, Store) and op.dst.tensor in inputs:
+            yield TmaStore(f"put_{op.value}", op.dst, op.value, pipelines[inputs[op.dst.tensor]].name)
         else:
             yield op
 
@@ -74,13 +78,14 @@ def _through_pipelines(kernel: Kernel, given: dict[str, str]) -> Kernel:
 
 
 def _pipeline(op: Load) -> Pipeline:
-    """The ring of what a load reads, whose tiles lie as they do in the tensor."""
+    """The pipeline of a loaded tensor, whose tiles have the order of dimensions of the tensor."""
     tile = replace(op.type, dims=tuple(AXIS_DIM[axis] for axis in op.src.axes()), space="sram")
     return Pipeline(f"{op.src.tensor}_pipeline", tile, symbol("num_stages"), "consumer", mbarrier_release=True)
 
 
 def _with_ends(kernel: Kernel, block: Block, loads: list[Load], pipelines: dict[str, Pipeline]) -> Block:
-    """A block with the rings, with their fills and drains, or with the ends of what a turn takes."""
+    """Add to a block what its kind needs: the pipelines, their loads, their tails, or the releases at the end of an
+    iteration."""
     if block.name == "entry":
         return replace(block, ops=(*block.ops, *pipelines.values()))
     if block.name == "producer":
@@ -88,19 +93,19 @@ def _with_ends(kernel: Kernel, block: Block, loads: list[Load], pipelines: dict[
             block, ops=(*block.ops, *(ProducerTail(f"drain_{op.name}", pipelines[op.src.tensor].name) for op in loads))
         )
     if block.name == "copy":
-        fills = [ProducerLoad(f"fill_{op.name}", pipelines[op.src.tensor].name, op.src) for op in loads]
+        loads_of_tiles = [ProducerLoad(f"fill_{op.name}", pipelines[op.src.tensor].name, op.src) for op in loads]
         at = next(
             at for at, op in enumerate(block.ops, 1) if isinstance(op, ProducerLoad) and op.pipeline == "Q_pipeline"
         )
-        return replace(block, ops=(*block.ops[:at], *fills, *block.ops[at:]))
-    taken = [op for op in loads if any(isinstance(o, LocalLoad) and o.name == op.name for o in block.ops)]
-    if not taken:
+        return replace(block, ops=(*block.ops[:at], *loads_of_tiles, *block.ops[at:]))
+    waited = [op for op in loads if any(isinstance(o, LocalLoad) and o.name == op.name for o in block.ops)]
+    if not waited:
         return block
-    put = {op.staging for op in block.ops if isinstance(op, TmaStore)}
+    staged = {op.staging for op in block.ops if isinstance(op, TmaStore)}
     ends: list[Op] = []
-    for op in taken:
+    for op in waited:
         pipeline = pipelines[op.src.tensor].name
-        ends += [TmaStoreWait(f"flush_{pipeline}", pipeline)] if pipeline in put else []
+        ends += [TmaStoreWait(f"flush_{pipeline}", pipeline)] if pipeline in staged else []
         ends.append(ConsumerRelease(f"give_{op.name}_tile", f"{op.name}_tile"))
     return replace(
         block,

@@ -1,32 +1,39 @@
-"""warp-specialize: divide kernels into roles, and choose the tiles of their programs.
+"""warp-specialize: split a kernel into warp groups, and choose its config.
+
+A producer warp loads tiles. Consumer warp groups, each with 64 rows of the program tile (M of one wgmma), compute.
+Scalars and loop bounds are computed in @entry, before the warp groups start, because all of them need these. The
+producer is still empty: insert-pipelines gives it the loads.
 
 before:  kernel @fwd program_axis(q) grid(...)
-after:   (the same), and
+         block @entry
+           (all ops)
+after:   kernel @fwd program_axis(q) grid(...)
+           (unchanged: the portable kernel)
          kernel @fwd backend(hopper) program_axis(q) grid(...)
-           block @entry
-             (arguments, bounds of loops)
-           warp_group @producer instances(1) warps(1) registers(24)
-           warp_group @consumer instances(2) rows(64) warps(4) registers(240)
-             (all else)
+         block @entry
+           (arguments, bounds of loops)
+         warp_group @producer instances(1) warps(1) registers(24)
+         warp_group @consumer instances(2) rows(64) warps(4) registers(240)
+           (all other ops)
          schedule @fwd
            sm90 bytes=2 rows>512 : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
 
-Where another row is chosen for long sequences, it has a kernel of its own, @fwd_long, that stands in for @fwd, too.
+The fused backward has a third warp group, @writer, a warp that adds tiles of dQ to device memory. A second config, for
+long sequences, has a kernel of its own, @fwd_long, that also stands in for @fwd.
 
-A consumer has 64 rows of the program's tile: those of one matrix instruction. What loops run over is computed before
-the roles start, as all of them need it. The producer has nothing to do yet.
-
-Where a loop over the query heads of a group is around loops over tiles, these get the heads. Where they end is the same
-for all heads.
+A loop over the query heads of a group is merged into the loops over tiles that it surrounds. The bounds of these are
+the same for all heads of the group:
 
 before:  %total = loop g ranges(0 .. group) carry(dk=%dk_init) body(@group) cls(all)
          block @group
            %q_end = map expr(cdiv(Nq, BLOCK_Q))
            %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk) body(@step) cls(full)
            yield values(dk=%queries_full.dk_step)
-after:   %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk_init) body(@step) cls(full) heads(0 .. group)
+after:   %q_end = map expr(cdiv(Nq, BLOCK_Q))
+         %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk_init) body(@step) cls(full) heads(0 .. group)
 
-Tiles of V and O whose width is no power of two are padded to the next one, as D_V_PAD: registers hold powers of two.
+Tiles of V and O whose width is not a power of two are padded to the next one, as D_V_PAD, because registers hold powers
+of two.
 """
 
 from __future__ import annotations
@@ -35,10 +42,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from attngen.errors import BuildError
-from attngen.ir.graph import Config, Kernel, Module
-from attngen.ir.ops import Arg, Block, Loop, WarpGroup, Yield
+from attngen.ir.core import Block, WarpGroup
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
+from attngen.ir.ops import Arg, Loop, Yield
 from attngen.targets.common.base import Choose, Specialization
-from attngen.targets.hopper.configs.common import ctas_per_sm, is_shared
+from attngen.targets.hopper.configs.common import is_shared
+from attngen.targets.hopper.configs.forward_schedule import ctas_per_sm
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.registry import SPECIALIZATIONS
 from attngen.targets.hopper.configs.sm90 import FORWARD, NAME, REGISTERS, ROWS, SHARED_REGISTERS, WRITER_REGISTERS
@@ -54,36 +64,39 @@ class WarpSpecialize(Pass):
     def run(self, module: Module) -> Module:
         for specialization in SPECIALIZATIONS:
             chosen = self.choose(specialization, module)
-            module = module if isinstance(chosen, str) else _assigned(module, specialization, chosen)
+            module = module if isinstance(chosen, str) else _specialize(module, specialization, chosen)
         return module
 
 
-def _assigned(module: Module, specialization: Specialization, chosen: tuple[Config, ...]) -> Module:
-    """The module with one kernel divided, once for each row."""
+def _specialize(module: Module, specialization: Specialization, chosen: tuple[Config, ...]) -> Module:
+    """Add the warp-specialized form of a kernel to a module, once per config."""
     name = specialization.kernel
     if why := specialization.infeasible(module):
         raise BuildError(
-            ("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be divided into roles: {why}"
+            ("schedule", "backend"), f"is hopper, and the kernel @{name} cannot be warp-specialized: {why}"
         )
-    kernel = _joined(_padded(module, module.kernel(name)))
-    own = kernel.program_axis
+    kernel = _merge_head_loop(_padded(module, module.kernel(name)))
     warp_specialized = [
-        _warp_specialized(kernel, _instances(module, row, own), ctas_per_sm(module, row) if name == FORWARD else 1)
-        for row in chosen
+        _warp_specialized(
+            kernel,
+            _instances(module, config, kernel.program_axis),
+            ctas_per_sm(module, config) if name == FORWARD else 1,
+        )
+        for config in chosen
     ]
     longer = [
         replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in warp_specialized[1:]
     ]
     schedules = [(of, (*has, chosen[0]) if of == name else has) for of, has in module.schedules]
-    schedules += [(k.name, (row,)) for k, row in zip(longer, chosen[1:], strict=True)]
+    schedules += [(k.name, (config,)) for k, config in zip(longer, chosen[1:], strict=True)]
     return replace(
         module, warp_specialized=(*module.warp_specialized, warp_specialized[0], *longer), schedules=tuple(schedules)
     )
 
 
-def _instances(module: Module, config: Config, own: str) -> int:
-    """The copies of the consumer that a row asks for."""
-    instances, rest = divmod(config.rows_of(own), ROWS)
+def _instances(module: Module, config: Config, program_axis: str) -> int:
+    """Number of consumer warp groups under a config: one per 64 rows of the program tile."""
+    instances, rest = divmod(config.rows_of(program_axis), ROWS)
     if rest or instances not in REGISTERS:
         expected = " or ".join(str(ROWS * n) for n in REGISTERS)
         size = f"{config.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
@@ -92,13 +105,13 @@ def _instances(module: Module, config: Config, own: str) -> int:
 
 
 def _padded(module: Module, kernel: Kernel) -> Kernel:
-    """The kernel with columns of zeros behind those of V, up to the next power of two."""
+    """Pad the columns of V with zeros to the next power of two."""
     wide = () if is_power_of_two(module.head_dim_v) else ("D_V",)
     return kernel.rewrite(lambda _, op: [padded(op, wide)])
 
 
-def _joined(kernel: Kernel) -> Kernel:
-    """The kernel without a loop over heads around those over tiles, which have its heads."""
+def _merge_head_loop(kernel: Kernel) -> Kernel:
+    """Merge a loop over heads into the loops over tiles that it surrounds."""
     if (loop := kernel.of_heads) is None:
         return kernel
     group = kernel.block(loop.body).ops
@@ -113,13 +126,13 @@ def _joined(kernel: Kernel) -> Kernel:
 
 def _warp_specialized(kernel: Kernel, instances: int, programs: int) -> Kernel:
     entry = kernel.block("entry").ops
-    ours = [op for op in entry if not is_shared(op)]
+    rest = tuple(op for op in entry if not is_shared(op))
     consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[instances]
     warp_groups: tuple[Block, ...] = (
         Block("producer", (), warp_group=WarpGroup(1, 1, producer)),
-        Block("consumer", tuple(ours), warp_group=WarpGroup(instances, 4, consumer, ROWS)),
+        Block("consumer", rest, warp_group=WarpGroup(instances, 4, consumer, ROWS)),
     )
-    if kernel.adds:
+    if kernel.adds_in_order:
         warp_groups += (Block("writer", (), warp_group=WarpGroup(1, 1, WRITER_REGISTERS)),)
     shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")

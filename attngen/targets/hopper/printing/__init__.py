@@ -1,1 +1,1 @@
-"""Hopper kernels as Gluon source."""
+"""Prints Hopper kernels as Gluon source."""

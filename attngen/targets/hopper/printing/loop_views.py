@@ -1,4 +1,4 @@
-"""What the templates see of loops over tiles of keys: of pipelines, and of what their turns start with."""
+"""Builds the views of software-pipelined loops over tiles: their ranges, headers and bodies."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import re
 from functools import cached_property
 from typing import Any
 
+from attngen.ir.dims import AXIS_DIM, MEMBER
 from attngen.ir.expr import Expr, cdiv, floordiv
-from attngen.ir.graph import REVERSED_GROUP
-from attngen.ir.ops import AXIS_DIM, MEMBER, Load, Loop, Map, Mask
-from attngen.ir.pipe import Pipeline, PipelinedLoop
-from attngen.targets.hopper.configs.common import ROOMY, turns
+from attngen.ir.grid import REVERSED_GROUP
+from attngen.ir.ops import Load, Loop, Map, Mask
+from attngen.ir.pipe import Pipeline
+from attngen.ir.pipe_control import PipelinedLoop
+from attngen.targets.hopper.configs.barriers import ping_pong_barriers
+from attngen.targets.hopper.configs.forward_schedule import FULL_REGISTERS
 from attngen.targets.hopper.printing.softmax_views import SoftmaxContext
 from attngen.targets.printing.views import LOOP_COMMENTS, Node, names_in
 from attngen.tiles.intervals import mentions
 from attngen.tiles.order import whole_range
 
 OF_HEADS = "the program's query heads, one after another"
-IN_ORDER = (
-    "tiles in their order, of which the mask or the ends of the tensors cut those before and behind the full ones"
-)
-BOTH_CLASSES = "tiles that the mask or the ends of the tensors cut, then those with nothing to mask"
+IN_ORDER = "tiles in order: those before and after the full ones are partial"
+BOTH_CLASSES = "partial tiles, then full tiles"
 
 
 def gluon(text: Any) -> Any:
-    """Strings as Gluon's source: it has Triton's functions under another name."""
+    """Strings as Gluon source: the functions of `tl` become those of `gl`."""
     if isinstance(text, str):
         return re.sub(r"\btl\.", "gl.", text)
     if isinstance(text, dict):
@@ -33,33 +34,35 @@ def gluon(text: Any) -> Any:
 
 
 def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
-    """A view without what softmax does for rows that have seen nothing: to do it in all tiles costs four
-    instructions in each."""
+    """What a view prints, except the softmax guard for rows that have seen no key.
+
+    The guard is ignored when partial and full steps are compared: to run it in all tiles costs four instructions each.
+    """
     return node.kind, {**node.text, "guard": False}, node.body
 
 
 class LoopContext(SoftmaxContext):
-    """Views of these loops."""
+    """Builds the views of these loops."""
 
     @cached_property
     def places_rows(self) -> bool:
-        """Whether the positions of a copy's own rows are computed where a tile is masked, and kept nowhere: masks of
-        partial tiles alone need them, and the loop computes its numbers again in each turn."""
+        """Whether the positions of an instance's rows are recomputed where a tile is masked, and held nowhere.
+
+        That is so if only masks of partial tiles need them and the loop recomputes its integers in each iteration.
+        """
         mine = frozenset({f"{self.kernel.program_axis}_idx"})
         steps = [op.step for op in self.kernel.ops() if isinstance(op, PipelinedLoop) and op.recompute]
         needing = [
             op for step in steps for op in self.kernel.block(step).ops if any(mentions(e, mine) for e in op.expressions)
         ]
         consumers = [block for block in self.kernel.warp_groups if block.warp_group and block.warp_group.rows]
-        read = any(isinstance(op, Load) for block in consumers for op in block.ops)  # a number for each of these rows
+        read = any(isinstance(op, Load) for block in consumers for op in block.ops)  # one value per row
         return bool(needing) and not read and all(isinstance(op, Mask) and op.when == "partial" for op in needing)
 
     @staticmethod
     def _name_counter(op: Loop, text: dict[str, Any], body: list[Node]) -> None:
-        """A loop's variable is `_` where nothing reads it, and its start is left out where it is 0.
-
-        A body that needs no tile's number computes none.
-        """
+        """Name a loop's variable `_` if nothing reads it, omit a start of 0, and drop the lines that compute a tile's
+        position if the body does not read it."""
         if not names_in(body) & {f"{op.var}_start", f"{op.var}_idx"}:
             text["steps"], text["before"] = [], [line for line in text["before"] if line.startswith(f"{op.var}_stop")]
         words = names_in(body) | set(re.findall(r"\w+", " ".join(text["steps"])))
@@ -69,9 +72,9 @@ class LoopContext(SoftmaxContext):
     # ------------------------------------------------------------------ pipelines
 
     def _pipelined_loop(self, op: PipelinedLoop, cls: str) -> dict[str, Any]:
-        """The numbers of tiles, and the first of them."""
+        """Lines that count the tiles of each class and find the first one."""
         if op.reversed:
-            return self._counted_backwards(op)
+            return self._reversed_counts(op)
         if op.in_order:
             return {"counts": [], "any": "", "first": []}
         if op.odd or op.pair:
@@ -95,34 +98,36 @@ class LoopContext(SoftmaxContext):
     def _loop_by_twos(self, op: PipelinedLoop) -> list[Node]:
         raise NotImplementedError
 
-    def _counted_backwards(self, op: PipelinedLoop) -> dict[str, Any]:
-        """The same where partial tiles come backwards; and how many tiles are hidden from the copy's rows, up to
-        which they are masked."""
+    def _reversed_counts(self, op: PipelinedLoop) -> dict[str, Any]:
+        """The same if partial tiles run in reversed order.
+
+        It also counts the tiles that no row of the instance sees (hidden), and those up to its first full one (masked).
+        """
         lines = [
             f"{cls}_tiles = {self._number(ranges)}" for cls, ranges in (("partial", op.partial), ("full", op.full))
         ]
         for first, end in op.instance_partial:
             last = self.scalar(op.partial[0][1])
-            lines += [f"own_end = {self._of_copy(end)}", f"own_full_end = {self._of_copy(first)}"]
+            lines += [f"own_end = {self._of_instance(end)}", f"own_full_end = {self._of_instance(first)}"]
             lines += [f"hidden_tiles = {last} - own_end", f"masked_tiles = {last} - own_full_end"]
-        first = [f"first_tile = {self._backwards(op, 'hidden_tiles', 'partial_tiles')}"] if op.first else []
+        first = [f"first_tile = {self._reversed_tile(op, 'hidden_tiles', 'partial_tiles')}"] if op.first else []
         return {"counts": lines, "any": "hidden_tiles < partial_tiles + full_tiles" if op.first else "", "first": first}
 
-    def _of_copy(self, e: Expr) -> str:
-        """An expression in a copy's own rows."""
+    def _of_instance(self, e: Expr) -> str:
+        """An expression with the rows of an instance in place of those of the program."""
         return re.sub(rf"\b{AXIS_DIM[self.kernel.program_axis]}\b", "ROWS", self.scalar(e))
 
     def _mask(self, op: Mask, cls: str) -> dict[str, Any]:
-        return {**super()._mask(op, cls), "cut": "" if op.unswitch is None else self._of_copy(op.unswitch)}
+        return {**super()._mask(op, cls), "unswitch": "" if op.unswitch is None else self._of_instance(op.unswitch)}
 
-    def _backwards(self, op: PipelinedLoop, at: str, partial: str) -> str:
-        """The tile of a turn; of one that is partial, if `partial` is empty."""
+    def _reversed_tile(self, op: PipelinedLoop, at: str, partial: str) -> str:
+        """The tile at position `at`, where the first `partial` ones are partial; an empty `partial` says it is one."""
         lo, hi = self._term(op.full[0][0]), self._term(op.partial[0][1])
         full = f"{at} - partial_tiles" if lo == "0" else f"{lo} + {at} - partial_tiles"
         return f"gl.where({at} < {partial}, {hi} - 1 - {at}, {full})" if partial else f"{hi} - 1 - {at}"
 
     def _number(self, ranges: Any) -> str:
-        """How many tiles ranges have."""
+        """The number of tiles in ranges."""
         lengths = [self.scalar(hi) if lo == 0 else f"{self._term(hi)} - {self._term(lo)}" for lo, hi in ranges]
         return lengths[0] if len(lengths) == 1 else " + ".join(f"({text})" if " " in text else text for text in lengths)
 
@@ -131,7 +136,7 @@ class LoopContext(SoftmaxContext):
         return text if text.isidentifier() or text.isdigit() else f"({text})"
 
     def _jumps(self, ranges: Any, at: str) -> list[str]:
-        """Past the ends of joined ranges, as loops over them do."""
+        """Lines that move a position past the gaps between concatenated ranges."""
         pairs = zip(ranges, ranges[1:])
         return [
             f"{at} = gl.where({at} < {self.scalar(end)}, {at}, {at} + ({self.scalar(lo)} - {self._term(end)}))"
@@ -139,20 +144,18 @@ class LoopContext(SoftmaxContext):
         ]
 
     def _bodies(self, op: PipelinedLoop, text: dict[str, Any]) -> list[Node]:
-        """What comes before the first tile; the first tile; a loop over those that are left of each class; the last
-        product."""
+        """The bodies of a pipelined loop: skipped tiles, the first tile, loops over the others, the last product."""
         if op.odd or op.pair:
             text["about"] = {body: self.kernel.block(body).about for body in op.bodies}
             return [Node("body", {}, []), *self._loop_by_twos(op)]
         first = self.block(op.first, "partial") if op.first else []
         words = names_in(first)
-        start = [self._told(op) if op.tile_indices else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
+        start = [self._read_tile(op) if op.tile_indices else f"{op.var}_tile = {self._tile(op, 'first_tile')}"]
         start += [f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         start += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in words else []
         text["start"] = start if words & self._where(op) else []
-        if (
-            op.listed and text["start"]
-        ):  # its number comes with the tile, or from device memory: nothing waits for that before it is needed
+        if op.listed and text["start"]:
+            # The tile's number comes with the tile, or from device memory: it is read right before its first use.
             early = 0 if op.tile_indices else 1
             at = next(i for i, node in enumerate(first) if names_in([node]) & self._where(op))
             first.insert(at, Node("lines", {"lines": text["start"][early:]}))
@@ -168,12 +171,19 @@ class LoopContext(SoftmaxContext):
                 "comment": self.kernel.block(op.skip).about,
             }
             skipped = [Node("loop", over, self.block(op.skip, "full"))]
-        joined = (
-            self._loop_backwards(op) if op.reversed else self._loop_in_order(op) if op.in_order else self._one_loop(op)
+        merged = (
+            self._reversed_loop(op) if op.reversed else self._loop_in_order(op) if op.in_order else self._one_loop(op)
         )
-        loops = [joined] if joined else []
+        loops = [merged] if merged else self._loops_by_class(op)
+        last = self.block(op.last, "full") if op.last else []
+        loops = [self._of_heads(op, loops)] if op.heads and not op.by_tile else loops
+        return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
+
+    def _loops_by_class(self, op: PipelinedLoop) -> list[Node]:
+        """One loop over the partial tiles and one over the full ones, both without a first tile that is peeled off."""
+        loops = []
         for cls, ranges in (("partial", op.partial), ("full", op.full)):
-            if not ranges or joined or (op.first and cls == "partial" and self._is_one(ranges)):
+            if not ranges or (op.first and cls == "partial" and self._is_one(ranges)):
                 continue
             body = self.block(op.step, cls)
             loop = Loop(f"{op.name}_{cls}", op.var, ranges, (), op.step, cls, listed=op.listed)
@@ -187,12 +197,11 @@ class LoopContext(SoftmaxContext):
             header["comment"] = LOOP_COMMENTS[cls]
             self._name_counter(loop, header, body)
             loops.append(Node("loop", gluon(header), self._round_robin(op, body)))
-        last = self.block(op.last, "full") if op.last else []
-        loops = [self._of_heads(op, loops)] if op.heads and not op.by_tile else loops
-        return [Node("body", {}, skipped), Node("body", {}, first), *loops, Node("body", {}, last)]
+        return loops
 
     def _round_robin(self, op: PipelinedLoop, body: list[Node]) -> list[Node]:
-        """The views of a turn. If turns are dealt to copies, of one that has the next slot; all copies count that."""
+        """The views of an iteration. In a round-robin loop, only the instance that owns the next stage runs it, and
+        all instances advance the stage."""
         if not op.round_robin:
             return body
         pipeline = self.kernel.op(op.round_robin)
@@ -208,17 +217,16 @@ class LoopContext(SoftmaxContext):
         span = f"{self.scalar(first)}, {self.scalar(end)}"
         return Node("loop", {"before": [], "steps": [], "var": var, "range": span, "comment": OF_HEADS}, loops)
 
-    def _loop_backwards(self, op: PipelinedLoop) -> Node:
-        """One loop over the tiles of both classes, of which the partial ones come backwards."""
+    def _reversed_loop(self, op: PipelinedLoop) -> Node:
+        """One loop over the tiles of both classes, with the partial ones in reversed order."""
         begin = ("hidden_tiles + 1" if op.first else "hidden_tiles") if op.skip else "0"
         body, own, _ = parts = self._differing(op)
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
-        places = [f"{op.var}_tile = {self._backwards(op, 'at', 'partial_tiles' if always else '')}"]
+        places = [f"{op.var}_tile = {self._reversed_tile(op, 'at', 'partial_tiles' if always else '')}"]
         return self._loop_of_both(op, parts, places, "at < masked_tiles", begin, always)
 
     def _loop_in_order(self, op: PipelinedLoop) -> Node:
-        """One loop over the tiles of both classes, by their numbers. Where classes cannot be told apart, all tiles
-        are masked."""
+        """One loop over the tiles of both classes, in order. If a tile's class is not known, all tiles are masked."""
         whole, tile = whole_range((*op.partial, *op.full)), f"{op.var}_tile"
         assert whole is not None
         body, own, _ = parts = self._differing(op)
@@ -229,10 +237,13 @@ class LoopContext(SoftmaxContext):
         always = bool(self._where(op) & names_in([node for node in body if node not in own]))
         loop = self._loop_of_both(op, parts, [], condition, "0", always)
         if op.recompute and self.places_rows:
-            axis, cut = self.kernel.program_axis, next((node for node in loop.body if node.kind == "unswitch"), None)
-            lines = cut.text["lines"] if cut else loop.text["steps"]
+            axis, unswitch = (
+                self.kernel.program_axis,
+                next((node for node in loop.body if node.kind == "unswitch"), None),
+            )
+            lines = unswitch.text["lines"] if unswitch else loop.text["steps"]
             lines.append(f"{axis}_idx = {axis}_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
-        first, end, comment = self._term(whole[0]), self.scalar(whole[1]), IN_ORDER if own else "tiles in their order"
+        first, end, comment = self._term(whole[0]), self.scalar(whole[1]), IN_ORDER if own else "tiles in order"
         text: dict[str, Any] = {"var": at, "range": end if first == "0" else f"{first}, {end}", "comment": comment}
         if op.listed:
             text["before"] = gluon([self._ahead(op, first, f"{end} > {first}")])
@@ -243,17 +254,17 @@ class LoopContext(SoftmaxContext):
             ]
         if self.kernel.grid[0].reversed_group:
             last = f"{end} - 1" if first == "0" else f"{first} + {end} - 1"
-            turned = f"{tile} = gl.where({REVERSED_GROUP} > 0, {last} - at, at)"
+            in_order = f"{tile} = gl.where({REVERSED_GROUP} > 0, {last} - at, at)"
             text |= {
                 "var": "at",
-                "steps": [turned, *loop.text["steps"]],
-                "comment": f"{comment}; in mirrored heads backwards",
+                "steps": [in_order, *loop.text["steps"]],
+                "comment": f"{comment}; in the last heads in reversed order",
             }
         made = Node("loop", {**loop.text, **text, "recompute": op.recompute}, self._round_robin(op, loop.body))
         return self._by_tile(op, made, first, end) if op.by_tile else made
 
     def _by_tile(self, op: PipelinedLoop, loop: Node, first: str, end: str) -> Node:
-        """The loop over tiles, as one over the tiles for each head: a loop of two turns inside would take longer."""
+        """One loop over (tile, head) pairs in place of a loop over heads inside one over tiles, which is slower."""
         ((low, high),) = op.heads
         at, begin, past = loop.text["var"], self.scalar(low), self.scalar(high)
         tiles = end if first == "0" else f"({end} - {first})"
@@ -275,28 +286,31 @@ class LoopContext(SoftmaxContext):
         begin: str,
         always: bool = False,
     ) -> Node:
-        """One loop over tiles of both classes. Masks are under a condition, and so is the tile's place, unless turns
-        need it `always`."""
+        """One loop over the tiles of both classes, in which ops for partial tiles stand under a condition.
+
+        So do the lines that compute the tile's position, unless all tiles need it (`always`).
+        """
         body, own, at = parts
         places = [*tile, f"{op.var}_start = {op.var}_tile * {AXIS_DIM[op.var]}"]
         places += [f"{op.var}_idx = {op.var}_start + {op.var}_off"] if f"{op.var}_idx" in names_in(body) else []
-        cut = [Node("unswitch", gluon({"condition": condition, "lines": [] if always else places}), own)] if own else []
+        text = gluon({"condition": condition, "lines": [] if always else places})
+        unswitch = [Node("unswitch", text, own)] if own else []
         end = "partial_tiles + full_tiles"
         header = {"before": [], "steps": places if always else [], "var": "at", "comment": BOTH_CLASSES}
         header["range"] = end if begin == "0" else f"{begin}, {end}"
-        return Node("loop", gluon(header), [*body[:at], *cut, *body[at + len(own) :]])
+        return Node("loop", gluon(header), [*body[:at], *unswitch, *body[at + len(own) :]])
 
     @staticmethod
     def _where(op: PipelinedLoop) -> set[str]:
-        """The names of a tile's place."""
+        """The variables of a tile's position."""
         return {f"{op.var}_start", f"{op.var}_idx"}
 
     def _differing(self, op: PipelinedLoop) -> tuple[list[Node], list[Node], int]:
-        """The views of @step in partial tiles, those of them that only partial tiles need, and where these start."""
+        """The same for the block @step of a loop."""
         return self._differing_in(op.step)
 
     def _differing_in(self, name: str) -> tuple[list[Node], list[Node], int]:
-        """The same of any body."""
+        """The views of a block in partial tiles, those of them that only partial tiles need, and where these start."""
         body, left, own = self.block(name, "partial"), self.block(name, "full"), []
         for node in body:
             if left and _unguarded(node) == _unguarded(left[0]):
@@ -304,33 +318,33 @@ class LoopContext(SoftmaxContext):
             else:
                 own.append(node)
         at = body.index(own[0]) if own else 0
-        apart = {node.kind for node in own} <= {"map", "mask", "read_metadata", "zero_out_of_bounds"} and body[
+        separable = {node.kind for node in own} <= {"map", "mask", "read_metadata", "zero_out_of_bounds"} and body[
             at : at + len(own)
         ] == own
-        return (body, own, at) if apart and not left else (body, [], 0)
+        return (body, own, at) if separable and not left else (body, [], 0)
 
     def _is_one(self, ranges: Any) -> bool:
-        """Whether ranges have one tile at most, which the end of a tensor cuts: @first takes it, and no loop over
+        """Whether ranges have at most one tile, cut by the end of a tensor: then @first runs it, and no loop over
         others is needed."""
-        if len(ranges) > 1 or turns(self.kernel) > ROOMY:
+        if len(ranges) > 1 or ping_pong_barriers(self.kernel) > FULL_REGISTERS:
             return False
         lo, hi = (self._made(bound) for bound in ranges[0])
         return isinstance(lo, floordiv) and isinstance(hi, cdiv) and lo.args == hi.args
 
     def _made(self, bound: Expr) -> Expr:
-        """What the map that a bound names computes."""
+        """The expression of the map that a bound names; other bounds stay as they are."""
         made = self.kernel.op(str(bound)) if str(bound) in self.kernel.graph else None
         return made.expr if isinstance(made, Map) else bound
 
     def _one_loop(self, op: PipelinedLoop) -> Node | None:
-        """One loop over the tiles of both classes, where these differ in masks alone: the code of a tile is there once.
+        """One loop over the tiles of both classes if they differ only in masks, so the code of a tile is there once.
 
-        None where threads load a number for each score, or tiles of several ranges read where they are. Nor where
-        copies take turns: of three, which share the registers, ptxas spills some as soon as a loop is left out. With
-        two it was not tried.
+        None if threads load a number for each score, or if tiles of several ranges read their position. Also None in
+        ping-pong order: with three instances, which share the registers, ptxas spills as soon as one loop is left out;
+        with two it was not tried.
         """
-        apart = op.first and (turns(self.kernel) or self._is_one(op.partial))
-        if not op.partial or not op.full or apart or (op.listed and len(op.partial) > 1):
+        separate = op.first and (ping_pong_barriers(self.kernel) or self._is_one(op.partial))
+        if not op.partial or not op.full or separate or (op.listed and len(op.partial) > 1):
             return None
         _, own, _ = parts = self._differing(op)
         always = bool(self._where(op) & names_in(self.block(op.step, "full")))
@@ -339,7 +353,7 @@ class LoopContext(SoftmaxContext):
         lo, tile = self._term(op.partial[0][0]), f"{op.var}_tile"
         places = [f"{tile} = at" if lo == "0" else f"{tile} = {lo} + at", *self._jumps(op.partial, tile)]
         if op.tile_indices:
-            places = [self._told(op)]
+            places = [self._read_tile(op)]
         elif op.listed:
             following = self._ahead(op, "at + 1" if lo == "0" else f"{lo} + at + 1", "at + 1 < partial_tiles")
             places = [f"{tile} = {op.var}_ahead", following]
@@ -352,11 +366,11 @@ class LoopContext(SoftmaxContext):
             loop.text["before"] += gluon([self._ahead(op, "1" if lo == "0" else f"{lo} + 1", "partial_tiles > 1")])
         return loop
 
-    def _told(self, op: PipelinedLoop) -> str:
-        """The number of a listed tile, from beside the tile."""
+    def _read_tile(self, op: PipelinedLoop) -> str:
+        """The line that reads the number of a listed tile from the metadata of its stage."""
         pipeline = self.kernel.op(str(op.tile_indices))
         assert isinstance(pipeline, Pipeline)
-        stage = "0" if pipeline.stages == 1 else f"{self._short(str(pipeline.beside))}_stage"
+        stage = "0" if pipeline.stages == 1 else f"{self._short(str(pipeline.metadata_of))}_stage"
         return f"{op.var}_tile = read_index({self._short(pipeline.name)}_smem.index({stage}))"
 
     @staticmethod
@@ -365,7 +379,7 @@ class LoopContext(SoftmaxContext):
         return pipeline.removesuffix("_pipeline").lower()
 
     def _ahead(self, op: PipelinedLoop, at: str, listed: str) -> str:
-        """The listed tile at a position, read a turn ahead."""
+        """The line that reads the number of the listed tile at a position, one iteration ahead."""
         assert op.listed
         return f"{op.var}_ahead = tile_at({self.var(op.listed)}, {at}, {listed}, BLOCK // {AXIS_DIM[op.var]})"
 

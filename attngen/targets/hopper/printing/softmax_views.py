@@ -1,4 +1,4 @@
-"""What the templates see of ops that are not of rings, products or roles: a softmax in parts, values in registers."""
+"""Builds the views of ops on registers: a softmax in steps, dropout, conversions and pins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from attngen.ir.ops import Dropout, DropoutMask, Reduce, SoftmaxStep
 from attngen.ir.pipe import (
-    HALVES,
+    HALF_DIM,
     PARTIALS,
     ConcatHalves,
     ConvertLayout,
@@ -19,19 +19,22 @@ from attngen.ir.pipe import (
     SoftmaxWeights,
     SplitHalves,
 )
-from attngen.targets.hopper.configs.common import PAIR
+from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.fused_backward import is_signed
 from attngen.targets.printing.context import KernelContext, transposed
 
-_SPREAD = {"scores": "SCORES", "sums": "SUMS", "chains": "CHAINED", "operand": "OPERAND"}  # names of layouts
+_LAYOUTS = {"scores": "SCORES", "acc": "ACC", "partials": "CHAINED", "operand": "OPERAND"}  # IR -> generated constant
 
 
 class SoftmaxContext(KernelContext):
-    """Views of these ops."""
+    """Builds the views of these ops."""
 
     def _variables(self) -> dict[str, str]:
-        """Value -> Python variable: halves, and what weights are measured from, have the op's name in theirs. The
-        old maximum is kept."""
+        """Value -> Python variable.
+
+        Halves, and the base of softmax weights, are prefixed with the op's name. A new maximum is `m_new`, so the old
+        one stays readable.
+        """
         names = super()._variables()
         for op in self.kernel.ops():
             own = ("base",) if isinstance(op, SoftmaxStats) else op.results() if isinstance(op, SplitHalves) else ()
@@ -60,16 +63,16 @@ class SoftmaxContext(KernelContext):
         }
 
     def _split_halves(self, op: SplitHalves, cls: str) -> dict[str, Any]:
-        drawn = isinstance(self.kernel.op(op.value), DropoutMask)
-        name = self._words if drawn else self.var
-        made = ", ".join(name(f"{op.name}.{field}") for field in op.results())
-        return {"vars": made, "value": name(op.value), "flag": "DROPOUT" if drawn else ""}
+        is_random = isinstance(self.kernel.op(op.value), DropoutMask)
+        name = self._words if is_random else self.var
+        halves = ", ".join(name(f"{op.name}.{field}") for field in op.results())
+        return {"vars": halves, "value": name(op.value), "flag": "DROPOUT" if is_random else ""}
 
     def _concat_halves(self, op: ConcatHalves, cls: str) -> dict[str, Any]:
         return {"var": self.var(op.name), "a": self.var(op.a), "b": self.var(op.b)}
 
     def _convert_layout(self, op: ConvertLayout, cls: str) -> dict[str, Any]:
-        layout = _SPREAD[op.to] if len(op.type.dims) == 2 else f"gl.SliceLayout(1, {_SPREAD[op.to]})"
+        layout = _LAYOUTS[op.to] if len(op.type.dims) == 2 else f"gl.SliceLayout(1, {_LAYOUTS[op.to]})"
         value = self.var(op.value)
         return {
             "var": self.var(op.name),
@@ -82,7 +85,7 @@ class SoftmaxContext(KernelContext):
 
     def _pin_before_wait(self, op: PinBeforeWait | PinAfterWait, cls: str) -> dict[str, Any]:
         text = {"var": self.var(op.name), "value": self.var(op.value), "each": 2 * len(op.type.dims)}
-        return {**text, "tile": {*op.type.dims} == PAIR}
+        return {**text, "tile": {*op.type.dims} == SCORE_DIMS}
 
     _pin_after_wait = _pin_before_wait
 
@@ -91,22 +94,22 @@ class SoftmaxContext(KernelContext):
         args = [*places, op.type.dims[1], "SCORES", str(transposed(op))]
         return {"var": self._words(op.name), "args": args, "flag": "DROPOUT"}
 
-    def _draw(self, keep: str) -> DropoutMask:
+    def _philox(self, keep: str) -> DropoutMask:
         op = self.kernel.op(keep)
-        return super()._draw(op.value if isinstance(op, SplitHalves) else keep)
+        return super()._philox(op.value if isinstance(op, SplitHalves) else keep)
 
     def _dropout(self, op: Dropout, cls: str) -> dict[str, Any]:
         text = super()._dropout(op, cls)
-        value, words, threshold, _, turned = text["args"]  # no zero, as `pack` hides the cast
-        return {**text, "args": [value, words, threshold, turned], "signed": is_signed(self.module, self.kernel)}
+        value, words, threshold, _, is_transposed = text["args"]  # `zero` is not needed, because `pack` hides the cast
+        args = [value, words, threshold, is_transposed]
+        return {**text, "args": args, "signed": is_signed(self.module, self.kernel)}
 
     def _reduce(self, op: Reduce, cls: str) -> dict[str, Any]:
-        chains = op.op == "sum" and op.over in (*HALVES, *HALVES.values())
         return {
             **super()._reduce(op, cls),
-            "chains": chains,
-            "half": op.over in HALVES.values(),
-            "last": op.over in (PARTIALS, "D_V"),
+            "row_sum": op.op == "sum" and op.over in (*HALF_DIM, *HALF_DIM.values()),
+            "half": op.over in HALF_DIM.values(),
+            "row_vector": op.over in (PARTIALS, "D_V"),
         }
 
     def _partial_reduce(self, op: PartialReduce, cls: str) -> dict[str, Any]:

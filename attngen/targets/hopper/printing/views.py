@@ -1,4 +1,4 @@
-"""What the templates see of a divided kernel as a whole: its rings, its roles, and what it is called with."""
+"""The views of a warp-specialized kernel as a whole: its pipelines, its warp groups and its parameters."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from attngen.targets.printing.views import Node
 
 @dataclass
 class PipelineView:
-    """A ring: buffers, and barriers of full slots. Slots are free by named barriers, or by barriers that count
-    arrivals."""
+    """A pipeline: buffers in shared memory, and one mbarrier per stage that says when it is full.
+
+    A named barrier, or an mbarrier that counts arrivals, says when a stage is free.
+    """
 
     name: str
     stages: str
-    shape: str  # of a buffer: a tile, or a piece of one
+    shape: str  # of a buffer, which holds a tile or a piece of one
     descriptor: str
-    buffers: str  # of all copies
-    barriers: str
-    filled: bool  # or only stored from
-    numbers: str = ""  # how many, of a ring of places or of numbers of keys
-    of: str = "gl.int32"  # their type
-    emptied: bool = False  # copies share what is in it, and who takes it says by a barrier when a slot is free
-    mbarrier_release: int = 0  # arrivals that free a slot, where its barriers count them
+    buffers: str  # number of buffers, of all instances
+    barriers: str  # number of mbarriers of each kind
+    filled: bool  # TMA loads into it; False if it is only a staging buffer for stores
+    numbers: str = ""  # shape of a buffer of scalars: tile coordinates, or one value per row
+    of: str = "gl.int32"  # element type of these scalars
+    emptied: bool = False  # instances store to it together, and its reader frees a stage by an mbarrier
+    mbarrier_release: int = 0  # arrivals that free a stage; 0 if a named barrier does
 
 
 @dataclass
 class WarpGroupView:
-    """A role as a function of its own."""
+    """A warp group, which is printed as a function of its own."""
 
     name: str
     instances: int
@@ -37,13 +39,13 @@ class WarpGroupView:
     tiles: list[str]
     prologue: list[str]
     nodes: list[Node]
-    meets: bool  # at the barriers of slots that are filled again
-    constants: list[str]  # THREADS, and the number of the copy where it has rows of its own
+    meets: bool  # its threads take part in the named barriers of reused stages
+    constants: list[str]  # THREADS; and WARP_GROUP, the number of the instance, if instances differ
 
 
 @dataclass
 class WarpSpecializedView:
-    """A divided kernel as its template prints it."""
+    """A warp-specialized kernel as its template prints it."""
 
     name: str
     summary: str
@@ -55,11 +57,10 @@ class WarpSpecializedView:
     nodes: list[Node]
     pipelines: list[PipelineView]
     warp_groups: list[WarpGroupView]
-    words: set[str]  # that occur in it
-    instances: int  # of the role whose rows are the program's
+    words: set[str]  # every word in its source
+    instances: int  # of the consumer
     dtype: str  # the Python expression for the tensors' element type
-    ctas_per_sm: int  # programs that share a multiprocessor
-    stays: bool  # programs take tile after tile, whose numbers they draw from COUNTER, up to TILES
-    # of the tensors that the copy engine reads and writes: position, rows, and of parts columns too, of what it copies
-    # at once
+    ctas_per_sm: int
+    persistent: bool  # programs fetch the numbers of their tiles from COUNTER, up to TILES
+    # Tensors that TMA reads or writes: position among the parameters, rows per copy, and columns if not all.
     described: list[tuple[str, ...]]

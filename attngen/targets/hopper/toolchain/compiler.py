@@ -1,5 +1,5 @@
-"""Divided kernels compiled ahead of time, for a GPU that need not be here: what the compiler says, and what its
-machine code holds."""
+"""Compile warp-specialized kernels ahead of time, without a GPU, and report what the compiler says and what its machine
+code holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from attngen.devices import CLASSES
 from attngen.ir.dtypes import of_size
-from attngen.ir.graph import Config, Kernel, Module
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Config, Module
 from attngen.ir.pipe import ProducerLoad
 from attngen.targets.common.ahead import (
     FLAGS,
@@ -23,55 +24,51 @@ from attngen.targets.common.ahead import (
     compiled,
     disassembled,
     load,
-    said_by_ptxas,
+    ptxas_usage,
     triton_version,
 )
 from attngen.targets.common.base import CompileReport, short_digest
 from attngen.targets.common.instructions import parse
 from attngen.targets.common.unset import unset
-from attngen.targets.hopper.configs.common import multipliers
-from attngen.targets.hopper.configs.mla_decode import is_of_latents
+from attngen.targets.hopper.configs.barriers import mma_warp_groups
+from attngen.targets.hopper.configs.mla_decode import is_mla_decode
 from attngen.targets.hopper.configs.sm90 import COUNTER
 from attngen.targets.hopper.toolchain.reuse import reused
 from attngen.targets.hopper.toolchain.sass import Part, parts
 from attngen.tiles.launches import launch_options
 from attngen.tiles.sizes import tile_width
 
-COUNTED = (
-    "HGMMA",
-    "HMMA",
-    "UTMALDG",
-    "UTMASTG",
-)  # instructions: products of warp groups and of warps, loads and stores of the copy engine
+# Instructions that are counted: products of warp groups and of warps, loads and stores by TMA.
+COUNTED = ("HGMMA", "HMMA", "UTMALDG", "UTMASTG")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: the file it is in, its arguments' types, a schedule, a target."""
+    """One kernel to compile: its file, the types of its arguments, a config, a target."""
 
     file: Path
     kernel: str
-    dtype: str  # of the tensors that are given by descriptor
-    types: tuple[tuple[str, str], ...]  # of arguments that are not strides, as Triton names them
-    widths: tuple[tuple[str, int], ...]  # columns of the tiles of tensors that are whole
+    dtype: str  # of the tensors that are passed by descriptor
+    types: tuple[tuple[str, str], ...]  # of arguments that are not strides, by Triton's names
+    widths: tuple[tuple[str, int], ...]  # columns of whole tiles of tensors
     tiles: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, int], ...]
     arch: int | str
     warp_size: int
-    marks: tuple[tuple[str, str], ...]  # roles, and an instruction that only the code of each has
+    marks: tuple[tuple[str, str], ...]  # warp groups, and an instruction that only the code of each has
     source: str = ""  # the digest of the kernel's source
-    sums: int = 0  # columns of sums, where weights may lie in shared memory (see sass.parts)
+    sums: int = 0  # columns of accumulators, where weights may be in shared memory (see sass.parts)
 
     @property
     def digest(self) -> str:
-        """A short digest of all that the compiler is given; modules that have the same kernel share it."""
+        """A short digest of the compiler's whole input; modules that have the same kernel share it."""
         return short_digest(
             {key: value for key, value in vars(self).items() if key != "file" and (key != "sums" or value)}
         )
 
 
 def job(module: Module, kernel: Kernel, config: Config, file: Path) -> Job:
-    """The job that compiles a kernel of a generated hopper.py under a schedule row."""
+    """Return the job that compiles a kernel of a generated hopper.py under a config."""
     device, element = CLASSES[config.device], of_size(module.dtypes, config.elem_bytes)
     types = []
     for arg in kernel.args:
@@ -95,17 +92,17 @@ def job(module: Module, kernel: Kernel, config: Config, file: Path) -> Job:
         device.threads_per_warp,
         tuple(marks(kernel)),
         source_digest(file.read_text(encoding="utf-8"), kernel.name),
-        module.head_dim_v // 2 if is_of_latents(kernel) else 0,
+        module.head_dim_v // 2 if is_mla_decode(kernel) else 0,
     )
 
 
 def marks(kernel: Kernel) -> Iterator[tuple[str, str]]:
-    """Roles, and an instruction that only the code of each has: a product of a role that issues some, a load of one
-    that fills rings.
+    """Yield warp groups, each with an instruction that only its code has: a product if it issues matrix products, a TMA
+    load if it fills pipelines.
 
-    Of several roles that issue products, the first one stands for all.
+    Where several warp groups issue products, the first one stands for all.
     """
-    multiplying = multipliers(kernel)
+    multiplying = mma_warp_groups(kernel)
     for block in kernel.warp_groups:
         ops = list(kernel.within(block.name))
         if block.name in multiplying:
@@ -117,30 +114,33 @@ def marks(kernel: Kernel) -> Iterator[tuple[str, str]]:
 
 @cache
 def source_digest(text: str, name: str) -> str:
-    """A short digest of a hopper.py but for its docstring, which names what it was generated from."""
+    """A short digest of a kernel's hopper.py without its docstring, which names the spec it was generated from."""
     first = ast.parse(text).body[0]
     return short_digest("\n".join([name, *text.splitlines()[first.end_lineno or 0 :]]))
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> Iterator[CompileReport | str]:
-    """The readings of jobs, in order; see compile_each."""
+    """Compile jobs, and yield their reports in order; see compile_each."""
     return compile_each(_compile, jobs, workers)
 
 
 def _compile(j: Job) -> CompileReport | str:
-    done = compiled(source(j), j)
-    if isinstance(done, str):
-        return done
-    made, said, seconds = done
-    binary = made.asm["cubin"]
-    code = machine_code(disassembled(binary), said, j.marks, j.sums)
+    result = compiled(source(j), j)
+    if isinstance(result, str):
+        return result
+    kernel, log, seconds = result
+    binary = kernel.asm["cubin"]
+    code = machine_code(disassembled(binary), log, j.marks, j.sums)
     return CompileReport(
-        made.metadata.shared, *said_by_ptxas(said), code_bytes(binary), triton_version(), seconds, j.digest, code
+        kernel.metadata.shared, *ptxas_usage(log), code_bytes(binary), triton_version(), seconds, j.digest, code
     )
 
 
 def source(j: Job) -> Any:
-    """The kernel with the types of a call whose tensors are aligned. Flags are on: that is the heavier kernel."""
+    """Return what Triton compiles for a job: the kernel with the types of a call whose tensors are aligned.
+
+    All flags are on, which gives the heavier kernel.
+    """
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -165,13 +165,15 @@ def source(j: Job) -> Any:
 
 
 def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: int = 0) -> dict[str, Any]:
-    """What the machine code of a kernel holds, as JSON can hold it.
+    """Return facts about a kernel's machine code, in a form that JSON can hold.
 
-    roles: by role, of each copy, the registers that its warps have, and those that its instructions name. serialised:
-    the numbers of ptxas' warnings that products wait for each other. reused: what writes a register of a product in
-    flight. unset: what reads a uniform register that a path to it has not written. under: how many of the
-    `exponentials` in loops stand under a product of weights. reloads: loads and stores of spilled registers in such
-    loops.
+    - roles: warp group -> for each of its instances, the registers that its warps have, and those that its instructions
+      name;
+    - serialised: the numbers of ptxas' warnings that products wait for each other;
+    - reused: instructions that write a register of a product in flight;
+    - unset: instructions that read a uniform register that a path to them has not written;
+    - under: how many of the `exponentials` in loops are executed while a product of weights runs;
+    - reloads: loads and stores of spilled registers in such loops.
     """
     code = parse(text)
     of: dict[str, list[Part]] = {warp_group: [] for warp_group, _ in marks}
@@ -179,7 +181,7 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: in
         warp_group = next((warp_group for warp_group, op in marks if part.ops[op]), None)
         if warp_group is not None:
             of[warp_group].append(part)
-    all_parts = [part for found in of.values() for part in found]
+    all_splits = [part for found in of.values() for part in found]
     return {
         "roles": {
             warp_group: {"registers": [p.registers for p in found], "used": [p.used for p in found]}
@@ -189,7 +191,7 @@ def machine_code(text: str, log: str, marks: Sequence[tuple[str, str]], sums: in
         "serialised": sorted(set(re.findall(r"\bC75\d\d\b", log))),
         "reused": reused(code),
         "unset": unset(code),
-        "exponentials": sum(p.exponentials for p in all_parts),
-        "under": sum(p.under for p in all_parts),
-        "reloads": sum(p.reloads for p in all_parts),
+        "exponentials": sum(p.exponentials for p in all_splits),
+        "under": sum(p.under for p in all_splits),
+        "reloads": sum(p.reloads for p in all_splits),
     }

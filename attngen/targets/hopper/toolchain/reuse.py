@@ -1,9 +1,9 @@
-"""Reads Hopper's machine code, as nvdisasm prints it: are the registers of products in flight left alone?
+"""Check in Hopper's machine code, as nvdisasm prints it, that nothing touches the registers of products in flight.
 
-A product (HGMMA) reads its left operand and adds to its sum while the instructions after it run, until a wait
-(WARPGROUP.DEPBAR) that retires its group. Until then nothing else may write these registers, or read the sum. ptxas
-before 13.3 can give those of the operand to others (triton#11781, and the release notes of CUDA 13.3), and it says
-nothing. So what it made is read.
+A product (HGMMA) reads its left operand and adds to its accumulator while the instructions after it run, until a wait
+(WARPGROUP.DEPBAR) that retires its group. Until then nothing else may write these registers, or read the accumulator.
+ptxas before 13.3 can give the registers of the operand to other values (triton#11781, and the release notes of CUDA
+13.3), and does not say so. Therefore its output is checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from attngen.targets.common.instructions import Instruction
 
-_MOST_GROUPS = 8  # in flight that are told apart
+_MOST_GROUPS = 8  # in flight, whose registers are tracked separately
 
 
 @dataclass(frozen=True)
@@ -24,36 +24,36 @@ class Group:
     sums: frozenset[int] = frozenset()
 
 
-Flight = tuple[Group, ...]  # the groups in flight, oldest first; products join the last, which is open
+Flight = tuple[Group, ...]  # the groups in flight, oldest first; the last is open, and new products are added to it
 
 
 def reused(code: list[Instruction]) -> list[str]:
-    """A sentence for each instruction that touches registers of a product in flight, on any path through the code;
-    none if all is well."""
+    """Return a sentence for each instruction that touches registers of a product in flight, on any path through the
+    code; none if all is well."""
     found: dict[int, str] = {}
     seen: set[tuple[int, Flight]] = set()
-    left: list[tuple[int, Flight]] = [(0, (Group(),))]
-    while left:
-        state = left.pop()
+    remaining: list[tuple[int, Flight]] = [(0, (Group(),))]
+    while remaining:
+        state = remaining.pop()
         if state in seen:
             continue
         seen.add(state)
         at, flight = state
-        if said := _wrong(code[at], flight):
-            found[at] = f"instruction {at}, {code[at].name} {', '.join(code[at].operands)}, {said}"
+        if fault := _fault(code[at], flight):
+            found[at] = f"instruction {at}, {code[at].name} {', '.join(code[at].operands)}, {fault}"
         flight = _after(code[at], flight)
-        left += [(to, flight) for to in code[at].then]
+        remaining += [(to, flight) for to in code[at].then]
     return [found[at] for at in sorted(found)]
 
 
 def _written(one: Instruction) -> frozenset[int]:
-    """The registers that it writes, but for a product's sum."""
+    """The registers that an instruction writes; none for a product."""
     found = None if one.is_product else re.fullmatch(r"R(\d+)", one.target)
     return _span(int(found[1]), one.width) if found else frozenset()
 
 
 def _touched(one: Instruction) -> frozenset[int]:
-    """The registers that it writes, and the first of each operand."""
+    """The registers that an instruction writes, and the first of each operand."""
     return _written(one) | {int(n) for text in one.operands for n in re.findall(r"\bR(\d+)\b", text)}
 
 
@@ -64,7 +64,7 @@ def _operand(product: Instruction) -> frozenset[int]:
 
 
 def _sum(product: Instruction) -> frozenset[int]:
-    """The registers of a product's sum."""
+    """The registers of a product's accumulator."""
     return _span(int(product.operands[0][1:]), product.width)
 
 
@@ -72,11 +72,11 @@ def _span(first: int, count: int) -> frozenset[int]:
     return frozenset(range(first, first + count))
 
 
-def _wrong(op: Instruction, flight: Flight) -> str:
-    """What an instruction does to registers of products in flight; empty text if nothing."""
+def _fault(op: Instruction, flight: Flight) -> str:
+    """Return what an instruction does to registers of products in flight that it must not; empty text if nothing."""
     operands = frozenset[int]().union(*(group.operands for group in flight))
     sums = frozenset[int]().union(*(group.sums for group in flight))
-    if op.is_product:  # it may add to a sum in flight: the matrix units keep the order
+    if op.is_product:  # it may add to an accumulator in flight: the tensor cores keep the order
         return _sentence("writes", _sum(op) & operands, "an operand") or _sentence(
             "reads", _operand(op) & sums, "a sum"
         )
@@ -85,12 +85,12 @@ def _wrong(op: Instruction, flight: Flight) -> str:
     )
 
 
-def _sentence(verb: str, registers: frozenset[int], what: str) -> str:
-    return f"{verb} R{min(registers)} of {what} in flight" if registers else ""
+def _sentence(verb: str, registers: frozenset[int], owner: str) -> str:
+    return f"{verb} R{min(registers)} of {owner} in flight" if registers else ""
 
 
 def _after(op: Instruction, flight: Flight) -> Flight:
-    """What is in flight after an instruction."""
+    """The groups in flight after an instruction."""
     *closed, last = flight
     if op.is_product:
         last = Group(last.operands | _operand(op), last.sums | _sum(op))

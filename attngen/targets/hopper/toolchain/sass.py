@@ -1,8 +1,8 @@
-"""Reads machine code of Hopper, as nvdisasm prints it: what the parts of a kernel hold, and what stands under a
-product.
+"""Read Hopper's machine code, as nvdisasm prints it: what each part of a kernel holds, and which exponentials overlap
+with a product.
 
-A part begins where warps say how many registers they have (USETMAXREG), and ends where they say so again. Each role is
-one part for each of its copies. A product is a group of HGMMA instructions, of which the last names the group's counter
+A part begins where warps set their number of registers (USETMAXREG), and ends where they set it again. Each instance of
+a warp group is one part. A product is a group of HGMMA instructions, the last of which names the group's counter
 (gsb0). It is in flight until a wait (WARPGROUP.DEPBAR) leaves fewer groups than were issued since.
 """
 
@@ -17,8 +17,9 @@ import networkx as nx
 
 from attngen.targets.common.instructions import Instruction
 
-_IN_REGISTERS = r"HGMMA\S*\s+R\d+, R\d+, gdesc"  # a product whose left operand is in registers: that of weights and V
-_PLACES = re.compile(r"\[[^\]]*\]")  # in memory
+# A product whose left operand is in registers: that of weights and V.
+_IN_REGISTERS = r"HGMMA\S*\s+R\d+, R\d+, gdesc"
+_ADDRESSES = re.compile(r"\[[^\]]*\]")
 _MOST_GROUPS = 8  # in flight, of which a part keeps track
 
 Groups = tuple[bool, ...]  # products in flight, oldest first: whether each is of weights
@@ -26,21 +27,20 @@ Groups = tuple[bool, ...]  # products in flight, oldest first: whether each is o
 
 @dataclass(frozen=True)
 class Part:
-    """What the code between two changes of a warp's registers holds."""
+    """The code between two changes of a warp's number of registers."""
 
     registers: int  # that its warps have
     used: int  # that its instructions name
     ops: Counter[str]
     exponentials: int  # in loops over products of weights
-    # those of them that stand between the issue of such a product and the wait for it, whichever way they are reached
-    under: int
-    reloads: int  # of spilled registers, and stores of these, in the same loops
+    under: int  # of these, the ones between the issue of such a product and its wait, on every path to them
+    reloads: int  # loads and stores of spilled registers, in the same loops
 
 
 def parts(code: list[Instruction], sums: int = 0) -> Iterator[Part]:
-    """The parts of a kernel in which warps have a number of registers of their own, in the order of the code.
+    """Yield the parts of a kernel, in the order of the code.
 
-    sums: where weights may lie in shared memory, the columns of the sums that products of them add to; else 0.
+    sums: where weights may be in shared memory, the columns of the accumulators of their products; else 0.
     """
     weights = re.compile(rf"{_IN_REGISTERS}|HGMMA\.64x{sums}x\S*\s" if sums else _IN_REGISTERS)
     for start, instruction in enumerate(code):
@@ -60,7 +60,8 @@ def parts(code: list[Instruction], sums: int = 0) -> Iterator[Part]:
 
 
 def registers_named(one: Instruction) -> int:
-    """One more than the highest register that it names: wide results and data take several, and wide addresses two."""
+    """One more than the highest register that an instruction names: wide results and data take several registers, and
+    wide addresses two."""
     wide = (
         one.width
         if one.is_product
@@ -72,32 +73,32 @@ def registers_named(one: Instruction) -> int:
     )
     found = [
         int(n) + (2 if pair else 1)
-        for place in _PLACES.findall(one.text)
+        for place in _ADDRESSES.findall(one.text)
         for n, pair in re.findall(r"\bR(\d+)(\.64)?", place)
     ]
-    named = [int(n) for n in re.findall(r"\bR(\d+)\b", _PLACES.sub("", one.text))]
+    named = [int(n) for n in re.findall(r"\bR(\d+)\b", _ADDRESSES.sub("", one.text))]
     return max(
         [*found, *(n + (wide if i == 0 else 4 if one.is_product else 1) for i, n in enumerate(named))], default=0
     )
 
 
 def _next(code: list[Instruction], at: int, start: int) -> Iterator[int]:
-    """The instructions that may follow one in the part that begins at `start`."""
+    """The instructions that may follow an instruction within the part that begins at `start`."""
     return (to for to in code[at].then if code[to].op != "USETMAXREG" or at == to == start)
 
 
 def _reached(code: list[Instruction], start: int) -> set[int]:
     """The instructions of the part that begins at `start`."""
-    found, left = {start}, [start]
-    while left:
-        new = [to for to in _next(code, left.pop(), start) if to not in found]
+    found, remaining = {start}, [start]
+    while remaining:
+        new = [to for to in _next(code, remaining.pop(), start) if to not in found]
         found.update(new)
-        left += new
+        remaining += new
     return found
 
 
 def _graph(code: list[Instruction], inside: set[int]) -> nx.DiGraph[int]:
-    """The instructions of a part, with edges to those that may come next."""
+    """The control-flow graph of a part: its instructions, with edges to those that may come next."""
     graph: nx.DiGraph[int] = nx.DiGraph()
     graph.add_edges_from((at, to) for at in inside for to in code[at].then if to in inside)
     return graph
@@ -106,7 +107,7 @@ def _graph(code: list[Instruction], inside: set[int]) -> nx.DiGraph[int]:
 def _loops(
     code: list[Instruction], graph: nx.DiGraph[int], inside: set[int], weights: re.Pattern[str]
 ) -> Iterator[set[int]]:
-    """The innermost loops that hold a product of weights; loops in which barriers are awaited are part of them."""
+    """The innermost loops that hold a product of weights, including the loops inside them that wait for barriers."""
     for loop in nx.strongly_connected_components(graph.subgraph(inside)):
         if len(loop) > 1 and any(weights.match(code[i].text) for i in loop):
             entries = {to for to in loop if any(at not in loop for at in graph.predecessors(to))}
@@ -114,25 +115,25 @@ def _loops(
 
 
 def _covered(code: list[Instruction], start: int, weights: re.Pattern[str]) -> set[int]:
-    """The instructions of a part that are reached with a product of weights in flight alone."""
-    bare: set[int] = set()
+    """The instructions of a part that are reached only while a product of weights is in flight."""
+    uncovered: set[int] = set()
     seen: set[tuple[int, Groups, str]] = set()
-    left: list[tuple[int, Groups, str]] = [(start, (), "")]
-    while left:
-        state = left.pop()
+    remaining: list[tuple[int, Groups, str]] = [(start, (), "")]
+    while remaining:
+        state = remaining.pop()
         if state in seen:
             continue
         seen.add(state)
         at, groups, issued = state
         if not any(groups) and issued != "weights":
-            bare.add(at)
+            uncovered.add(at)
         groups, issued = _after(code[at].text, groups, issued, weights)
-        left += [(to, groups, issued) for to in _next(code, at, start)]
-    return {at for at, _, _ in seen} - bare
+        remaining += [(to, groups, issued) for to in _next(code, at, start)]
+    return {at for at, _, _ in seen} - uncovered
 
 
 def _after(text: str, groups: Groups, issued: str, weights: re.Pattern[str]) -> tuple[Groups, str]:
-    """The products in flight after an instruction; `issued` says what has been issued of the next one."""
+    """The products in flight after an instruction; `issued`: the kind of a product whose group is issued in part."""
     if text.startswith("HGMMA"):
         issued = "weights" if weights.match(text) else issued or "scores"
         if "gsb0" in text:

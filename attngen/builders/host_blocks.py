@@ -1,0 +1,79 @@
+"""Host programs for block lists: `count` counts the visible pairs in blocks, `lists` makes the lists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import sympy
+
+from attngen.builders.host_builder import HostBuilder, known_type
+from attngen.ir.core import Type
+from attngen.ir.expr import symbol
+from attngen.ir.host import CutBlocks, Host, ListBlocks
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Blocks, Module
+from attngen.ir.names import block_lists
+from attngen.ir.ops import Arg, Base, Gather, Load, Map, Mask
+
+
+def build_count(module: Module, blocks: Blocks) -> Host:
+    """Build `count`: the number of visible pairs in each strip of a block.
+
+    If the mask is the same for all sequences, or all heads, pairs are counted once.
+    """
+    kernel = module.kernel("blocks")
+    b = HostBuilder("count")
+    for name in ("Q", "K"):
+        b.tensor(name)
+    for arg in kernel.args:
+        if arg.role == "in":
+            b.add(Arg(arg.name, "in", replace(arg.type, space="hbm")))
+    for i in module.inputs:
+        if not i.shape and any(a.name == i.name for a in kernel.args):
+            b.add(Arg(i.name, "scalar", Type(i.dtype, (), "reg")))
+    one = {size: sympy.Integer(1) for size, letter in (("B", "b"), ("Hq", "h")) if not _depends(kernel, letter)}
+    dims = tuple("1" if d in one else d for d in known_type("COUNT").dims)
+    b.alloc("COUNT", type_=Type("f32", dims, "hbm"), fill=sympy.Integer(0))
+    b.branch("Launched", "launches", of=("COUNT",))
+    b.launch("blocks", "launches", **one)
+    b.give(COUNT="COUNT")
+    return b.host()
+
+
+def _depends(kernel: Kernel, letter: str) -> bool:
+    """Whether the mask that a kernel evaluates depends on the sequence (`b`) or on the head (`h`)."""
+    written = {a.name for a in kernel.args if a.role == "out"}
+    for op in kernel.ops():
+        if isinstance(op, (Base, Load)) and op.src.tensor not in written:
+            expressions: tuple[Any, ...] = op.src.index
+        elif isinstance(op, Gather):
+            expressions = (*op.src.index, op.where)
+        elif isinstance(op, Mask):
+            expressions = (op.where,)
+        else:
+            expressions = (op.expr,) if isinstance(op, Map) else ()
+        if any(symbol(letter) in e.free_symbols for e in expressions):
+            return True
+    return False
+
+
+def build_lists(blocks: Blocks, data: bool) -> Host:
+    """Build `lists`: the lists of blocks, made from the result of @count or from a block mask."""
+    b = HostBuilder("lists")
+    mask, full = "BLOCK_MASK", None
+    if data:
+        for name in ("Q", "K"):
+            b.tensor(name)
+        b.add(Arg("COUNT", "in", Type("f32", ("*", "*", "Tq", "Ts"), "hbm")))
+        b.add(CutBlocks("blocks", "COUNT", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
+        mask, full = "blocks.seen", "blocks.full"
+    else:
+        b.add(Arg(mask, "in", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
+    results: dict[str, str] = {}
+    for axis, (rows, columns) in (("q", ("Tq", "Tk")), ("kv", ("Tk", "Tq"))):
+        b.add(ListBlocks(f"of_{axis}", mask, axis, Type("i32", ("*", "*", rows, columns), "hbm"), full))
+        fields = ("full_rank", "rank", "list") if data else ("rank", "list")
+        results |= {name: f"of_{axis}.{f}" for name, f in zip(block_lists(axis, blocks.data), fields)}
+    b.give(**results)
+    return b.host()

@@ -1,0 +1,74 @@
+"""Source text in wrappers: declarations, checks of inputs and calls."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+
+from attngen.codegen.host import sizes_of
+from attngen.codegen.layout import tuple_text
+from attngen.errors import AttngenError, suggest
+from attngen.ir.module import Derived, Input
+from attngen.ir.names import BLOCKS
+from attngen.ir.ops import Arg
+from attngen.scores import derive_functions
+
+PYTHON_TYPES = {"i32": "int", "f32": "float"}
+# Types in the schemas of torch's operators.
+SCHEMA_TYPES = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
+
+
+def promise_text(i: Input, names: dict[str, str], rows: str = "") -> str:
+    """Return the source of the promises of an input.
+
+    names: sizes that have other names at the place of the source. rows: the source of how many numbers of each row are
+    checked.
+    """
+    given = {name: names.get(value, value) for name, value in i.promises.items()} | ({"rows": rows} if rows else {})
+    options = ", ".join(f"{name}={value}" for name, value in given.items())
+    return f'runtime.promised("{i.name}", {i.name}, "{i.help}", {options})'
+
+
+def declarations(operands: list[Arg]) -> str:
+    """Return the declaration of an operator's arguments to torch."""
+
+    def type_of(a: Arg) -> str:
+        if a.role == "in":
+            return "Tensor?" if a.name == "SEED" else "Tensor"
+        return SCHEMA_TYPES.get(a.name, SCHEMA_TYPES[a.type.dtype])
+
+    return ", ".join(f"{type_of(a)} {a.name.lower()}" for a in operands)
+
+
+def call_text(d: Derived, names: dict[str, str]) -> str:
+    """Return the Python source of a call that computes derived tensors; `names` maps sources to other names at the
+    place of the call."""
+    function = d.program.upper() if d.program else d.function
+    return f"{function}({', '.join(names.get(s, size_text(s)) for s in d.sources)})"
+
+
+def size_text(dim: str) -> str:
+    """Return the Python source of a dimension of an input."""
+    blocks = re.fullmatch(BLOCKS, dim)
+    return f"-(-{blocks[1]} // {blocks[2]})" if blocks else dim
+
+
+def sizes_in(text: str) -> list[str]:
+    """Return statements that define the sizes used in a piece of source."""
+    return sizes_of(re.findall(r"\w+", text))
+
+
+def source_of(function: str) -> str:
+    """Return the source of a function that a mask or modifier declares; raise AttngenError if none does."""
+    known = derive_functions()
+    if function not in known:
+        raise AttngenError(
+            f"`derive` names the function `{function}`, which no mask or modifier declares; {suggest(function, known)}"
+        )
+    return inspect.getsource(known[function])
+
+
+def names_text(tensors: Iterable[str]) -> str:
+    """Return the source of a tuple of the variable names of these tensors."""
+    return tuple_text([f'"{name.lower()}"' for name in tensors])

@@ -1,0 +1,143 @@
+"""Naive attention in fp64: exact results, gradients and tangents, and the rounding errors that a fused kernel adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attngen.conformance.result import GRADIENTS
+from attngen.ir.names import OF_KEYS, OUTPUTS
+
+TRUTH_ELEMENTS = 2**27  # scores of the fp64 reference that are in memory at once
+
+
+Attend = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def gradients_of(
+    attend: Attend, inputs: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor, ...], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """Return the results of `attend` and the gradients of q, k, v and inputs with gradients, by name."""
+    leaves = [x.detach().requires_grad_(set(GRADIENTS) <= set(names)) for x in inputs]
+    results = attend(*leaves)
+    smooth = results[: len(grads)]  # those without a gradient come last
+    found: Any = [torch.zeros_like(x) for x in leaves]
+    if results[0].requires_grad:  # naive attention over zero keys has no graph
+        found = torch.autograd.grad(smooth, leaves, [g.to(r.dtype) for g, r in zip(grads, smooth)])
+    return dict(zip(names, (*(r.detach() for r in results), *found)))
+
+
+def tangents_of(
+    attend: Attend, inputs: tuple[torch.Tensor, ...], along: tuple[torch.Tensor, ...], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """Return the tangents of the first results of `attend` along tangents of its inputs, by name with the prefix
+    `t`."""
+    found = torch.func.jvp(lambda *x: attend(*x)[: len(names)], inputs, along)[1]
+    return {f"t{name}": x for name, x in zip(names, found)}
+
+
+def exact_tangents(
+    attend: Attend,
+    inputs: tuple[torch.Tensor, ...],
+    along: tuple[torch.Tensor, ...],
+    mask: torch.Tensor,
+    weight: torch.Tensor | None,
+    names: tuple[str, ...],
+    operand: float,
+    of_lse: float,
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Return the tangents of naive attention in fp64, and the errors that the roundings of a fused forward mode add.
+
+    tO = P tV + tP V - tLSE * O. If a query sees few keys the last two terms cancel, and the rounding of the stored
+    output and of tP to the dtype of V remains. P is recomputed from the stored LSE, whose error of `of_lse` times the
+    LSE (half a unit in its last place in fp32) is a factor of P. `operand` is the relative error of products'
+    operands.
+    """
+    q, k, v, *rest = (x.double() for x in inputs)
+    whole = tuple(x.double() for x in along)
+    true = tangents_of(lambda *x: attend(*x[:3], mask, weight, *x[3:]), (q, k, v, *rest), whole, names)
+    out, lse, *_ = attend(q, k, v, mask, weight, *rest)
+    half = of_lse * lse.abs().nan_to_num(posinf=0.0) + operand
+    of_rows = {key: half * x.abs() for key, x in true.items() if key != "tout"}
+    less = (true["tlse"][..., None] * out).abs()
+    rounded = torch.finfo(inputs[0].dtype).eps / 2 * less
+    return true, {"tout": rounded}, {"tout": half[..., None] * (true["tout"].abs() + less), **of_rows}
+
+
+def exact(
+    attend: Attend,
+    inputs: tuple[torch.Tensor, ...],
+    mask: torch.Tensor,
+    grads: tuple[torch.Tensor, ...],
+    weight: torch.Tensor | None,
+    names: tuple[str, ...],
+    operand: float,
+    of_lse: float,
+    whole: bool,
+) -> tuple[dict[str, torch.Tensor], ...]:
+    """Return the results and gradients of naive attention in fp64, and the errors that two roundings of a
+    FlashAttention backward add to the gradients (see `_upstream`).
+
+    The query rows are computed in slices, so that large cases fit; all at once if `whole`.
+    """
+    q, *others = inputs
+    rest = [x.double().requires_grad_() for x in others]
+    rows = max(1, q.shape[2] if whole else TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * rest[0].shape[2]))
+    results = [name for name in names if name in ("out", *OUTPUTS)]
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in results}
+    # For the exact gradient, the error by delta and the error by the LSE: the slices of dq, and the sums of the others.
+    gradients: list[list[Any]] = [[[], *([0.0] * len(rest))] for _ in range(3)]
+    for start in range(0, max(1, q.shape[2]), rows):
+        at = slice(start, start + rows)
+        part = q[:, :, at].double().requires_grad_()
+        part_mask, part_weight = (
+            (mask[:, :, at] if mask.shape[2] > 1 else mask),
+            (None if weight is None else weight[:, :, at]),
+        )
+        made = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
+        smooth = made[: len(grads)]
+        upstream = _upstream(smooth, [g[:, :, at].double() for g in grads], q.dtype, operand, of_lse)
+        for sums, flowing in zip(gradients, upstream):
+            found = [torch.zeros_like(x) for x in (part, *rest)]
+            if smooth[0].requires_grad:  # attention over zero keys has no graph
+                given = torch.autograd.grad(smooth, (part, *rest), flowing, retain_graph=True, allow_unused=True)
+                found = [zero if x is None else x for zero, x in zip(found, given)]
+            sums[0].append(found[0])
+            sums[1:] = [total + x for total, x in zip(sums[1:], found[1:])]
+        for name, x in zip(results, made):
+            parts[name].append(x.detach())
+    whole_results = {key: sum(x) if key in OF_KEYS else torch.cat(x, 2) for key, x in parts.items()}
+    true, *rounded = (dict(zip(names[len(results) :], (torch.cat(dq, 2), *more))) for dq, *more in gradients)
+    return {**whole_results, **true}, *rounded
+
+
+def _upstream(
+    smooth: tuple[torch.Tensor, ...], grads: list[torch.Tensor], dtype: torch.dtype, operand: float, of_lse: float
+) -> tuple[Sequence[torch.Tensor], ...]:
+    """Return three sets of gradients of the results: the exact ones, and those whose effect on the inputs' gradients is
+    the error by delta and the error by the LSE.
+
+    dS = P (dP - delta) with delta = rowsum(O dO). A FlashAttention backward computes delta from the stored O,
+    separately from dP. If a query sees few keys the two cancel, and the rounding of delta remains, and that of dP by
+    `operand`, the relative error of products' operands. It recomputes P from the stored LSE and from a separate
+    product. Half a unit in the last place of each, in fp32, is a factor of P: `of_lse` times the LSE.
+    """
+    single = torch.finfo(torch.float32).eps
+    (out, lse, *_), (grad_out, *grad_rows) = smooth, grads
+    terms = out.detach() * grad_out
+    delta = (
+        (out.detach().to(dtype).double() * grad_out - terms).sum(-1)
+        + single * terms.abs().sum(-1)
+        + operand * terms.norm(dim=-1)
+    )
+    half = of_lse * lse.detach().abs().nan_to_num(posinf=0.0)
+    # dS = -P (ln P + H): ln P has the error `half`, and H is stored.
+    for entropy, grad_entropy in zip(smooth[2:], grad_rows[1:]):
+        delta += (half + single * entropy.detach()) * grad_entropy.abs()
+    return (
+        grads,
+        (torch.zeros_like(grad_out), delta, *map(torch.zeros_like, grad_rows[1:])),
+        (grad_out * half[..., None], *(grad * half for grad in grad_rows)),
+    )

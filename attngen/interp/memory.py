@@ -1,0 +1,247 @@
+"""Ops that load and store tiles and elements, on NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import numpy as np
+
+from attngen.errors import AttngenError
+from attngen.interp.numeric import compiled
+from attngen.interp.values import Evaluator, OutsideTensor, Program, Values, Window, applies, spread
+from attngen.ir.core import Access, Checks, Op
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, PADDED, axis_of, unpadded
+from attngen.ir.expr import Expr, symbol
+from attngen.ir.ops import (
+    KIND,
+    Append,
+    Base,
+    CacheLength,
+    CountTiles,
+    Gather,
+    ListPosition,
+    Load,
+    OrderedAccumulate,
+    OrderedAdd,
+    Scatter,
+    Store,
+)
+
+
+def keys_of(length: int, values: Mapping[str, Any]) -> int:
+    """The number of keys of a sequence that had `length` keys before the call (see CacheLength)."""
+    return min(int(values["Nc"]), max(0, int(length) + int(values["Nn"])))
+
+
+class MemoryOps(Evaluator):
+    """Ops that read and write tensors."""
+
+    def must_be_inside(self, op: Op, access: Access, at: int, start: int, end: int, length: int) -> None:
+        """Raise OutsideTensor unless start .. end is inside the tensor's dimension `at`, of this length."""
+        if not 0 <= start <= end <= length:
+            raise OutsideTensor(
+                f"@{self.kernel.name}: {KIND[type(op)]} %{op.name} goes to {start} .. {end} along dimension {at} of "
+                f"%{access.tensor}; expected 0 .. {length} at most, or a check"
+            )
+
+    def window(
+        self, op: Op, access: Access, checks: Checks, dims: tuple[str, ...], values: Values, cls: str
+    ) -> tuple[Window, Window]:
+        """The index of a tile of dimensions `dims` in the tensor, and the index in the tile of the part before each
+        checked end."""
+        inside = {axis for axis, when in checks if applies(when, cls)}
+        places: list[Any] = []
+        parts = {}
+        for at, (e, length) in enumerate(zip(access.index, values[access.tensor].shape)):
+            axis = axis_of(e)
+            if not axis:
+                number = int(self.expression(e, values))
+                self.must_be_inside(op, access, at, number, number + 1, length)
+                places.append(number)
+                continue
+            dim = AXIS_DIM[axis] if AXIS_DIM[axis] in dims else PADDED[AXIS_DIM[axis]]
+            start = values.get(f"{axis}_start", 0)
+            end = start + values[dim]
+            end = max(start, min(end, values[AXIS_EXTENT[axis]])) if axis in inside else end
+            further = 0 if e.is_Symbol else int(self.expression(e - symbol(axis), values))
+            if start < end:
+                self.must_be_inside(op, access, at, further + start, further + end, length)
+            places.append(slice(further + start, further + end))
+            parts[dim] = slice(0, end - start)
+        return tuple(places), tuple(parts[d] for d in dims)
+
+    def _axes(self, access: Access, dims: tuple[str, ...]) -> tuple[str, ...]:
+        """The dimensions of a tile in the order of the access, which differs for a transposed tile of scores."""
+        return tuple(d for e in access.index for d in dims if axis_of(e) and unpadded(d) == AXIS_DIM[axis_of(e)])
+
+    def _base(self, op: Base, values: Values, cls: str) -> Any:
+        """A view of the rows of one (batch, head), through which stores reach the tensor."""
+        places, _ = self.window(op, op.src, (), (), values, cls)
+        return values[op.src.tensor][places]
+
+    def _cache_length(self, op: CacheLength, values: Values, cls: str) -> int:
+        return keys_of(values[op.src.tensor][values["b"]], values)
+
+    def _load_pages(self, op: Load, values: Values, cls: str) -> Any:
+        """Rows by their pages; checked rows past the end are `other`."""
+        assert op.pages is not None
+        head, axis, column = op.src.index
+        rows, pages = values[f"{axis}_idx"], values[op.pages]
+        tensor = values[op.src.tensor]
+        inside = (rows < values[AXIS_EXTENT[str(axis)]]) & self.needed(op, values, cls)
+        if not any(a == str(axis) and applies(when, cls) for a, when in op.check):
+            self.must_be_inside(op, op.src, 2, int(rows.min()), int(rows.max()) + 1, values[AXIS_EXTENT[str(axis)]])
+        if inside.any():
+            self.must_be_inside(op, op.src, 0, int(pages[inside].min()), int(pages[inside].max()) + 1, len(tensor))
+        tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
+        first = values.get(f"{axis_of(column)}_start", 0)
+        read = tensor[
+            pages[inside],
+            int(self.expression(head, values)),
+            rows[inside] % tensor.shape[2],
+            first : first + tile.shape[1],
+        ]
+        tile[inside, : read.shape[1]] = read
+        return tile
+
+    def _load(self, op: Load, values: Values, cls: str) -> Any:
+        if op.pages:
+            return self._load_pages(op, values, cls)
+        places, part = self.window(op, op.src, op.check, op.type.dims, values, cls)
+        read = values[op.src.tensor][places]
+        if not op.type.dims:
+            return self.tile(read, op.type, values)
+        tile = np.full(self.shape(op.type.dims, values), compiled(op.other)(values), self.dtypes[op.type.dtype])
+        tile[part] = spread(read, self._axes(op.src, op.type.dims), op.type.dims)
+        rows = self.needed(op, values, cls)
+        if rows is not True:
+            others = ~spread(rows, (AXIS_DIM[self.kernel.loop_axis],), op.type.dims)
+            tile[np.broadcast_to(others, tile.shape)] = compiled(op.other)(values)
+        return tile
+
+    def needed(self, op: Load, values: Values, cls: str) -> Any:
+        """A mask of the rows of a checked tile that are in the range of the load's `needed`, or True for all rows."""
+        axis = self.kernel.loop_axis
+        if not op.needed or not applies(dict(op.check)[axis], cls):
+            return True
+        ((first, end),) = (tuple(int(self.expression(e, values)) for e in pair) for pair in op.needed)
+        return (values[f"{axis}_idx"] >= first) & (values[f"{axis}_idx"] < end)
+
+    def _store(self, op: Store, values: Values, cls: str) -> None:
+        if op.first_along and values[f"{op.first_along}_start"]:
+            return None
+        if op.by == "distance":
+            return self._store_distances(op, values)
+        dims = self.dims[op.value]
+        places, part = self.window(op, op.dst, op.check, dims, values, cls)
+        written = values[op.value][part] if dims else values[op.value]
+        values[op.dst.tensor][places] = spread(written, dims, self._axes(op.dst, dims))
+        return None
+
+    def _append(self, op: Append, values: Values, cls: str) -> None:
+        """Write each row to the row that `rows` names, of its sequence or of a page, if that is below Nc."""
+        *heads, axis, _ = op.dst.index
+        tensor, rows = values[op.dst.tensor], values[op.rows]
+        inside = (values[f"{axis}_idx"] < values[AXIS_EXTENT[str(axis)]]) & (rows >= 0) & (rows < values["Nc"])
+        places: list[Any] = [int(self.expression(e, values)) for e in heads]
+        if op.pages:
+            places = [values[op.pages][inside], *places, rows[inside] % tensor.shape[2]]
+        else:
+            places.append(rows[inside])
+        tensor[tuple(places)] = values[op.value][inside, : tensor.shape[3]]
+
+    def add_in_order(self, op: OrderedAdd | OrderedAccumulate, values: Values, cls: str) -> Program:
+        """Add a tile when the semaphore has the op's order; pause until then."""
+        assert op.semaphore is not None and op.order is not None
+        order = yield from self.wait_for_order(op.semaphore, op.order, values)
+        self._ordered_add(op, values, cls, order == 0)
+        if isinstance(op, OrderedAdd) or op.ends:
+            self.release(op.semaphore, values)
+        return values
+
+    def wait_for_order(self, semaphore: Access, e: Expr, values: Values) -> Generator[None, None, int]:
+        """Pause until the semaphore has the program's order, and return it."""
+        semaphores, at = self.semaphore_at(semaphore, values)
+        order = int(self.expression(e, values))
+        while semaphores[at] != order:
+            if semaphores[at] > order:
+                raise AttngenError(
+                    f"@{self.kernel.name}: the semaphore in %{semaphore.tensor} is {semaphores[at]}, and a program has "
+                    f"order {order}; expected {semaphores[at]} or more"
+                )
+            yield
+        return order
+
+    def semaphore_at(self, access: Access, values: Values) -> tuple[Any, tuple[int, ...]]:
+        """The tensor of semaphores, and the index of the semaphore of a tile."""
+        tensor, index = self.kernel.through(access)
+        return values[tensor.name], tuple(int(self.expression(e, values)) for e in index)
+
+    def release(self, semaphore: Access, values: Values) -> None:
+        """Increment a semaphore, so that the next program may go on."""
+        semaphores, at = self.semaphore_at(semaphore, values)
+        semaphores[at] += 1
+
+    def _ordered_add(self, op: OrderedAdd | OrderedAccumulate, values: Values, cls: str, first: bool) -> None:
+        dims = self.dims[op.value]
+        places, part = self.window(op, op.dst, op.check, dims, values, cls)
+        written = spread(values[op.value][part], dims, self._axes(op.dst, dims))
+        values[op.dst.tensor][places] = written if first else values[op.dst.tensor][places] + written
+
+    def _store_distances(self, op: Store, values: Values) -> None:
+        """Store sums of a tile of scores by distance, key minus query, at index distance + Nq in rows of the program.
+
+        In each row a tile has BLOCK_KV elements, so that no two tiles of a program write one element: the BLOCK_KV
+        distances from that of its corner on are in the first row, the BLOCK_KV distances before these in the next row,
+        and so on.
+        """
+        n_q, n_kv, block_q, block_kv = (values[name] for name in ("Nq", "Nk", "BLOCK_Q", "BLOCK_KV"))
+        distance = np.arange(block_kv) - np.arange(block_q)[:, None]  # less the corner's
+        sums = np.zeros(((block_q + block_kv - 2) // block_kv + 1, block_kv))
+        np.add.at(sums, (-(distance // block_kv), distance % block_kv), values[op.value])
+        parts = values[op.dst.tensor][self.window(op, op.dst, (), (), values, "")[0]]
+        for row, of_row in enumerate(sums, values["q_start"] // block_q * len(sums)):
+            index = values["kv_start"] - values["q_start"] + n_q - row % len(sums) * block_kv + np.arange(block_kv)
+            inside = (index >= 0) & (index < n_q + n_kv)
+            parts[row, index[inside]] = of_row[inside]
+
+    def places(
+        self, op: Gather | Scatter, access: Access, dims: tuple[str, ...], values: Values
+    ) -> tuple[tuple[Any, ...], Any]:
+        """The tensor indices of the elements of a tile where the condition holds, and the condition for all of them."""
+        shape = self.shape(dims, values)
+        inside = np.broadcast_to(self.expression(op.where, values, dims, op.uses), shape)
+        found = []
+        for at, (e, length) in enumerate(zip(access.index, values[access.tensor].shape)):
+            index = np.broadcast_to(self.expression(e, values, dims, op.uses), shape)[inside]
+            if index.size:
+                self.must_be_inside(op, access, at, int(index.min()), int(index.max()) + 1, length)
+            found.append(index)
+        return tuple(found), inside
+
+    def _gather(self, op: Gather, values: Values, cls: str) -> Any:
+        places, inside = self.places(op, op.src, op.type.dims, values)
+        tile = np.zeros(inside.shape, self.dtypes[op.type.dtype])
+        tile[inside] = values[op.src.tensor][places]
+        return tile if op.type.dims else self.tile(tile, op.type, values)
+
+    def _scatter(self, op: Scatter, values: Values, cls: str) -> None:
+        places, inside = self.places(op, op.dst, self.dims[op.value], values)
+        written = np.asarray(values[op.value])[inside]
+        if op.op == "put":
+            values[op.dst.tensor][places] = written
+        else:
+            {"add": np.add, "min": np.minimum, "max": np.maximum}[op.op].at(values[op.dst.tensor], places, written)
+
+    def _count_tiles(self, op: CountTiles, values: Values, cls: str) -> int:
+        *place, axis = op.src.index
+        row = values[op.src.tensor][tuple(int(self.expression(e, values)) for e in place)]
+        return int((row[:: values[AXIS_DIM[axis_of(axis)]]] <= self.expression(op.most, values)).sum())
+
+    def _list_position(self, op: ListPosition, values: Values, cls: str) -> int:
+        ranks, ratio = values[op.src], self.tiles_in_a_block(self.kernel.ranked_axis(op), values)
+        block, rest = divmod(int(self.expression(op.tile, values)), ratio)
+        before = int(ranks[block])
+        listed = rest > 0 and ranks[block + 1] > before  # the tile's block is listed
+        return before * ratio + (rest if listed else 0)

@@ -1,0 +1,435 @@
+"""Kernels: a typed facade over a networkx graph of ops.
+
+The graph's nodes are names of ops; its edges run from an operand to its users. Ops are in blocks: `entry`, one for each
+loop body, and one for each warp group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import networkx as nx
+
+from attngen.errors import VerifyError
+from attngen.ir.core import Access, Block, Op, Type, WarpGroup
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER, OWN
+from attngen.ir.expr import Expr, floordiv, symbol
+from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS, GridAxis, KVSplit
+from attngen.ir.names import block_lists
+from attngen.ir.ops import (
+    Arg,
+    Base,
+    CacheLength,
+    CountTiles,
+    Deinterleave,
+    Dot,
+    DropoutMask,
+    Gather,
+    GridDependencyWait,
+    Interleave,
+    ListPosition,
+    Load,
+    Loop,
+    Map,
+    OrderedAdd,
+    Scatter,
+    SoftmaxStep,
+    Store,
+)
+from attngen.ir.pipe import ConsumerWait, Rematerialize, SliceRows
+from attngen.ir.pipe_control import PipelinedLoop, WorkLoop, bodies_of
+
+
+@cache
+def _written_out(e: Expr, named: tuple[tuple[Expr, Expr], ...]) -> Expr:
+    """Replace named scalars in an expression by the expressions that they stand for. Cached, because nested Min and Max
+    are slow in sympy."""
+    replacements = dict(named)
+    for _ in named:  # a name may stand for an expression with other names, but never for itself
+        e = e.xreplace(replacements) if replacements.keys() & e.free_symbols else e
+    return e
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One GPU kernel: its launch grid and its ops, in blocks. The roles of its arguments say which tensors it reads
+    (`in`), writes (`out`) and both (`inout`).
+
+    axis: the axis, q or kv, of whose tiles each program has one or, in the FlashAttention-1 loop order, all.
+    pack_gqa: the rows of a tile are the queries of all heads of a group, head after head. The scalar `queries` is their
+    number in one head.
+    about: a sentence about the kernel, printed above it.
+    backend: the backend of a warp-specialized kernel; empty for other kernels (see Module.warp_specialized).
+    ctas_per_sm: resident programs per SM of a warp-specialized kernel.
+    of: the kernel that a warp-specialized one with a name of its own stands in for.
+    kv_split: how the keys of sequences are split among this kernel's programs, whose grid then has the axis `kv_split`,
+    or among those of the kernel whose splits it combines.
+    launches_dependents: programs of the next launch may start while this kernel's programs run, on devices that support
+    it (NVIDIA: programmatic dependent launch). They see what it stores after a GridDependencyWait.
+    """
+
+    name: str
+    grid: tuple[GridAxis, ...]
+    blocks: tuple[Block, ...]
+    axis: str = ""
+    pack_gqa: bool = False
+    about: str = ""
+    backend: str = ""
+    ctas_per_sm: int = 1
+    of: str = ""
+    kv_split: KVSplit | None = None
+    launches_dependents: bool = False
+
+    @property
+    def stands_for(self) -> str:
+        """The name of the kernel that a warp-specialized one stands in for; for other kernels their own name."""
+        return self.of or self.name
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[str]:
+        """The ops by name, with edges operand -> user. Raises VerifyError for a name that is defined twice or never."""
+        graph: nx.DiGraph[str] = nx.DiGraph(name=self.name)
+        for block in self.blocks:
+            for op in block.ops:
+                if op.name in graph:
+                    raise VerifyError("defined-once", f"%{op.name} is defined twice in @{self.name}", "")
+                graph.add_node(op.name, op=op, block=block.name, order=len(graph))
+        for block in self.blocks:
+            for op in block.ops:
+                for ref in op.operands():
+                    source = ref.split(".")[0]
+                    if source not in graph:
+                        raise VerifyError(
+                            "defined", f"%{op.name} in @{self.name} reads %{ref}, which nothing defines", ""
+                        )
+                    graph.add_edge(source, op.name)
+        return graph
+
+    def op(self, ref: str) -> Op:
+        """The op that defines a value."""
+        op: Op = self.graph.nodes[ref.split(".")[0]]["op"]
+        return op
+
+    def block(self, name: str) -> Block:
+        return next(b for b in self.blocks if b.name == name)
+
+    def walk(self, block: str) -> list[Op]:
+        """The block's ops in the order written, but each after its operands."""
+        inside = self.graph.subgraph(op.name for op in self.block(block).ops)
+        order = nx.lexicographical_topological_sort(inside, key=lambda n: inside.nodes[n]["order"])
+        return [self.graph.nodes[name]["op"] for name in order]
+
+    def ops(self) -> Iterable[Op]:
+        return (op for block in self.blocks for op in block.ops)
+
+    def type_of(self, ref: str) -> Type:
+        """The type of a value. A field of a loop has the type of its initial value."""
+        op, field = self.op(ref), ref.partition(".")[2]
+        if isinstance(op, (Loop, PipelinedLoop)):
+            return self.type_of(dict(op.carry)[field])
+        return op.results()[field]
+
+    @cached_property
+    def named(self) -> tuple[tuple[Expr, Expr], ...]:
+        """The kernel's named integer scalars, each with its expression; for a position in a block list, the tile at
+        that position."""
+        scalars = (
+            op
+            for op in self.ops()
+            if isinstance(op, (Map, ListPosition)) and op.type.dtype == "i32" and not op.type.dims
+        )
+        return tuple((symbol(op.name), op.tile if isinstance(op, ListPosition) else op.expr) for op in scalars)
+
+    def resolve(self, e: Expr) -> Expr:
+        """An expression with the kernel's named integer scalars written out."""
+        return _written_out(e, self.named)
+
+    def accessed(self, op: Base | CountTiles | CacheLength | Load | Store) -> tuple[Op, tuple[Expr, ...]]:
+        """The argument that an op's access reads or writes, and all indices. With a `base`, its indices come first."""
+        return self.through(op.dst if isinstance(op, Store) else op.src)
+
+    def through(self, access: Access) -> tuple[Op, tuple[Expr, ...]]:
+        """The argument that an access refers to, and all indices. With a `base`, its indices come first."""
+        source = self.op(access.tensor)
+        if isinstance(source, Base):
+            return self.op(source.src.tensor), source.src.index + access.index
+        return source, access.index
+
+    def wait_of(self, ref: str) -> ConsumerWait | None:
+        """The consumer_wait of a tile in a pipeline, also through rematerialize and slice_rows; else None."""
+        op = self.op(ref)
+        while isinstance(op, (Rematerialize, SliceRows)):
+            op = self.op(op.value)
+        return op if isinstance(op, ConsumerWait) else None
+
+    def ranked_axis(self, op: ListPosition) -> str:
+        """The axis of the tile whose position in a block list an op computes."""
+        row = self.op(op.src)
+        return "kv" if isinstance(row, Base) and row.src.tensor in block_lists("q", True) else "q"
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names in expressions that are not values: variables of loops and of the grid, and letters of axes."""
+        flags = {REVERSED_GROUP for axis in self.grid if axis.reversed_group} | (
+            {MEMBER} if self.takes_heads else set()
+        )
+        flags |= {*SPLIT_SYMBOLS} if self.kv_split else set()
+        return frozenset({loop.var for loop in self.loops} | {axis.var for axis in self.grid} | flags | set(AXIS_DIM))
+
+    def scalars_of(self, op: Op) -> set[str]:
+        """The scalars in an op's expressions that are not among its operands, such as bounds of loops."""
+        named = op.symbols - {symbol for symbol, _ in getattr(op, "uses", ())} - self.variables
+        return {name for name in named if name in self.graph}
+
+    def only_known(self, op: Op) -> bool:
+        """Whether a load is read by no op: then only facts of masks name it, and it is not printed."""
+        return isinstance(op, (Gather, Load)) and not self.graph.out_degree(op.name)
+
+    def loops_around(self, block: str) -> list[Loop]:
+        """The loops around a block, from the innermost out. If several loops share a body, the first of them."""
+        found = []
+        while loop := next((loop for loop in self.loops if loop.body == block), None):
+            found.append(loop)
+            block = self.graph.nodes[loop.name]["block"]
+        return found
+
+    def within(self, block: str) -> Iterator[Op]:
+        """The ops of a block and of the bodies that they run."""
+        for op in self.block(block).ops:
+            yield op
+            for body in bodies_of(op):
+                yield from self.within(body)
+
+    @cached_property
+    def warp_groups(self) -> tuple[Block, ...]:
+        """The blocks of warp groups, in the order written."""
+        return tuple(block for block in self.blocks if block.warp_group)
+
+    def block_of(self, op: Op) -> Block:
+        return self.block(self.graph.nodes[op.name]["block"])
+
+    def warp_group_of(self, op: Op) -> WarpGroup | None:
+        """The warp group that runs an op; None for ops before the warp groups."""
+        return next(
+            (block.warp_group for block in self.warp_groups if any(o is op for o in self.within(block.name))), None
+        )
+
+    @cached_property
+    def sharing_warp_group(self) -> WarpGroup:
+        """The warp group whose instances share the rows of the program's tile."""
+        return next(block.warp_group for block in self.warp_groups if block.warp_group and block.warp_group.rows)
+
+    @cached_property
+    def args(self) -> list[Arg]:
+        return [op for op in self.block("entry").ops if isinstance(op, Arg)]
+
+    @cached_property
+    def loops(self) -> list[Loop]:
+        return [op for op in self.ops() if isinstance(op, Loop)]
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether its programs may start before the previous launch has ended, and wait for that end."""
+        return any(isinstance(op, GridDependencyWait) for op in self.ops())
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its programs may run concurrently with those of the previous or of the next launch."""
+        return self.launches_dependents or self.waits
+
+    @cached_property
+    def combines_splits(self) -> bool:
+        """Whether it combines the partial results of the splits of a sequence."""
+        return any(loop.var == "combined" for loop in self.loops)
+
+    @cached_property
+    def dots(self) -> tuple[Dot, ...]:
+        """Its matrix products, in the order written."""
+        return tuple(op for op in self.ops() if isinstance(op, Dot))
+
+    @cached_property
+    def storing(self) -> frozenset[str]:
+        """The blocks that store something, directly or in a loop inside."""
+        found = {block.name for block in self.blocks if any(isinstance(op, (Scatter, Store)) for op in block.ops)}
+        for loop in reversed(self.loops):
+            found |= {self.graph.nodes[loop.name]["block"]} if loop.body in found else set()
+        return frozenset(found)
+
+    @cached_property
+    def rewriting(self) -> frozenset[str]:
+        """The blocks in which a tensor is both loaded and stored."""
+        arg = {op.name: op.src.tensor if isinstance(op, Base) else op.name for op in self.ops()}
+        found = set()
+        for block in self.blocks:
+            loaded = {arg[op.src.tensor] for op in block.ops if isinstance(op, Load)}
+            found |= {block.name for op in block.ops if isinstance(op, Store) and arg[op.dst.tensor] in loaded}
+        return frozenset(found)
+
+    @cached_property
+    def adds_in_order(self) -> bool:
+        """Whether its programs add to a tensor in order. Such a kernel runs only warp-specialized, because TMA does the
+        additions."""
+        return any(isinstance(op, OrderedAdd) for op in self.ops())
+
+    @cached_property
+    def shared_columns(self) -> GridAxis | None:
+        """The axis of the grid along which programs split the head_dim of a sum; None if each program has all of it."""
+        return next((axis for axis in self.grid if axis.var in OWN), None)
+
+    @cached_property
+    def takes_heads(self) -> bool:
+        """Whether its programs process several query heads of a group one after another."""
+        return any(isinstance(op, (Loop, PipelinedLoop)) and op.heads for op in self.ops())
+
+    @cached_property
+    def is_persistent(self) -> bool:
+        return any(isinstance(op, WorkLoop) for op in self.ops())
+
+    @cached_property
+    def round_robin(self) -> frozenset[str]:
+        """The pipelines by whose stages instances of a warp group split the iterations of a loop."""
+        return frozenset(op.round_robin for op in self.ops() if isinstance(op, PipelinedLoop) and op.round_robin)
+
+    @cached_property
+    def of_heads(self) -> Loop | None:
+        """The loop over the query heads of a group around the loops over tiles, or None."""
+        return next((loop for loop in self.loops if loop.var == MEMBER), None)
+
+    @cached_property
+    def has_groups(self) -> bool:
+        """Whether its programs have a K/V head and loop over query heads of its group."""
+        return any(MEMBER in loop.variables for loop in self.loops)
+
+    @cached_property
+    def has_dropout(self) -> bool:
+        return any(isinstance(op, DropoutMask) for op in self.ops())
+
+    @cached_property
+    def of_entropy(self) -> bool:
+        """Whether it computes entropies of queries, or gradients from these."""
+        return not {"ENTROPY", "DENTROPY2"}.isdisjoint(arg.name for arg in self.args)
+
+    @cached_property
+    def normalises(self) -> bool:
+        """Whether it keeps the running maximum of the softmax."""
+        return any(isinstance(op, SoftmaxStep) for op in self.ops())
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether its keys are in a cache, in which each sequence has its own number of keys."""
+        return any(isinstance(op, CacheLength) for op in self.ops())
+
+    def zeroes_past_end(self, op: Load | Map) -> bool:
+        """Whether the rows of a tile past the end of the sequence in a cache are set to zero, because they are summed
+        with others. For a tile dequantised from 8-bit numbers and scales, its own rows are set to zero, not those of
+        its operands."""
+        if not self.reads_cache or op.type.dims[:1] != ("BLOCK_KV",):
+            return False
+        summed = [dot for dot in self.dots if dot.over == "BLOCK_KV"]
+        if isinstance(op, Map):
+            return any(op.name == dot.b for dot in summed) and any(
+                isinstance(self.op(ref), Interleave) for ref in op.operands()
+            )
+        return (
+            any(self.multiplies(dot, op) and not isinstance(self.op(dot.b), Map) for dot in summed)
+            and "kv" in op.src.axes()
+        )
+
+    def multiplies(self, dot: Dot, op: Op) -> bool:
+        """Whether a product has a value as an operand: directly, through the numbers of its 8-bit pairs, or as a scale
+        of these."""
+        return any(op.name in self._sources(ref) for ref in (dot.a, dot.b))
+
+    def _sources(self, ref: str) -> set[str]:
+        op = self.op(ref)
+        if isinstance(op, Deinterleave):
+            return {op.value.split(".")[0] if self.type_of(op.value).quantised else op.name}
+        if isinstance(op, Interleave):
+            return self._sources(op.a)
+        if isinstance(op, Map) and any(isinstance(self.op(used), Interleave) for _, used in op.uses):
+            return set().union(*(self._sources(used) for _, used in op.uses))
+        return {op.name}
+
+    @cached_property
+    def tile_page(self) -> int:
+        """The keys of a page, if it reads one page number per tile, so that tiles must divide pages; else 0."""
+        found = (
+            op for op in self.ops() if isinstance(op, Gather) and op.src.tensor == "PAGE_TABLE" and not op.type.dims
+        )
+        return next((int(e.args[1]) for op in found for e in op.src.index if isinstance(e, floordiv)), 0)
+
+    @cached_property
+    def reads_quantised(self) -> bool:
+        """Whether it reads packed pairs of 8-bit numbers."""
+        return any(isinstance(op, Load) and op.type.quantised for op in self.ops())
+
+    @property
+    def rotates(self) -> bool:
+        """Whether its q and k have two tensors each: columns of the latent, and rotated columns."""
+        return any(arg.name == "K_ROPE" for arg in self.args)
+
+    @cached_property
+    def reads_pairs(self) -> bool:
+        """Whether its mask or modifiers read an element for each score."""
+        return bool(self.of_pairs)
+
+    @cached_property
+    def looks_up(self) -> bool:
+        """Whether all elements that are read for each score are gathered from tables at computed indices."""
+        return self.reads_pairs and all(isinstance(op, Gather) for op in self.of_pairs)
+
+    @cached_property
+    def of_pairs(self) -> list[Gather | Load]:
+        """The loads and gathers of one element for each score."""
+        return [
+            op for op in self.ops() if isinstance(op, (Gather, Load)) and set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"}
+        ]
+
+    @cached_property
+    def writes(self) -> frozenset[str]:
+        """The tensors that it only writes."""
+        return frozenset(arg.name for arg in self.args if arg.role == "out")
+
+    @property
+    def counts_pairs(self) -> bool:
+        """Whether it evaluates a data-dependent mask ahead of the other kernels, and counts the visible pairs of each
+        block."""
+        return "COUNT" in self.writes
+
+    @cached_property
+    def prepares(self) -> bool:
+        """Whether it computes tensors for other kernels from a call's integers: all of its arguments are integers."""
+        return all(arg.type.dtype == "i32" for arg in self.args)
+
+    @property
+    def visits_all_tiles(self) -> bool:
+        """Whether each program visits all tiles of the program axis (the FlashAttention-1 loop order). In other kernels
+        the grid gives each program one tile."""
+        return self.grid[0].var not in AXIS_EXTENT
+
+    @cached_property
+    def program_axis(self) -> str:
+        """The axis, q or kv, of whose tiles a program has one: `axis`, or else the axis of the grid or of the loop of
+        class `all`."""
+        return self.axis or self.tiled_axis
+
+    @property
+    def loop_axis(self) -> str:
+        """The other axis, over whose tiles its loops run."""
+        return "kv" if self.program_axis == "q" else "q"
+
+    @cached_property
+    def tiled_axis(self) -> str:
+        """The axis of tiles along the grid, or of a loop of class `all`; empty if there is none. If there are two, it
+        is `axis`."""
+        axes = [self.grid[0].var, *(loop.var for loop in self.loops if loop.cls == "all")]
+        found = [axis for axis in axes if axis in AXIS_EXTENT]
+        return self.axis if self.axis in found else next(iter(found), "")
+
+    def rewrite(self, change: Callable[[str, Op], Iterable[Op]]) -> Kernel:
+        """A kernel with every op replaced by the ops that change(block name, op) returns; the same object if nothing
+        changes."""
+        blocks = tuple(replace(b, ops=tuple(n for op in b.ops for n in change(b.name, op))) for b in self.blocks)
+        return self if blocks == self.blocks else replace(self, blocks=blocks)

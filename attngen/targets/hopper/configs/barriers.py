@@ -1,0 +1,136 @@
+"""How the pipelines of a warp-specialized kernel map to barriers: which warp groups wait where, and which barriers are
+named ones.
+
+A stage that the producer fills has an mbarrier that says when it is full. The release of a stage is signalled by a
+named barrier, or, in pipelines with `mbarrier_release`, by a second mbarrier that counts arrivals.
+"""
+
+from __future__ import annotations
+
+from attngen.ir.core import Block
+from attngen.ir.kernel import Kernel
+from attngen.ir.ops import OrderedAdd
+from attngen.ir.pipe import ConsumerRelease, ConsumerWait, Pipeline, ProducerStore, Wgmma, ZeroOutOfBounds
+from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier, SemaphoreAcquire, WorkLoop
+
+EXCHANGING = 2  # warp groups that exchange tiles of P through a pipeline
+
+
+def ping_pong_barriers(kernel: Kernel) -> int:
+    """Number of warp groups that issue their matrix products in ping-pong order: each has a named barrier."""
+    found = (
+        b.warp_group
+        for b in kernel.warp_groups
+        if b.warp_group and any(isinstance(op, SchedulerBarrier) for op in kernel.within(b.name))
+    )
+    return sum(warp_group.instances for warp_group in found)
+
+
+def mma_warp_groups(kernel: Kernel) -> list[str]:
+    """The warp groups that issue matrix products."""
+    return [
+        warp_group.name
+        for warp_group in kernel.warp_groups
+        if any(isinstance(op, Wgmma) for op in kernel.within(warp_group.name))
+    ]
+
+
+def zeroing_warp_groups(kernel: Kernel) -> list[str]:
+    """The warp groups that zero rows past the end. The warps of each meet at a named barrier, because a product reads
+    what all of them have zeroed."""
+    return [
+        warp_group.name
+        for warp_group in kernel.warp_groups
+        if any(isinstance(op, ZeroOutOfBounds) for op in kernel.within(warp_group.name))
+    ]
+
+
+def instances_of(kernel: Kernel, pipeline: Pipeline) -> int:
+    """Number of copies of a pipeline: one per instance of the warp group that it names, else 1."""
+    return next(
+        (b.warp_group.instances for b in kernel.warp_groups if b.warp_group and b.name == pipeline.per_instance), 1
+    )
+
+
+def stored_pipelines(kernel: Kernel) -> dict[str, bool]:
+    """The pipelines that warp groups fill from registers, except exchanges of P -> whether another warp group consumes
+    the tile."""
+    stores = {
+        op.pipeline: warp_group.name
+        for warp_group in kernel.warp_groups
+        for op in kernel.within(warp_group.name)
+        if isinstance(op, ProducerStore)
+    }
+    waits = {
+        op.pipeline: warp_group.name
+        for warp_group in kernel.warp_groups
+        for op in kernel.within(warp_group.name)
+        if isinstance(op, ConsumerWait)
+    }
+    exchanges = {op.name for op in kernel.ops() if isinstance(op, Pipeline) and op.exchange}
+    return {
+        pipeline: waits.get(pipeline) != warp_group
+        for pipeline, warp_group in stores.items()
+        if pipeline not in exchanges
+    }
+
+
+def named_barriers_per_stage(kernel: Kernel, pipeline: str) -> int:
+    """Number of named barriers per stage of a pipeline.
+
+    An exchange of P has one for each of its two warp groups. A tile that instances of one warp group store and read has
+    one per instance. Any other pipeline has one if its stages are reused, unless mbarriers say when a stage is full and
+    when it is free: those of a tile that another warp group reads, and of `mbarrier_release`.
+    """
+    stored, of = stored_pipelines(kernel), kernel.op(pipeline)
+    if isinstance(of, Pipeline) and of.exchange:
+        return EXCHANGING
+    if pipeline in stored:
+        return 0 if stored[pipeline] else kernel.sharing_warp_group.instances
+    return int(is_reused(kernel, pipeline) and not release_arrivals(kernel, pipeline))
+
+
+def release_arrivals(kernel: Kernel, name: str) -> int:
+    """Number of arrivals that free a stage of a pipeline with `mbarrier_release`; 0 where a named barrier frees it."""
+    pipeline = kernel.op(name)
+    if not isinstance(pipeline, Pipeline) or not pipeline.mbarrier_release:
+        return 0
+    consumers = [
+        warp_group.warp_group.instances
+        for warp_group in kernel.warp_groups
+        if warp_group.warp_group and consumes(kernel, warp_group, name)
+    ]
+    return 1 if pipeline.per_instance else sum(consumers)
+
+
+def is_consumed_in_loop(kernel: Kernel, pipeline: str) -> bool:
+    """Whether a pipeline is consumed once per tile of a loop, rather than once per work tile."""
+    steps = {op.step for op in kernel.ops() if isinstance(op, PipelinedLoop)}
+    return any(
+        isinstance(op, ConsumerWait) and op.pipeline == pipeline for step in steps for op in kernel.block(step).ops
+    )
+
+
+def acquire_of(kernel: Kernel, add: OrderedAdd) -> SemaphoreAcquire | None:
+    """The semaphore acquire that precedes this accumulation, before its tile is consumed; None where the accumulation
+    itself waits."""
+    ops = kernel.block_of(add).ops
+    return next((op for op in ops if isinstance(op, SemaphoreAcquire) and op.semaphore == add.semaphore), None)
+
+
+def consumes(kernel: Kernel, warp_group: Block, pipeline: str) -> bool:
+    """Whether a warp group consumes from a pipeline: tiles, or the coordinates of work tiles."""
+    return any(
+        op.pipeline == pipeline and not (isinstance(op, WorkLoop) and op.fetches)
+        for op in kernel.within(warp_group.name)
+        if isinstance(op, (ConsumerWait, WorkLoop))
+    )
+
+
+def is_reused(kernel: Kernel, pipeline: str) -> bool:
+    """Whether the stages of a pipeline are released and filled again."""
+    users = [kernel.op(name) for name in kernel.graph.successors(pipeline)]
+    waited = [
+        kernel.op(name) for op in users if isinstance(op, ConsumerWait) for name in kernel.graph.successors(op.name)
+    ]
+    return any(isinstance(op, WorkLoop) for op in users) or any(isinstance(op, ConsumerRelease) for op in waited)

@@ -1,0 +1,40 @@
+"""The metadata of a work tile: the integers that a persistent kernel's producer passes to the other warp groups with
+each tile that it fetches."""
+
+from __future__ import annotations
+
+from attngen.ir.dims import AXIS_DIM
+from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
+from attngen.ir.kernel import Kernel
+from attngen.ir.pipe_control import WorkLoop
+
+WORK_STAGES = 2  # of the pipeline of work tiles
+
+
+def tile_scalars(kernel: Kernel) -> list[str]:
+    """The integers computed from a tile's coordinates that warp groups read. The warp group that fetches tiles computes
+    them, and passes them along with the coordinates."""
+    tile = next((op.of for op in kernel.ops() if isinstance(op, WorkLoop)), "")
+    read = {
+        name
+        for block in kernel.blocks
+        if block.name != tile
+        for op in block.ops
+        for name in (*op.operands(), *kernel.scalars_of(op))
+    }
+    ops = [op for op in kernel.block(tile).ops if op.name in read and not kernel.only_known(op)] if tile else []
+    return [op.name for op in ops if not op.results()[""].dims and op.results()[""].dtype == "i32"]
+
+
+def tile_coordinates(kernel: Kernel) -> list[str]:
+    """The variables that say where a program's tile is, and whether its head is reversed within its group. The first is
+    never negative."""
+    axes = [f"{axis.var}_start" if axis.var in AXIS_DIM else axis.var for axis in kernel.grid]
+    # among the KV splits of all sequences, the first one of the tile's
+    split = [SPLIT_SYMBOLS[-1]] if kernel.kv_split else []
+    return [*axes, *split, *([REVERSED_GROUP] if kernel.grid[0].reversed_group else [])]
+
+
+def tile_metadata(kernel: Kernel) -> list[str]:
+    """All integers that are passed for a tile: its coordinates, and what is computed from them."""
+    return [*tile_coordinates(kernel), *tile_scalars(kernel)]

@@ -1,0 +1,154 @@
+"""Builds the views of TMA stores, and of accumulation in semaphore order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attngen.ir.core import Access, Block
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, MEMBER
+from attngen.ir.expr import select, symbol
+from attngen.ir.grid import REVERSED_GROUP
+from attngen.ir.ops import Arg, Base, OrderedAccumulate, OrderedAdd
+from attngen.ir.pipe import ConsumerWait, TmaStore, TmaStoreWait
+from attngen.ir.pipe_control import PipelinedLoop, SemaphoreAcquire, SemaphoreRelease
+from attngen.targets.hopper.configs.barriers import acquire_of
+from attngen.targets.hopper.configs.sm90 import ROWS
+from attngen.targets.hopper.printing.pipeline_views import PipelineContext
+
+
+class StoreContext(PipelineContext):
+    """Builds the views of ops that write outputs."""
+
+    def _polls_ahead(self, block: Block) -> bool:
+        """Whether a warp group adds to tiles in semaphore order, and polls the next tile's semaphore while it adds."""
+        return any(
+            isinstance(op, OrderedAdd) and not acquire_of(self.kernel, op) for op in self.kernel.within(block.name)
+        )
+
+    def _ordered_add(self, op: OrderedAdd | OrderedAccumulate, cls: str) -> dict[str, Any]:
+        """The parts of a tile that the copy engine adds, their place, and the program's semaphore ticket."""
+        wait = self.kernel.op(op.value)
+        assert isinstance(wait, ConsumerWait)
+        assert isinstance(op, OrderedAdd)  # ordered_accumulate became tma_store
+        rows, columns = self._part(op)
+        moved, column = (f" + piece * {ROWS}", "0") if rows == str(ROWS) else ("", f"piece * {columns}")
+        text = self._shared_stage(wait.pipeline)
+        tiles = self._tiles_of(self.pipelines[wait.pipeline])
+        first = f"{tiles} * {text['stage']} + piece" if text["stage"] else "piece"
+        tile = {
+            **text,
+            "pieces": tiles,
+            "tensor": op.dst.tensor,
+            "place": self._place(op.dst, moved, column),
+            "buffer": first,
+        }
+        if acquire_of(self.kernel, op):
+            return {**tile, "acquired": True}
+        assert op.semaphore is not None and op.order is not None
+        start, ahead, rows = f"{self.loop}_start", self._next_start(), AXIS_DIM[self.loop]
+        clamped = (
+            f"gl.minimum({f'gl.maximum({ahead}, 0)' if self.reversed_group else ahead}, {AXIS_EXTENT[self.loop]} - 1)"
+        )
+        counter = self._counter_of(op.semaphore)
+        further = (
+            f"{start} + gl.where({REVERSED_GROUP} > 0, -{rows}, {rows})" if self.reversed_group else f"{start} + {rows}"
+        )
+        further = f"{self.loop}_ahead * {rows}" if self.module.blocks else further
+        loop = next(
+            o for o in self.kernel.ops() if isinstance(o, PipelinedLoop) and op in self.kernel.block(o.step).ops
+        )
+        member, following = symbol(MEMBER), op.semaphore
+        if loop.by_tile:  # next is the next head at this tile, or, after the last head, the first at the next tile
+            ((low, high),) = loop.heads
+            further = f"gl.where({MEMBER} + 1 < {self.scalar(high)}, {start}, {further})"
+            next_head = select(member + 1 < high, member + 1, low)
+            following = Access(following.tensor, tuple(e.xreplace({member: next_head}) for e in following.index))
+        order = {
+            "start": start,
+            "ahead": ahead,
+            "further": further,
+            "counter": counter,
+            "next": self._counter_of(following, clamped),
+            "order": self.scalar(op.order),
+        }
+        return {**tile, **order, "acquired": False}
+
+    def _next_start(self) -> str:
+        """The variable of the next tile's first row. With listed tiles, `ahead` is the number of the next tile, which
+        loops read an iteration early."""
+        return f"{self.loop}_{'next' if self.module.blocks else 'ahead'}"
+
+    def _counter_of(self, semaphore: Access, at: str = "") -> str:
+        """The address of a tile's semaphore, which counts the programs that have added to the tile.
+
+        at: the first row of another tile, to address that one's semaphore.
+        """
+        tensor, (*head, row) = self.kernel.op(semaphore.tensor), semaphore.index
+        if isinstance(tensor, Base):
+            return f"{self.var(tensor.name)} + {self.scalar(row)}"
+        assert isinstance(tensor, Arg)
+        return f"{self._start(Access(semaphore.tensor, tuple(head)), tensor)} + {at or self.scalar(row)}"
+
+    def _semaphore_release(self, op: SemaphoreRelease, cls: str) -> dict[str, Any]:
+        return {"counter": self._counter_of(op.semaphore), "where": self._has_rows(op)}
+
+    def _semaphore_acquire(self, op: SemaphoreAcquire, cls: str) -> dict[str, Any]:
+        """The semaphore value to wait for, counted in warps: each warp of an instance releases by one.
+
+        adds: an ordered add follows, which reads the value, too.
+        """
+        adds = any(acquire_of(self.kernel, add) is op for add in self.kernel.ops() if isinstance(add, OrderedAdd))
+        order = self.scalar(self._warps(op) * op.order)
+        return {"counter": self._counter_of(op.semaphore), "order": order, "where": self._has_rows(op), "adds": adds}
+
+    def _has_rows(self, op: SemaphoreAcquire | SemaphoreRelease) -> str:
+        """The condition that an instance has rows of the program's tile; empty if the semaphore is another tile's."""
+        start = f"{self.own}_start"
+        return f"{start} < {AXIS_EXTENT[self.own]}" if symbol(start) in op.semaphore.index else ""
+
+    def _tma_store_wait(self, op: TmaStoreWait, cls: str) -> dict[str, Any]:
+        stores = (o for o in self.kernel.ops() if isinstance(o, TmaStore) and o.staging == op.staging)
+        return {"flag": "LEARN" * any(self._learned(o.dst.tensor) for o in stores)}
+
+    def _tma_store(self, op: TmaStore, cls: str) -> dict[str, Any]:
+        rows, columns = self._dims(self.kernel.type_of(op.value).dims)
+        value, place, half = self.var(op.value), self._place(op.dst), self.pipelines[op.staging].type.dims[-1]
+        halves = (
+            [(f"{value}_left", place), (f"{value}_right", self._place(op.dst, column=half))] if half.isdigit() else []
+        )
+        widths, transposed = self._widths(self.kernel.type_of(op.value)), op.is_of_scores(self.kernel)
+        index = self._stage(op.staging, "WARP_GROUP")["index"] if transposed else "WARP_GROUP"
+        stage = f"{self._short(op.staging)}_smem.index({index})"
+        text = {
+            "pipeline": self._short(op.staging),
+            "tensor": op.dst.tensor,
+            "waits_until": self._reuse_comment(op),
+            "value": value,
+            "transposed": "yes" * transposed,
+            "flag": "LEARN" * self._learned(op.dst.tensor),
+            "order": self.scalar(op.order) if op.order is not None else "",
+        }
+        if widths:
+            return {**text, "split": "", **self._store_pieces(op, stage, f"{rows}, {widths[0]}")}
+        groups = [[(part, at, stage)] for part, at in halves or [(value, place)]]
+        shape = f"{columns}, {rows}" if transposed else f"{rows}, {half if halves else columns}"
+        return {**text, "split": "split_halves" if halves else "", "seen": "", "groups": groups, "shape": shape}
+
+    def _store_pieces(self, op: TmaStore, stage: str, shape: str) -> dict[str, Any]:
+        """An output in pieces, which are stored through a stage as wide as a tile of V: as many at a time as fit."""
+        width = self._widths(self.kernel.type_of(op.value))[0]
+        room = self.module.head_dim_v // width
+        places = [self._place(op.dst, column=str(i * width)) for i, _ in enumerate(self._parts(op.value))]
+        found = [
+            (part, at, f"pieces.index({i % room})") for i, (part, at) in enumerate(zip(self._parts(op.value), places))
+        ]
+        seen = f"pieces = seen_as({stage}, dtype, [{room}, 1, 1, {shape}], {op.dst.tensor}.layout)"
+        return {"seen": seen, "groups": [found[at : at + room] for at in range(0, len(found), room)], "shape": shape}
+
+    def _reuse_comment(self, op: TmaStore) -> str:
+        """The comment on the wait for the store before this one through the same stage; empty if there is none."""
+        same = [o for o in self.kernel.ops() if isinstance(o, TmaStore) and o.staging == op.staging]
+        flushed = any(isinstance(o, TmaStoreWait) for o in self.kernel.block_of(op).ops)
+        if self.kernel.is_persistent and not flushed:
+            return "the previous tile's outputs have left the stage"
+        return "the previous output has left the stage" if same.index(op) else ""

@@ -1,0 +1,280 @@
+"""Builds the views of warp groups: their parameters, prologues, stage counters and work loops."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from attngen.ir.core import Block
+from attngen.ir.dims import AXIS_DIM, SIDES
+from attngen.ir.names import stride_names
+from attngen.ir.ops import Arg, Base, OrderedAdd, Store
+from attngen.ir.pipe import TILE_DIM, Pipeline, ProducerLoad, ProducerStore, Wgmma
+from attngen.ir.pipe_control import ReloadTile, WorkLoop
+from attngen.targets.hopper.configs.barriers import is_reused
+from attngen.targets.hopper.configs.work_tiles import tile_coordinates, tile_metadata
+from attngen.targets.hopper.printing.exchange_views import HALF
+from attngen.targets.hopper.printing.loop_views import gluon
+from attngen.targets.hopper.printing.views import WarpGroupView
+from attngen.targets.hopper.printing.wgmma_views import WgmmaContext
+from attngen.targets.printing.views import Node, names_in
+
+
+def _pipelines_in(nodes: list[Node]) -> set[str]:
+    """The pipelines that nodes and their bodies load into, read from, or store through."""
+    used = {node.text["pipeline"] for node in nodes if "pipeline" in node.text} | {
+        node.text["row"]["into"] for node in nodes if node.text.get("row")
+    }
+    return used | {pipeline for node in nodes for pipeline in _pipelines_in(node.body)}
+
+
+class WarpGroupContext(WgmmaContext):
+    """Builds the views of warp groups."""
+
+    def _program_tile(self) -> list[str]:
+        """Lines that compute the rows, the head and the sequence of the program's tile.
+
+        In a persistent kernel it is the tile with the number `pid`.
+        """
+        lines: list[str] = gluon(self._prologue(set())[0])
+        if not self.kernel.is_persistent:
+            return lines
+        return [line.replace("gl.num_programs(0)", "TILES") for line in lines[1:]]
+
+    def _warp_group(self, block: Block, params: list[str]) -> WarpGroupView:
+        assert block.warp_group is not None
+        self.mine = block
+        nodes = self.block(block.name, "entry")
+        work = next((node for node in nodes if node.kind == "work_loop"), None)
+        known = work.body.pop(0).body if work else []
+        words = names_in(nodes) | {
+            f"{pipeline}_{suffix}" for pipeline in _pipelines_in(nodes) for suffix in ("smem", "full", "empty", "stage")
+        }
+        prologue = [*(self._positions(words) if block.warp_group.rows else []), *self._counters(block, words)]
+        prologue += [] if self.kernel.is_persistent or not block.warp_group.rows else self._own_rows(words)
+        if work:
+            self._place_tiles(work, known, block, words, params)
+        # With split-KV, programs compute the number of splits themselves.
+        scheduler_args = {"COUNTER"} if self.kernel.kv_split else {"COUNTER", "TILES"}
+        words |= scheduler_args if any(isinstance(op, WorkLoop) and op.fetches for op in block.ops) else set()
+        words |= names_in(nodes) | set(re.findall(r"\w+", " ".join(prologue)))
+        entry = [op.name for op in self.kernel.block("entry").ops if not isinstance(op, (Arg, Pipeline))]
+        shared = [
+            f"{pipeline.name}_{suffix}"
+            for pipeline in map(self._pipeline, self.pipelines.values())
+            for suffix in (
+                "smem",
+                *["full"] * (pipeline.filled or pipeline.emptied),
+                *["empty"] * (pipeline.emptied or pipeline.mbarrier_release > 0),
+            )
+        ]
+        persistent = self.kernel.is_persistent
+        given = [
+            *params,
+            *entry,
+            *([] if persistent else tile_coordinates(self.kernel)),
+            *shared,
+            *(["COUNTER", "TILES"] if persistent else []),
+        ]
+        return WarpGroupView(
+            f"{self.kernel.name}_{block.name}",
+            block.warp_group.instances,
+            block.warp_group.warps,
+            block.warp_group.registers,
+            [name for name in given if name in words],
+            [t for t in ("BLOCK_Q", "BLOCK_KV", "STAGES", "DROPOUT", "LEARN") if t in words or t == "STAGES"],
+            prologue,
+            nodes,
+            bool(block.warp_group.rows) or any(isinstance(op, ProducerLoad) for op in self.kernel.within(block.name)),
+            [
+                "THREADS",
+                *(
+                    ["WARP_GROUP"]
+                    if not self.of_latents and (block.warp_group.rows or block.warp_group.instances > 1)
+                    else []
+                ),
+            ],
+        )
+
+    def _place_tiles(self, work: Node, known: list[Node], block: Block, words: set[str], params: list[str]) -> None:
+        """Put before the body of a work loop what the warp group computes for each tile, and the rows it owns.
+
+        The call's integers are rematerialized for each tile: values computed from them before the loop would hold
+        registers during products. Strides of tensors to which threads store tiles are not, because that would hide
+        their alignment.
+        """
+        body = list(work.body)
+        needed = read = names_in([node for node in body if node.kind != "reload_tile"])
+        mine = [node for node in known if work.text["fetches"] or node.text["var"] not in work.text["numbers"]]
+        while (more := needed | names_in([node for node in mine if node.text["var"] in needed])) != needed:
+            needed = more  # and what the definitions of these read
+        of_tile = [node for node in mine if work.text["fetches"] or node.text["var"] in needed]
+        rows = self._own_rows(words) if block.warp_group and block.warp_group.rows else []
+        start = [f"{self._next_start()}, order_seen = -1, 0"] if self._polls_ahead(block) else []
+        at = next((at for at, node in enumerate(body) if node.kind == "reload_tile"), len(body))
+        before, axes = names_in([*of_tile, *body[:at]]), self._index_count()
+        numbers = list(enumerate(work.text["numbers"]))
+        work.text["before"] = [i for i, name in numbers[1:] if name in before or (i >= axes and name in read)]
+        used = names_in([*of_tile, *body]) | set(
+            re.findall(r"\w+", " ".join([*work.text["place"], *work.text["splits"]]))
+        )
+        integers = {a.name for a in self.kernel.args if a.role == "scalar" and a.type.dtype == "i32"}
+        aligned = self._stored_strides(block)
+        work.text["rematerialized"] = [
+            name
+            for name in params
+            if name in used and (name in integers or name.startswith("stride_")) and name not in aligned
+        ]
+        work.body[:] = [Node("body", {}, of_tile), Node("lines", {"lines": [*rows, *start]}), *body]
+        for node in body[at : at + 1]:
+            later = names_in(body[at + 1 :])
+            node.text["rows"] = [line for line in rows if line.split()[0] in later]
+            if self.kernel.kv_split:
+                node.text["reread"] = [i for i, name in numbers[:axes] if i == 0 or name in later]
+
+    def _stored_strides(self, block: Block) -> set[str]:
+        """Strides of the tensors to which the threads of a warp group store tiles.
+
+        Stores are wide only because the compiler knows that these strides are multiples of 16.
+        """
+        stores = [
+            op for op in self.kernel.within(block.name) if isinstance(op, Store) and not isinstance(op, OrderedAdd)
+        ]
+        bases = {op.name: op.src.tensor for op in self.kernel.ops() if isinstance(op, Base)}
+        tensors = {
+            bases.get(op.dst.tensor, op.dst.tensor) for op in stores if len(self.kernel.type_of(op.value).dims) == 2
+        }
+        return {
+            name for arg in self.kernel.args if arg.name in tensors for name in stride_names(arg.name, arg.type.dims)
+        }
+
+    def _positions(self, words: set[str]) -> list[str]:
+        """Lines that define layouts, and the offsets of rows and keys inside their tiles."""
+        lines = [f"SCORES: gl.constexpr = layout_of({AXIS_DIM[self.loop]})"]
+        if words & {"ACC", "OPERAND"}:
+            lines.append(f"ACC: gl.constexpr = layout_of({HALF if self.of_latents else self._width('d_v')})")
+        if "OPERAND" in words:
+            lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)")
+        if "PARTS" in words:
+            part = next(op.type for op in self.kernel.ops() if isinstance(op, Wgmma) and op.over in TILE_DIM.values())
+            lines.append(f"PARTS: gl.constexpr = layout_of({[*self._widths(part), self._dims(part.dims)[1]][0]})")
+        if "REST" in words:
+            lines.append(f"REST: gl.constexpr = layout_of({self._widths(part)[-1]})")
+        if "OPERAND_OF_PARTS" in words:
+            lines.append(
+                "OPERAND_OF_PARTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PARTS, k_width=2)"
+            )
+        if "CHAINED" in words:
+            lines.append("CHAINED: gl.constexpr = partials_layout()")
+        if f"{self.own}_off" in words or (f"{self.own}_idx" in words and not self.places_rows):
+            lines.append(f"{self.own}_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
+        if f"{self.own}_rows" in words:
+            lines.append(f"{self.own}_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))")
+            lines.append("d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, ACC))")
+        if self.of_latents:
+            lines = [line for line in lines if not line.startswith("d_v = ")]
+            lines += [
+                f"{side} = {at}gl.arange(0, {HALF}, layout=gl.SliceLayout(0, ACC))"
+                for side, at in zip(SIDES, ("", f"{HALF} + "))
+                if side in words
+            ]
+        if words & {f"{self.loop}_off", f"{self.loop}_idx"}:
+            lines.append(f"{self.loop}_off = gl.arange(0, {AXIS_DIM[self.loop]}, layout=gl.SliceLayout(0, SCORES))")
+        if "dtype" in words:
+            lines.append(f"dtype = {self._output()}.dtype")
+        return lines
+
+    def _own_rows(self, words: set[str]) -> list[str]:
+        """Lines that compute the positions of the rows that the consumer instance owns."""
+        start, own = f"{self.own}_start", f"{self.own}_idx"
+        placed = [f"{own} = {start} + {self.own}_off"] if own in words and not self.places_rows else []
+        return placed if self.of_latents else [f"{start} = {start} + WARP_GROUP * ROWS", *placed]
+
+    def _counters(self, block: Block, words: set[str]) -> list[str]:
+        """Lines that set up, for each pipeline that a warp group uses, its next stage and its phase or load count."""
+        lines = []
+        consumes = not any(isinstance(op, ProducerLoad) for op in self.kernel.within(block.name))
+        for name, pipeline in self.pipelines.items():
+            short = self._short(name)
+            if pipeline.exchange:
+                continue
+            if name in self.shared:
+                if f"{short}_stage" in words and name not in self.leaders:
+                    lines += self._shared_counters(name, block)
+                continue
+            if (
+                f"{short}_stage" in words
+                and is_reused(self.kernel, name)
+                and not (consumes and self._counter(name) != short)
+            ):
+                suffix, first = (
+                    "phase" if consumes or pipeline.mbarrier_release else "loads",
+                    int(pipeline.mbarrier_release and not consumes),
+                )  # all stages are free at first
+                lines.append(
+                    f"{short}_{suffix} = {first}"
+                    if self._stages(pipeline) == "1"
+                    else f"{short}_stage, {short}_{suffix} = 0, {first}"
+                )
+        return (
+            lines
+            if self.kernel.is_persistent or not self._polls_ahead(block)
+            else [*lines, f"{self._next_start()}, order_seen = -1, 0"]
+        )
+
+    def _shared_counters(self, name: str, block: Block) -> list[str]:
+        """The line that sets up the next stage of a tile that instances store together, and its barrier's phase.
+
+        There is no stage if there is only one, and a phase only for a warp group that waits at an mbarrier.
+        """
+        short, pipeline = self._short(name), self.pipelines[name]
+        # The first stages are free, as if they had been released once: their writers start in phase 1.
+        writes = bool(block.warp_group and block.warp_group.rows)
+        if self.of_latents:
+            writes = any(isinstance(op, ProducerStore) and op.pipeline == name for op in self.kernel.within(block.name))
+        found = {f"{short}_stage": "0"} if self._stages(pipeline) != "1" else {}
+        found |= (
+            {f"{short}_phase": str(int(writes))}
+            if self.shared[name] and not (writes and self._in_phase_with(name))
+            else {}
+        )
+        return [f"{', '.join(found)} = {', '.join(found.values())}"] if found else []
+
+    def _work_loop(self, op: WorkLoop, cls: str) -> dict[str, Any]:
+        splits: list[str] = []
+        place = self._program_tile() if op.fetches and not self.kernel.kv_split else []
+        if op.fetches and self.kernel.kv_split:
+            splits, place = self._split_lines()
+        return {
+            "splits": splits,
+            "pipeline": self._short(op.pipeline),
+            "fetches": op.fetches,
+            "launches_dependents": self.kernel.launches_dependents,
+            # A tile waits for programs that started earlier, so programs fetch a tile when they start it.
+            "waits": self.kernel.adds_in_order,
+            "warps": self._warps(op),
+            "place": place,
+            "early": False,
+            **self._numbers(),
+            **self._stage(op.pipeline, "" if op.fetches else "WARP_GROUP"),
+        }
+
+    def _index_count(self) -> int:
+        """How many of the integers that the scheduler passes are the tile's coordinates."""
+        return len(tile_coordinates(self.kernel)) if self.kernel.kv_split else len(self.kernel.grid)
+
+    def _reload_tile(self, op: ReloadTile, cls: str) -> dict[str, Any]:
+        return {
+            "reread": list(range(self._index_count())),
+            "pipeline": self._short(op.pipeline),
+            "warps": self._warps(op),
+            **self._numbers(),
+            **self._stage(op.pipeline, "WARP_GROUP"),
+        }
+
+    def _numbers(self) -> dict[str, Any]:
+        """The integers that the scheduler passes, and how many of them are the tile's coordinates.
+
+        The coordinates come first, and the first one is never negative; integers computed for the tile follow.
+        """
+        return {"numbers": tile_metadata(self.kernel), "axes": self._index_count()}

@@ -1,0 +1,122 @@
+"""The rule `names`: the symbols of expressions, and the names of values."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterator
+from typing import Any
+
+from attngen.ir.core import Op
+from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, COLUMN_DIM, OWN, PADDED, WHOLE
+from attngen.ir.expr import cdiv, floordiv, mod, symbol_names
+from attngen.ir.expr_text import to_text
+from attngen.ir.grid import REVERSED_GROUP, SPLIT_SYMBOLS
+from attngen.ir.kernel import Kernel
+from attngen.ir.module import Module
+from attngen.ir.names import ROW_AXES
+from attngen.ir.ops import (
+    Arg,
+    Base,
+    CacheLength,
+    CountTiles,
+    Gather,
+    ListPosition,
+    Load,
+    Map,
+    Mask,
+    Reduce,
+    Scatter,
+    SoftmaxStep,
+    Store,
+)
+from attngen.verify.types import POSITIONS, dimensions
+
+CONSTANTS = {"LOG2E", "LN2"}
+
+
+# Names in the printed kernel that are not values of the IR.
+RESERVED = {
+    *POSITIONS,
+    *CONSTANTS,
+    *(f"{axis}_{part}" for axis in ROW_AXES for part in ("ahead", "at", "off", "rows", "stop", "tile", "tiles")),
+    *(f"{axis}_start" for axis in OWN),
+    *PADDED.values(),
+    *COLUMN_DIM,
+    *OWN,
+    *WHOLE,
+    *("dtype", "float", "pid", "tl", "triton", "at", "BLOCK", "DROPOUT", "TMA", "CONVERTS", "OVERLAPS", "LEARN"),
+    *("first_head", "heads_in_group", "flat_head", "q_next", "turn", "floor_div", "floor_mod", "running_max"),
+    *("store_distances", "dropout_keep", "dropout_words", "dropped", "philox_round", "list_position", "tile_at"),
+    "keep_mask",
+}
+TILES = {*(AXIS_DIM[axis] for axis in ROW_AXES), *WHOLE}
+
+
+def names(module: Module, kernel: Kernel) -> Iterator[str]:
+    """Each symbol of an expression is an operand, a scalar of the kernel, a position or a constant. No value has a
+    reserved name."""
+    scalars = {
+        op.name
+        for op in kernel.ops()
+        if isinstance(op, (Arg, CountTiles, Gather, CacheLength, Load, Map, ListPosition, Reduce))
+        and not op.results()[""].dims
+    }
+    divisors = {i.name for i in module.inputs if i.least is not None and i.least > 0}
+    scalars |= {*SPLIT_SYMBOLS} if kernel.kv_split else set()
+    for a in kernel.grid:
+        widths = {AXIS_EXTENT[a.var]} if a.var in OWN else set()
+        yield from _unknown(f"the grid axis {a.var}", a.extent, scalars | {"B"} | TILES | widths)
+    for op in kernel.ops():
+        known, uses = scalars | _positions(kernel, op), getattr(op, "uses", ())
+        for symbol_name, ref in uses:
+            if symbol_name != ref and (symbol_name in known | POSITIONS or not kernel.type_of(ref).dims):
+                yield f"%{op.name} names %{ref} `{symbol_name}`; expected the same name of a scalar in all expressions"
+        for e in op.expressions:
+            yield from _unknown(f"%{op.name}", e, known | {s for s, _ in uses})
+            for quotient in e.atoms(floordiv, cdiv, mod):
+                if not (quotient.args[1].is_positive or str(quotient.args[1]) in divisors):
+                    yield f"%{op.name}: `{to_text(quotient)}` divides by a number that is not known to be positive"
+    steps = sum(isinstance(op, SoftmaxStep) for op in kernel.ops())
+    if steps > 1:
+        yield f"{steps} softmax steps; expected one"
+    taken = RESERVED | kernel.variables - set(AXIS_DIM) | (set(SoftmaxStep.FIELDS) if steps else set())
+    for op in kernel.ops():
+        plain = op.name.isascii() and op.name.isidentifier() and not op.name.startswith("__")
+        if not plain or keyword.iskeyword(op.name) or op.name in taken or op.name.startswith("stride_"):
+            yield f"%{op.name} is a name that the printed kernel needs for itself"
+
+
+def _positions(kernel: Kernel, op: Op) -> set[str]:
+    """The constants, sizes and positions that an op's expressions may name: those of the grid, of the program tile and
+    of the loops around the op, and, depending on its kind, of the rows and columns that it accesses."""
+    known = CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | TILES
+    known |= {REVERSED_GROUP for a in kernel.grid if a.reversed_group}
+    columns = {a.var for a in kernel.grid if a.var in OWN}
+    axes = set() if kernel.visits_all_tiles else {kernel.program_axis}
+    known |= {f"{axis}_start" for axis in axes | columns}
+    for loop in kernel.loops_around(kernel.graph.nodes[op.name]["block"]):
+        known |= {f"{name}_start" if name in AXIS_DIM else name for name in loop.variables}
+        axes |= {loop.var} & set(AXIS_DIM)
+    if isinstance(op, (Gather, Map, Mask, Scatter)):
+        indexed = AXIS_DIM if isinstance(op, Mask) else axes
+        known |= {f"{a}_idx" for a in indexed if AXIS_DIM[a] in dimensions(kernel, op)}
+        known |= _facts_rows(kernel, op) if isinstance(op, Mask) else set()
+    elif isinstance(op, (Base, CountTiles, CacheLength, Load, Store)):
+        known |= axes | columns | {*COLUMN_DIM, AXIS_EXTENT[kernel.program_axis]}
+    return known
+
+
+def _facts_rows(kernel: Kernel, op: Mask) -> set[str]:
+    """The values with one number for each row of the program tile, which facts may name."""
+    names = {str(s) for fact in op.known for e in fact[1:] for s in e.free_symbols} & kernel.graph.nodes.keys()
+    return {
+        n
+        for n in names
+        if isinstance(kernel.op(n), (Gather, Load)) and kernel.type_of(n).dims == (AXIS_DIM[kernel.program_axis],)
+    }
+
+
+def _unknown(where: str, e: Any, known: set[str]) -> Iterator[str]:
+    for name in symbol_names(e):
+        if name not in known:
+            yield f"{where}: `{to_text(e)}` has `{name}`, which is no operand, scalar or position"

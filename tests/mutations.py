@@ -1,0 +1,430 @@
+"""Forty mistakes, each made in a copy of the sources: the tests of a push have to catch every one.
+
+    python -m tests.mutations                all of them, one after another
+    python -m tests.mutations NAME ...       these, by the first words of their descriptions
+    python -m tests.mutations --list         the mistakes
+
+A mistake is one edit. The modules of `specs` are built again from the edited sources, as its author would do, so that
+the test that compares generated/ with specs/ does not catch it. Then `tests` run, which are among those that a push
+runs; if they pass, the modules of all specs are built and all tests of a push run. A mistake that they pass too is
+printed, and the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake.
+
+    what: what is wrong afterwards.
+    file, old, new: the edit; `old` occurs once in the file.
+    tests: where it is expected to be caught, as arguments of pytest; a part after `-k` selects tests.
+    specs: the modules that these tests use, by name.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    specs: tuple[str, ...] = ()
+
+
+MUTATIONS = (
+    # masks and score modifiers
+    Mutation(
+        "a window's bound is off by one",
+        "attngen/masks/sliding_window.py",
+        "position - KV <= self.left\n",
+        "position - KV < self.left\n",
+        "tests/test_masks.py -k window",
+        ("window_gqa",),
+    ),
+    Mutation(
+        "the causal comparison is strict",
+        "attngen/masks/causal.py",
+        "Q + position_offset(self.align) >= KV",
+        "Q + position_offset(self.align) > KV",
+        "tests/test_numerics.py -k causal_mqa",
+        ("causal_mqa",),
+    ),
+    Mutation(
+        "a key before its document's first is visible",
+        "attngen/masks/document.py",
+        "return sympy.And(first <= KV, end > KV)",
+        "return sympy.And(first <= KV + 1, end > KV)",
+        "tests/test_documents.py tests/test_masks.py -k packed",
+        ("packed_document_gqa",),
+    ),
+    Mutation(
+        "ALiBi's slope has the wrong sign",
+        "attngen/scores/alibi.py",
+        'return S - symbol("alibi_slopes") * sympy.Abs(',
+        'return S + symbol("alibi_slopes") * sympy.Abs(',
+        "tests/test_numerics.py tests/test_masks.py -k alibi",
+        ("alibi_mha",),
+    ),
+    # language and specs
+    Mutation(
+        "`<` is read as `<=`",
+        "attngen/lang/convert.py",
+        "ast.Lt: sympy.Lt,",
+        "ast.Lt: sympy.Le,",
+        "tests/test_lang.py",
+    ),
+    Mutation(
+        "a head_dim of any width is accepted",
+        "attngen/spec/rules.py",
+        "if n > WIDEST_HEAD), 0)",
+        "if n > 2 * WIDEST_HEAD), 0)",
+        "tests/test_spec.py tests/test_wide_heads.py -k 520",
+    ),
+    # builders
+    Mutation(
+        "the sum of weights counts each tile twice",
+        "attngen/builders/forward.py",
+        'b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after',
+        (
+            'b.reduce_sum("p_sum", b.map("p_twice", 2 * symbol("p"), "step", "f32", False, p="soft.p"), "BLOCK_KV", '
+            '"step")  # after'
+        ),
+        "tests/test_numerics.py -k causal_mqa",
+        ("causal_mqa",),
+    ),
+    Mutation(
+        "dS has delta with the wrong sign",
+        "attngen/builders/backward.py",
+        'b.map(name, p * (dp - delta), "step"',
+        'b.map(name, p * (dp + delta), "step"',
+        "tests/test_numerics.py -k causal_mqa",
+        ("causal_mqa",),
+    ),
+    Mutation(
+        "with dropout, dS keeps delta of the weights that are dropped",
+        "attngen/builders/backward.py",
+        "b.map(name, p_kept * dp - p * delta,",
+        "b.map(name, p_kept * dp - p_kept * delta,",
+        "tests/test_dropout.py tests/test_numerics.py -k causal_dropout_mqa",
+        ("causal_dropout_mqa",),
+    ),
+    Mutation(
+        "the tangent of the scores leaves out that of K",
+        "attngen/builders/jvp.py",
+        'b.dot("ts", "q", "tk", "D_QK", "step", acc="ts_part")',
+        'b.dot("ts", "q", "k", "D_QK", "step", acc="ts_part")',
+        "tests/test_jvp.py",
+        ("causal_mqa", "causal_fp32"),
+    ),
+    Mutation(
+        "splits of the keys are merged without their weights",
+        "attngen/builders/serving.py",
+        'symbol("o_partial") * symbol("weights")',
+        'symbol("o_partial") + 0 * symbol("weights")',
+        "tests/serving/test_cache.py tests/serving/test_combine.py",
+        ("decode_gqa",),
+    ),
+    # tiles
+    Mutation(
+        "the last partial tile is left out",
+        "attngen/tiles/ranges.py",
+        "last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)",
+        "last = floordiv(sympy.Max(0, sympy.Min(*highs)), block)",
+        "tests/transforms/test_classify_tiles.py tests/transforms/test_tiles_bruteforce.py",
+    ),
+    Mutation(
+        "a partial tile counts as full",
+        "attngen/tiles/ranges.py",
+        "_where(full, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block))",
+        "_where(full, cdiv(sympy.Max(0, sympy.Min(*full_highs)), block))",
+        "tests/transforms/test_classify_tiles.py tests/transforms/test_tiles_bruteforce.py",
+    ),
+    # transforms
+    Mutation(
+        "tanh is rewritten with the wrong sign",
+        "attngen/transforms/exp2_softmax.py",
+        "return 1 - 2 / (1 + exp2(2 * LOG2E * args[0]))",
+        "return 2 / (1 + exp2(2 * LOG2E * args[0])) - 1",
+        "tests/transforms/test_exp2_softmax.py",
+    ),
+    Mutation(
+        "dead code elimination drops barriers",
+        "attngen/transforms/dce.py",
+        "isinstance(op, (Barrier, Scatter, Store, GridDependencyWait))",
+        "isinstance(op, (Scatter, Store, GridDependencyWait))",
+        "tests/transforms/test_dce.py tests/transforms/test_insert_cta_barriers.py tests/ir/test_verify.py",
+    ),
+    Mutation(
+        "no barrier stands before a loop that rewrites sums",
+        "attngen/transforms/insert_cta_barriers.py",
+        'return [Barrier(f"barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]',
+        "return [op]",
+        "tests/transforms/test_insert_cta_barriers.py",
+    ),
+    Mutation(
+        "the kernel that merges splits does not wait for the one that computes them",
+        "attngen/transforms/dependent_launch.py",
+        'return [GridDependencyWait("wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]',
+        "return [op]",
+        "tests/transforms/test_dependent_launch.py",
+        ("decode_gqa",),
+    ),
+    # schedules
+    Mutation(
+        "a config is chosen that does not fit in shared memory",
+        "attngen/targets/triton/fit.py",
+        "if need <= device.smem_per_block:",
+        "if need <= 2 * device.smem_per_block:",
+        "tests/transforms/test_select_tiles.py tests/cost",
+    ),
+    Mutation(
+        "a tile may be larger than the mask's blocks",
+        "attngen/schedule/table.py",
+        "max(config.block_q, config.block_kv) <= module.blocks.size",
+        "max(config.block_q, config.block_kv) >= module.blocks.size",
+        "tests/tune/test_table.py tests/transforms/test_select_tiles.py",
+    ),
+    # Hopper
+    Mutation(
+        "a tile is released before the last product that reads it",
+        "attngen/targets/hopper/passes/insert_pipelines.py",
+        "        while reader in added:\n            reader = added[reader]\n",
+        "",
+        "tests/hopper -k insert_pipelines",
+    ),
+    Mutation(
+        "the scheduler barrier is not passed on",
+        "attngen/targets/hopper/passes/ping_pong.py",
+        "            if op is group[-1]\n",
+        "            if op is group[-1] and n\n",
+        "tests/hopper -k ping_pong",
+    ),
+    Mutation(
+        "a writer starts in the wrong phase",
+        "attngen/targets/hopper/printing/warp_group_views.py",
+        'f"{short}_phase": str(int(writes))',
+        'f"{short}_phase": str(int(not writes))',
+        "tests/hopper/test_generated.py tests/hopper/test_fused_backward_printing.py tests/hopper/test_mla_decode.py",
+        ("causal_gqa", "decode_mla"),
+    ),
+    Mutation(
+        "machine code may overwrite a register of a product in flight",
+        "attngen/targets/hopper/toolchain/reuse.py",
+        "        flight = _after(code[at], flight)\n",
+        "        flight = _after(code[at], flight)[-1:]\n",
+        "tests/hopper/test_reuse.py",
+    ),
+    # Triton
+    Mutation(
+        "the closed form of shared memory leaves out the tiles that stay",
+        "attngen/targets/triton/sram.py",
+        "stationary += [pair_bytes(op) for op in pairs if not in_loop(kernel, op)]",
+        "stationary = []",
+        "tests/cost/test_compiled.py",
+    ),
+    # verifier and executor
+    Mutation(
+        "the verifier accepts an index past the end",
+        "attngen/verify/indexing.py",
+        "if not (prove_le(high, extent - 1) or prove_le(index, extent - 1) or checked(index < extent)):",
+        "if not (prove_le(high, extent) or prove_le(index, extent) or checked(index < extent)):",
+        "tests/test_documents.py tests/ir/test_verify.py",
+    ),
+    Mutation(
+        "the executor adds nothing to the accumulator of a product",
+        "attngen/interp/arithmetic.py",
+        "found = found if op.acc is None else found + values[op.acc]",
+        "found = found if op.acc is None else found",
+        "tests/ir/test_execute.py tests/transforms/test_equality.py",
+    ),
+    # runtime and generated functions
+    Mutation(
+        "results have the strides of another order of dimensions",
+        "attngen/runtime/memory.py",
+        "order = sorted(range(3), key=steps.__getitem__, reverse=True)",
+        "order = sorted(range(3), key=steps.__getitem__)",
+        "tests/test_numerics.py -k layout",
+        ("causal_mqa",),
+    ),
+    Mutation(
+        "a buffer for 32 bits has the element type",
+        "attngen/codegen/host.py",
+        "{'' if op.type.dtype == 'T' else f', {dtype}'})",
+        "{''})",
+        "tests/test_numerics.py tests/codegen",
+        ("causal_mqa",),
+    ),
+    # around the compiler
+    Mutation(
+        "the cache's key leaves out attngen's own files",
+        "attngen/cache/store.py",
+        "hashlib.sha256(digest().encode() + request)",
+        "hashlib.sha256(request)",
+        "tests/test_module_cache_processes.py",
+    ),
+    Mutation(
+        "FlexAttention's `>=` is traced as `>`",
+        "attngen/frontends/elementwise.py",
+        '"ge": (ast.GtE, operator.ge),',
+        '"ge": (ast.Gt, operator.ge),',
+        "tests/test_flex.py",
+    ),
+    Mutation(
+        "a product has half of its FLOPs",
+        "attngen/cost/flops.py",
+        "return 2 * sympy.Mul(",
+        "return sympy.Mul(",
+        "tests/cost/test_analysis.py",
+    ),
+    Mutation(
+        "a forward's proof takes `a <= b` for `a - 1 <= b`",
+        "attngen/ir/prove.py",
+        "    return _proof(a, b)[0]\n",
+        "    return _proof(a - 1, b)[0]\n",
+        "tests/ir/test_prove.py",
+    ),
+    Mutation(
+        "no pass removes dead code",
+        "attngen/lowering/pipeline.py",
+        "        Dce(),\n",
+        "",
+        "tests/ir tests/transforms -k dce",
+    ),
+    Mutation(
+        "the harness compares errors with ten times the bar",
+        "attngen/conformance/result.py",
+        "BAR = 2.0",
+        "BAR = 20.0",
+        "tests/test_sweep.py tests/test_numerics.py",
+    ),
+    Mutation(
+        "tuning chooses the slowest schedule",
+        "attngen/tune/tuner.py",
+        "        fastest = min(ran, key=lambda t: (not t.rounds, t.median))\n",
+        "        fastest = max(ran, key=lambda t: (not t.rounds, t.median))\n",
+        "tests/tune/test_tuner.py",
+    ),
+    Mutation(
+        "the map of tiles shows tiles with hidden elements as full",
+        "attngen/report/tilemap.py",
+        '"full" if count == blocks.size**2 else "partial"',
+        '"full" if count else "partial"',
+        "tests/test_page.py tests/transforms/test_sampled.py",
+    ),
+    Mutation(
+        "speedups have the arithmetic mean of logarithms",
+        "attngen/bench/results.py",
+        "mean = math.exp(sum(math.log(ratio) for ratio, _ in found) / len(found))",
+        "mean = sum(math.log(ratio) for ratio, _ in found) / len(found)",
+        "tests/bench/test_results.py",
+    ),
+    Mutation(
+        "`attngen build --check` accepts a folder that differs",
+        "attngen/cli/build.py",
+        "    if any(diffs):\n",
+        "    if all(diffs):\n",
+        "tests/test_cli.py -k check",
+    ),
+    Mutation(
+        "a window of transformers has one key more",
+        "attngen/integrations/transformers/formula.py",
+        "for left, right in ((number - 1, 0), (number, number)):\n            if conditions ==",
+        (
+            "for left, right in ((number - 1, 0), (number, number)):\n            left += right == 0\n"
+            "            if conditions =="
+        ),
+        "tests/test_transformers.py",
+    ),
+    Mutation(
+        "a kernel that spills gets its certificate",
+        "attngen/certify/certificate.py",
+        'if report.spilled_bytes and CLASSES[config.device].backend == "cuda":',
+        'if report.spilled_bytes > 64 and CLASSES[config.device].backend == "cuda":',
+        "tests/cost/test_compiled.py",
+    ),
+)
+
+
+def python(folder: Path, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder that has the sources, which it imports from there."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "ATTNGEN_CACHE_DIR": str(folder / ".cache")}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def copied(folder: Path) -> None:
+    """Copy the sources into a folder: all files that git has or would add."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"], capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def failed(folder: Path, *arguments: str) -> str:
+    """The first test that fails in a folder; empty if all pass. A collection that fails counts as a failure."""
+    done = python(folder, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments)
+    if done.returncode in (0, 5):  # 5: no test was selected
+        return ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return lines[0] if lines else f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+
+
+def caught(mutation: Mutation, folder: Path, workers: str) -> str:
+    """The test that catches a mistake, or how building fails with it; empty if nothing does."""
+    path = folder / mutation.file
+    text = path.read_text(encoding="utf-8")
+    assert text.count(mutation.old) == 1, f"{mutation.file} has {text.count(mutation.old)} times: {mutation.old}"
+    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    specs = [f"specs/{name}.yaml" for name in mutation.specs]
+    for build, tests in ((specs, mutation.tests.split(" -k ")), (["--all"], ["tests"])):
+        if build:
+            python(folder, "-m", "attngen", "build", *build)  # what cannot be built, its tests say
+        files, *only = tests
+        if found := failed(
+            folder, "-n", workers, "--dist", "worksteal", *files.split(), *(["-k", *only] if only else [])
+        ):
+            return found
+    return ""
+
+
+def main() -> int:
+    """Make the mistakes that are asked for, and print what catches each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="*", help="the first words of a description [default: all]")
+    parser.add_argument("--list", action="store_true", help="print the mistakes")
+    parser.add_argument("--workers", default="auto", help="processes of pytest [default: one for each core]")
+    asked = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not asked.name or any(m.what.startswith(name) for name in asked.name)]
+    if asked.list:
+        print("\n".join(f"{m.file}: {m.what}" for m in chosen))
+        return 0
+    passed = 0
+    for mutation in chosen:
+        started = time.time()
+        with tempfile.TemporaryDirectory(prefix="attngen-mutation-") as folder:
+            copied(Path(folder))
+            found = caught(mutation, Path(folder), asked.workers)
+        passed += not found
+        print(f"{mutation.what}: {found or 'NOT CAUGHT'} ({time.time() - started:.0f} s)", flush=True)
+    print(f"{len(chosen) - passed} of {len(chosen)} mistakes are caught")
+    return min(passed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The record: which tests of numerics passed with which generated code, and what compilers said of kernels, so that a
+push need not do all of it again.
+
+A test marked `numerics` launches kernels of generated modules in Triton's interpreter and compares the results with
+naive attention. Its outcome depends on the code of these modules, on the code of the test, its helpers and the oracle,
+and on the versions of torch and Triton. `pytest --write-record` (`make nightly`) runs all tests and writes these into
+tests/record.json: digests of modules and of tests' files, and for each test that passed the modules whose kernels it
+launched.
+
+`pytest` then skips a test if all of that is as recorded, except one test in SHARE, which the commit draws. A test that
+is not in the record, or whose module changed, runs. Comments and docstrings do not count. On a GPU, and in a nightly
+run, nothing is skipped.
+
+Tests that compile kernels ahead of time call `compile_all` here. It returns the recorded compile reports of the same
+sources by the same Triton, except one in SHARE, and compiles the others. What a test checks of them is always checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from attngen.targets.common.base import CompileReport
+
+ROOT = Path(__file__).parent.parent
+RECORD = Path(__file__).parent / "record.json"
+SHARE = 16  # one test in so many runs although the record proves it
+GENERATED = ROOT / "generated"
+# What every test of numerics depends on besides its own file: helpers, the harness, the oracle, and what specs, masks
+# and score modifiers say of themselves.
+COMMON = (
+    ROOT / "tests" / "helpers.py",
+    *(
+        p
+        for room in ("conformance", "spec", "lang", "masks", "scores")
+        for p in sorted((ROOT / "attngen" / room).glob("*.py"))
+    ),
+)
+
+
+def code_digest(text: str) -> str:
+    """A digest of Python source without comments, docstrings and layout: 16 hexadecimal digits."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+@cache
+def file_digest(path: Path) -> str:
+    """`code_digest` of a file; empty if there is none."""
+    return _text_digest(path.read_text(encoding="utf-8")) if path.is_file() else ""
+
+
+_text_digest = cache(code_digest)  # all modules have the same runtime.py
+
+
+def module_digest(folder: Path) -> str:
+    """A digest of the code of a generated module that the interpreter runs: all Python files except hopper.py, which
+    runs only on a GPU."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in folder.glob("*.py") if path.name != "hopper.py"):
+        found.update(f"{path.name} {_text_digest(path.read_text(encoding='utf-8'))}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes in the interpreter."""
+    import triton  # not sooner: it asks for TRITON_INTERPRET, which conftest sets
+
+    return {"torch": torch.__version__, "triton": triton.__version__, "numpy": numpy.__version__}
+
+
+def test_digest(file: str) -> str:
+    """A digest of all code that a test file runs besides modules: the file, the files of tests/ that it imports, and
+    what all tests of numerics depend on."""
+    found = "".join(map(file_digest, (*imported(ROOT / file), *COMMON)))
+    return hashlib.sha256(found.encode()).hexdigest()[:16]
+
+
+def imported(file: Path) -> list[Path]:
+    """A test file and the files of tests/ that it imports, directly or through others, except conftest.py and this one,
+    which only choose tests."""
+    found, remaining = set(), [file]
+    while remaining:
+        path = remaining.pop()
+        if path in found or path.name in ("conftest.py", "record.py") or not path.is_file():
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests":
+                base = ROOT / str(node.module).replace(".", "/")
+                remaining += [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+    return sorted(found)
+
+
+def drawn(names: Iterable[str], seed: str) -> set[str]:
+    """The tests among `names` that run although the record proves them: one in SHARE, others for each seed."""
+    return {n for n in names if int(hashlib.sha256(f"{seed} {n}".encode()).hexdigest(), 16) % SHARE == 0}
+
+
+def commit() -> str:
+    """A seed for `drawn`: the commit that is checked out; without git, a digest of the record."""
+    try:
+        asked = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return hashlib.sha256(RECORD.read_bytes()).hexdigest()
+
+
+def number(which: int) -> int:
+    """A seed for random tests of a push: another one for each commit and each `which`."""
+    return int(hashlib.sha256(f"{commit()} {which}".encode()).hexdigest()[:8], 16)
+
+
+def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:
+    """The tests that need not run, each with the digests of modules that it is to build itself: none for most.
+
+    A module under generated/ stands in the record by its name, and has to have the recorded digest now. One that the
+    test builds stands there by its digest, with which `built_again` compares what the test builds. `seed` draws the
+    tests that run nevertheless; None draws none.
+    """
+    if record.get("versions") != versions():
+        return {}
+    current = {name for name, digest in record["modules"].items() if module_digest(GENERATED / name) == digest}
+    files = {file for file, digest in record["files"].items() if test_digest(file) == digest}
+    found = {}
+    for name, used in record["tests"].items():
+        committed = [module for module in used if not module.startswith("#")]
+        if name.partition("::")[0] in files and current.issuperset(committed):
+            found[name] = [module[1:] for module in used if module.startswith("#")]
+    for name in drawn(found, seed) if seed else ():
+        del found[name]
+    return found
+
+
+def read() -> dict[str, Any]:
+    """The committed record; empty if there is none."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+
+
+def write(tests: dict[str, list[str]], reports: dict[str, Any]) -> None:
+    """Write the record of tests that passed, each with the modules whose kernels it launched. Tests that did not run
+    now stay if they are proved; reports stay as long as the versions."""
+    old = read()
+    tests = {name: old["tests"][name] for name in proved(old, seed=None)} | tests
+    names = sorted({module for used in tests.values() for module in used if not module.startswith("#")})
+    record = {
+        "versions": versions(),
+        "modules": {name: module_digest(GENERATED / name) for name in names},
+        "files": {file: test_digest(file) for file in sorted({name.partition("::")[0] for name in tests})},
+        "tests": dict(sorted(tests.items())),
+        "reports": dict(sorted(((old["reports"] if old.get("versions") == versions() else {}) | reports).items())),
+    }
+    RECORD.write_text(json.dumps(record, indent=0, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+class Recorder:
+    """Notes, while tests run, which modules' kernels each one launches in the interpreter, and compile reports."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, list[str]] = {}
+        self.reports: dict[str, Any] = {}
+        self.launched: set[Path] = set()
+        self._digests: dict[Path, str] = {}
+
+    def watch(self) -> None:
+        """Note the folder of each kernel that Triton's interpreter runs from now on."""
+        from triton.runtime.interpreter import InterpretedFunction
+
+        run = InterpretedFunction.run
+
+        def noted(function: Any, *args: Any, **options: Any) -> Any:
+            self.launched.add(Path(function.fn.__code__.co_filename).parent)
+            return run(function, *args, **options)
+
+        InterpretedFunction.run = noted
+
+    def passed(self, name: str) -> None:
+        """Note that a test passed, with the modules of the kernels that ran since the last call of `start`."""
+        if self.launched:
+            self.tests[name] = sorted(map(self._named, self.launched))
+
+    def start(self) -> None:
+        """Forget the kernels that ran before."""
+        self.launched.clear()
+
+    def _named(self, folder: Path) -> str:
+        if folder.parent == GENERATED:
+            return folder.name
+        if folder not in self._digests:
+            self._digests[folder] = f"#{module_digest(folder)}"
+        return self._digests[folder]
+
+
+# What `compile_all` returns without compiling, by the digest of a job; and what notes the others.
+_reports: dict[str, Any] = {}
+_recorder: Recorder | None = None
+
+
+def use_reports(record: dict[str, Any], seed: str | None, recorder: Recorder | None) -> None:
+    """Let `compile_all` return recorded reports, of no job if `seed` is None, and note to `recorder` what it
+    compiles."""
+    global _recorder
+    _recorder = recorder
+    _reports.clear()
+    if seed is not None and record.get("versions") == versions():
+        _reports.update(record["reports"])
+        for digest in drawn(_reports, seed):
+            del _reports[digest]
+
+
+def compile_all(
+    compiler: Callable[[Sequence[Any], int | None], Iterable[CompileReport | str]], jobs: Sequence[Any], workers: int
+) -> list[CompileReport | str]:
+    """The compile report of each job, or the sentence that says why it does not compile: recorded, or from
+    `compiler`."""
+    left = [job for job in jobs if job.digest not in _reports]
+    made = {job.digest: found for job, found in zip(left, compiler(left, workers) if left else ())}
+    if _recorder is not None:
+        _recorder.reports |= {
+            digest: found if isinstance(found, str) else asdict(found) for digest, found in made.items()
+        }
+    return [made[job.digest] if job.digest in made else _report(_reports[job.digest]) for job in jobs]
+
+
+def _report(found: Any) -> CompileReport | str:
+    return found if isinstance(found, str) else CompileReport(**found)
+
+
+# The digests that the running test has still to build before the record proves it; None where the record does not.
+_expected: set[str] | None = None
+
+
+def expect(digests: list[str] | None) -> None:
+    """Start a test: the record proves it once it has built modules of these digests, or never if None."""
+    global _expected
+    _expected = None if digests is None else set(digests)
+
+
+def built_again(folder: Path) -> None:
+    """Skip the running test if the module in `folder`, which it has just built, is the last that it had to build."""
+    if _expected is not None:
+        _expected.discard(module_digest(folder))
+        if not _expected:
+            pytest.skip("proved by tests/record.json")
