@@ -28,27 +28,28 @@ FUSED_LISTED = 8192
 # 16-bit numbers in 16 bytes: rows that TMA reads start at multiples of 16 bytes (CUDA, cuTensorMapEncodeTiled).
 ALIGNED_KEYS = 8
 WIDEST = 256  # columns of dK and dV together that one kernel holds (docs/perf-log.md, section 10)
-WIDEST_SUM = 256  # widest accumulator that a program holds on every device; wider ones may be split among programs
+WIDEST_ACC = 256  # columns of the widest accumulator that a program holds on every device; wider ones may be split
 LEAST_SHARED = 128  # narrowest part of a split accumulator: with fewer columns scores are recomputed too often
 # The same as WIDEST for the fused backward: with 64 keys these accumulators take 160 registers of a consumer.
 WIDEST_FUSED = 320
-# Number of heads whose longest programs start together: the keys of more heads would not all fit in the L2
-# (docs/perf-log.md, section 18).
+# Number of heads in a group of the grid's L2 swizzle, whose programs run together: the keys of more heads would not all
+# fit in the L2 (docs/perf-log.md, section 18).
 SWIZZLE = 8
-# Bytes that programs of the fused backward stream, of all heads that run together: a program starts when the one before
-# it in the semaphore order has a lead, and finds its tiles in the L2 (docs/perf-log.md, section 31).
-SWIZZLE_ROWS = 16 * 2**20
+# Bytes that programs of the fused backward stream, of all heads of a swizzle group together. From these the number of
+# rows in `swizzle_rows(...)` follows. They fit in the L2, so a program that starts when the one before it in the
+# semaphore order has a lead finds its tiles there (docs/perf-log.md, section 31).
+SWIZZLE_GROUP_BYTES = 16 * 2**20
 # The same for masks with block lists. Programs then reach the same query tile after few tiles, so each needs a longer
 # lead (the same section).
-SWIZZLE_ROWS_LISTED = 32 * 2**20
-# Maximum number of heads that run together, if a program has several query heads with a head_dim above OF_COLUMNS (the
-# same section).
-FEW_SWIZZLE, OF_COLUMNS = 4, 64
+SWIZZLE_GROUP_BYTES_LISTED = 32 * 2**20
+# Maximum number of heads in a swizzle group of programs that each have several query heads, if head_dim is above
+# MULTI_HEAD_DIM (the same section).
+MULTI_HEAD_SWIZZLE, MULTI_HEAD_DIM = 4, 64
 
-# Rows of a tile of kernels without scores: the default, and for kernels that sum tiles of several heads one after
-# another (docs/perf-log.md, section 31).
-PLAIN, SUMMED = 64, 32
-ROUNDED = 16  # the same for kernels that round rows of a latent to 8 bits, in fp32
+# Rows of a tile of kernels that compute no scores: elementwise kernels such as `delta`, kernels that sum tiles of
+# several heads such as `dkdv_end` (docs/perf-log.md, section 31), and kernels that round rows of a latent to 8 bits, in
+# fp32.
+ELEMENTWISE_ROWS, SUM_ROWS, QUANTISE_ROWS = 64, 32, 16
 
 # ---------------------------------------------------------------- split-KV: keys of a cache split among programs
 
@@ -65,11 +66,11 @@ CTAS_PER_SM_QUANTISED = 3
 # with more keys each.
 CTAS_PER_SM_LATENT, WAVES_LATENT = 1, 4
 FEW_LATENT = 512  # maximum number of query rows of all heads for split-KV of latents: 4 of each of 128 heads
-# (maximum number of rows of a call times warps per row, None: any; splits of a row that are combined per iteration).
-# Loads of an iteration do not wait for each other, but more of them take more registers, so that fewer programs fit on
-# an SM (the same section).
-COMBINED: tuple[tuple[int | None, int], ...] = ((512, 16), (None, 8))
-COMBINED_EACH = 4  # columns of a row per thread, if several warps share a row
+# Configs of combine kernels: (maximum number of rows of a call times warps per row, None: any; splits of a row that a
+# program combines per iteration). Loads of an iteration do not wait for each other, but more of them take more
+# registers, so that fewer programs fit on an SM (the same section).
+COMBINE_SPLITS: tuple[tuple[int | None, int], ...] = ((512, 16), (None, 8))
+COMBINE_COLUMNS_PER_THREAD = 4  # columns of a row per thread, if several warps share a row
 
 # ---------------------------------------------------------------- block lists made from data
 
@@ -102,12 +103,12 @@ MODELLED = (64, SHORT_ROWS)  # ranges for which the cost model chooses, besides 
 
 # ---------------------------------------------------------------- kernels that prepare tensors for others
 
-# Positions that a program processes per iteration, for sequences of up to as many (the last: any length), and positions
-# per thread. The time per position hardly depends on this; these spill under no supported Triton (docs/perf-log.md,
-# section 22).
-SCANNED, SCANNED_EACH = (64, 256, 1024), 4
-# Queries and keys of a tile whose pairs a program compares, and pairs per thread.
-COMPARED, COMPARED_EACH = (16, 256), 32
+# Kernels that scan a sequence, such as `document_spans`: positions that the program processes per iteration, for
+# sequences of up to as many (the last: any length), and positions per thread. The time per position hardly depends on
+# this; these spill under no supported Triton (docs/perf-log.md, section 22).
+SCAN_POSITIONS, SCAN_POSITIONS_PER_THREAD = (64, 256, 1024), 4
+# Kernels that compare all queries with all keys: (queries, keys) of a tile, and pairs per thread.
+COMPARE_TILE, COMPARE_PAIRS_PER_THREAD = (16, 256), 32
 MOST_THREADS = 1024  # maximum threads of a program, on all devices
 
 # ---------------------------------------------------------------- rematerialization in loops

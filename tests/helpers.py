@@ -115,7 +115,7 @@ def stages_of(made: Spec) -> dict[str, Module]:
 
     All workers of a run share it on disk: to lower a spec takes twenty times as long as to read it.
     """
-    what = f"{fingerprint.digest()} {pipeline.VERIFY_EACH} {made.model_dump_json()}"
+    what = f"{fingerprint.digest()} {pipeline.VERIFY_EACH} {made.hash()} {made!r}"
     path = ROOT / ".pytest_cache" / "lowered" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.pickle"
     if path.is_file():
         found: dict[str, Module] = pickle.loads(path.read_bytes())

@@ -147,8 +147,8 @@ MUTATIONS = (
     Mutation(
         "a partial tile counts as full",
         "attngen/tiles/ranges.py",
-        "_where(full, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block))",
-        "_where(full, cdiv(sympy.Max(0, sympy.Min(*full_highs)), block))",
+        "_if_all(full_if, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block))",
+        "_if_all(full_if, cdiv(sympy.Max(0, sympy.Min(*full_highs)), block))",
         "tests/transforms/test_classify_tiles.py tests/transforms/test_tiles_bruteforce.py",
     ),
     # transforms

@@ -164,7 +164,16 @@ def write(tests: dict[str, list[str]], reports: dict[str, Any]) -> None:
         "tests": dict(sorted(tests.items())),
         "reports": dict(sorted(((old["reports"] if old.get("versions") == versions() else {}) | reports).items())),
     }
-    RECORD.write_text(json.dumps(record, indent=0, separators=(",", ":")) + "\n", encoding="utf-8")
+    RECORD.write_text(_text(record), encoding="utf-8")
+
+
+def _text(record: dict[str, dict[str, Any]]) -> str:
+    """The record as JSON with a line for each entry."""
+    tables = []
+    for name, table in record.items():
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
+        tables.append(f" {json.dumps(name)}: {{{f'{chr(10)}{lines}{chr(10)} ' if lines else ''}}}")
+    return "{\n" + ",\n".join(tables) + "\n}\n"
 
 
 class Recorder:
@@ -190,7 +199,7 @@ class Recorder:
 
     def passed(self, name: str) -> None:
         """Note that a test passed, with the modules of the kernels that ran since the last call of `start`."""
-        if self.launched:
+        if self.launched and all((folder / "kernels.py").is_file() for folder in self.launched):
             self.tests[name] = sorted(map(self._named, self.launched))
 
     def start(self) -> None:

@@ -19,9 +19,12 @@ from attngen.ir.host import HOST_OPS
 from attngen.ir.ops import OPS
 from attngen.ir.pipe import PIPE_OPS
 from attngen.ir.printer import print_module
+from attngen.lowering import pipeline
 from attngen.lowering.pipeline import passes
 from attngen.report.timeline import lanes, svg
 from attngen.spec import make_spec, parse_spec
+from attngen.targets.hopper import HOPPER
+from attngen.targets.hopper import passes as hopper_passes
 from attngen.verify import rules, verify, warp_specialized_rules
 from attngen.verify.host import RULES as HOST_RULES
 from docs.site import ir_reference
@@ -309,3 +312,10 @@ def test_versions_md_has_every_supported_pair_and_the_pinned_one() -> None:
     assert f"| suite | {' | '.join(f'torch {torch}, Triton {triton}' for torch, triton in PAIRS.items())} |" in text(
         "docs/versions.md"
     )
+
+
+def test_docstrings_list_the_passes_of_hopper_in_their_order() -> None:
+    names = [p.name for p in HOPPER.passes(lambda specialization, module: "none")]
+    assert re.findall(r"^ ?\d+\. (\S+)", hopper_passes.__doc__ or "", re.MULTILINE) == names
+    forward = re.findall(r"^    ([a-z-]+) {2}", pipeline.__doc__ or "", re.MULTILINE)
+    assert len(forward) > 10 and forward == [name for name in names if name in forward]

@@ -22,8 +22,6 @@ from attngen.cache import store
 from attngen.frontends.block_masks import masked_of
 from tests.helpers import CUDA
 
-pytestmark = pytest.mark.numerics
-
 FAKE = """class OPERATORS:
     @staticmethod
     def release():

@@ -39,7 +39,7 @@ class Here:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        sweep._turns.clear()
+        sweep._lock.clear()
 
     def map(self, function: Callable[..., Table], work: Iterable[Job], *rest: Iterable[Any]) -> Iterator[Table]:
         return map(function, work, *rest)
@@ -53,12 +53,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(sweep, "cases", lambda spec, device: [Case(1, 2, 2, 17, 17), Case(1, 2, 2, 33, 40, "bnhd")])
-    monkeypatch.setattr(sweep, "TURNS", 1000)
+    monkeypatch.setattr(sweep, "LARGE_SCORES", 1000)
     return tmp_path
 
 
 def locks_of_this_process() -> int:
-    return len(sweep._turns)
+    return len(sweep._lock)
 
 
 def test_processes_share_a_lock() -> None:

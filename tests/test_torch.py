@@ -184,7 +184,8 @@ def test_second_derivatives_are_refused(name: str, device: str) -> None:
         found = torch.autograd.grad(out, leaves, flowing, create_graph=True)
         assert all(a.equal(b) for a, b in zip(found, expected))
         with pytest.raises(
-            RuntimeError, match="attention: its gradients cannot be differentiated again; expected first derivatives"
+            RuntimeError,
+            match="attention: its gradients cannot be differentiated again; expected only first derivatives",
         ):
             found[0].sum().backward()
 

@@ -159,7 +159,7 @@ def test_different_layers_have_specs_with_different_names() -> None:
         {"softcap": None},
         {"tf32": True},
         {"wide": False},
-        {"served": True, "dropout": False},
+        {"decodes": True, "dropout": False},
     ]
     packed = Formula(({"sliding_window": {"left": 4095, "right": 0}}, {"document": {"sorted": True}}), packed=True)
     names = [layer.spec(packed, "padded")["name"] for layer in (plain, *(replace(plain, **other) for other in others))]

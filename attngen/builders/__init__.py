@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attngen import __version__
 from attngen.builders.backward import build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, unfused
 from attngen.builders.blocks import build_blocks
-from attngen.builders.forward import build_forward, build_forward_by_key, build_forward_end
+from attngen.builders.forward import build_forward, build_forward_end, build_forward_kv_outer
 from attngen.builders.gradient_inputs import learned
 from attngen.builders.host import build_hosts
 from attngen.builders.jvp import build_jvp
@@ -45,7 +45,7 @@ def build_module(spec: Spec) -> Module:
     backward: tuple[Build, ...]
     forward, backward = {
         "q_outer": ((build_forward,), (build_dq, build_delta, build_dkdv)),
-        "kv_outer": ((build_forward_by_key, build_forward_end), (build_delta, build_dkdv, build_dq_end)),
+        "kv_outer": ((build_forward_kv_outer, build_forward_end), (build_delta, build_dkdv, build_dq_end)),
     }[spec.schedule.order]
     if SHARINGS[spec.heads.sharing].is_shared and spec.schedule.order == "q_outer":
         backward += (build_dkdv_end,)

@@ -51,8 +51,8 @@ BWD = Signature(
     ("dK", "dV"),
     ("DQ_ACC",),
     about=(
-        "Backward: one program per head, over key tiles, and for each of these over query tiles, whose dQ it "
-        "rewrites in HBM."
+        "Backward: one program per head loops over key tiles, and for each over query tiles, whose dQ it rewrites in "
+        "HBM."
     ),
 )
 # The fused backward: programs add their parts of dQ.
@@ -173,21 +173,21 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     if fused:
         common, factor = without_common(spec, factor)
     b = KernelBuilder(spec, signature, [common, factor, *slopes])
-    b.tensors(gradients)
-    b.scalar("scale")
-    b.sizes()
-    b.seed()
+    b.declare_tensors(gradients)
+    b.declare_scalar("scale")
+    b.declare_sizes()
+    b.declare_seed()
 
     per_query_head = signature.per_query_head
     kv, head = (sharing.read, symbol("h")) if per_query_head else (sharing.owned, sharing.member)
     nested = sharing.is_shared and not fused
-    b.scale()
+    b.compute_scale()
     home = "tile" if kv_outer else "entry"
     if kv_outer:
         b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), home, cls="all")
     b.load("k", "K", ("b", kv, "kv", "d_qk"), home)
     b.load("v", "V", ("b", kv, "kv", "d_v"), home)
-    b.reads()
+    b.load_inputs()
     dims = {"dk": "D_QK", "dv": "D_V"}
     starts = {name: b.init(f"{name}_init", 0, "BLOCK_KV", dim, block=home) for name, dim in dims.items()}
     _loop_over_queries(b, home, starts, nested)
@@ -330,14 +330,14 @@ def build_dq_end(spec: Spec) -> Kernel:
     seen = ("INV_L_ALL" if exact else "LSE2") if ordered else ""
     reads = ("DQ_ACC", *([seen] if seen else []), *(["Q"] if gradients else []))
     b = KernelBuilder(spec, DQ_END._replace(reads=reads), [common, *gradients.values()])
-    b.tensors(gradients)
-    b.scalar("scale")
-    b.sizes()
+    b.declare_tensors(gradients)
+    b.declare_scalar("scale")
+    b.declare_sizes()
     if spec.dropout:
-        b.scalar("keep_scale")
+        b.declare_scalar("keep_scale")
     rows = ("b", "h", "q", "d_qk")
     dq = b.load("dq", "DQ_ACC", rows)
-    b.reads()
+    b.load_inputs()
     if ordered:
         number = b.load(seen.lower(), seen, rows[:3])
         there = symbol(number) > 0 if exact else symbol(number) < sympy.oo
@@ -361,9 +361,9 @@ def build_dkdv_end(spec: Spec) -> Kernel:
     """dK and dV of each K/V head: sums in fp32 over the query heads that share it, in the order of the heads."""
     sharing, home = SHARINGS[spec.heads.sharing], "part"
     b = KernelBuilder(spec, DKDV_END)
-    b.tensors()
+    b.declare_tensors()
     for name in (*(("Hkv",) if sharing.axis else ()), "splits", "Nk"):
-        b.scalar(name)
+        b.declare_scalar(name)
     columns = {"dk": "D_QK", "dv": "D_V"}
     starts = {name: b.init(f"{name}_init", 0, "BLOCK_KV", width) for name, width in columns.items()}
     b.loop("total", "split", symbol("splits"), home, cls="all", **starts)
@@ -388,15 +388,15 @@ def build_dq(spec: Spec) -> Kernel:
     factor, (reads, slopes) = derivative(spec.modified(), S), gradient_slopes(spec, gradients)
     places = [e for x in gradients if x.by in ("element", "entry") for e in reads[x.parts].index]
     b = KernelBuilder(spec, with_stats(with_entropy_gradient(spec, DQ), exact_sums(spec)), [factor, *slopes, *places])
-    b.tensors(gradients)
-    b.scalar("scale")
-    b.sizes()
+    b.declare_tensors(gradients)
+    b.declare_scalar("scale")
+    b.declare_sizes()
     for name in gradient_lengths(spec):
-        b.scalar(name)
-    b.seed()
+        b.declare_scalar(name)
+    b.declare_seed()
 
     rows = ("b", "h", "q")
-    b.scale()
+    b.compute_scale()
     load_outputs(b)
     b.load("q", "Q", (*rows, "d_qk"))
     b.load("do", "dO", (*rows, "d_v"))
@@ -405,7 +405,7 @@ def build_dq(spec: Spec) -> Kernel:
     sums = _carried_sums(spec, gradients, reads)
     names = [name for of_parts in sums.values() for name in of_parts]
     starts |= {f"{name}_sum": b.init(f"{name}_sum_init", 0, "BLOCK_Q") for name in names}
-    b.reads()
+    b.load_inputs()
     b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
 
     b.carried("step", **starts)

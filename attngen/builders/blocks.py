@@ -24,9 +24,9 @@ def build_blocks(spec: Spec) -> Kernel:
     """The number of visible pairs in each strip of a block: zero scores are masked to -inf, and those above -inf are
     counted."""
     b = KernelBuilder(spec, BLOCKS)
-    b.tensors()
-    b.sizes()
-    b.reads()
+    b.declare_tensors()
+    b.declare_sizes()
+    b.load_inputs()
     scores = (AXIS_DIM["q"], AXIS_DIM["kv"])
     row, strip = (floordiv(symbol(f"{axis}_start"), sympy.Integer(n)) for axis, n in (("q", LISTED), ("kv", STRIP)))
     b.add(Base("COUNT_row", Access("COUNT", (symbol("b"), symbol("h"), row)), Type("ptr")))

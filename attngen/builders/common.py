@@ -97,7 +97,7 @@ class KernelBuilder:
             self.tensor_types[tensor] = self.tensor_types[read.tensor]
             self.needed += (Read(f"t{read.name}", tensor, read.index),)
 
-    def tensors(self, learned: Iterable[Learned] = ()) -> None:
+    def declare_tensors(self, learned: Iterable[Learned] = ()) -> None:
         """Declare all tensors that the kernel reads and writes, including those of mask and modifiers."""
         read = {_argument(read.tensor): self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
         outs = parts_of(learned, self.spec.inputs())
@@ -113,10 +113,10 @@ class KernelBuilder:
         named = ({"Nk": "Nc"} if self.signature.cache else {}) | ({"Nq": "queries"} if self.signature.pack_gqa else {})
         return replace(type_, dims=tuple(named.get(d, d) for d in type_.dims))
 
-    def scalar(self, name: str) -> None:
+    def declare_scalar(self, name: str) -> None:
         self.add(Arg(name, "scalar", Type({**SCALARS, **DROPOUT_SCALARS, **self.scalar_dtypes}[name])))
 
-    def sizes(self) -> None:
+    def declare_sizes(self) -> None:
         """Declare the scalars: sizes, those needed to index by head, and the scalar inputs of mask and modifiers."""
         names = [str(a.extent) for a in self.grid if a.var in ("h", "hkv")]
         packed, heads = self.signature.pack_gqa, SHARINGS[self.spec.heads.sharing]
@@ -138,7 +138,7 @@ class KernelBuilder:
         bounds = {str(s) for s in _symbols(places)} & {"B", "Hq", "Hkv", *self.lengths}
         by_keys = (self.signature.masks or symbol("Nk") in named | _symbols(places)) and not self.signature.cache
         for name in dict.fromkeys((*names, *sorted(bounds), "Nq", *(["Nk"] if by_keys else []), *self.needed_scalars)):
-            self.scalar(name)
+            self.declare_scalar(name)
         if self.signature.cache and self.signature.masks:
             self.add(CacheLength("Nk", _access("CACHE_SEQLENS", ("b",)), Type("i32")))
 
@@ -273,7 +273,7 @@ class KernelBuilder:
         dims = tuple(d for d in self.types[value].dims if d != over)
         return self.add(Reduce(name, value, "sum", over, Type("f32", dims)), block)
 
-    def reads(self) -> None:
+    def load_inputs(self) -> None:
         """Load the inputs of mask and modifiers: in the loop's body if they vary along the loop or with its head, else
         before the loop."""
         for read in self.needed:
@@ -386,16 +386,16 @@ class KernelBuilder:
         facts = tuple(Fact(*(e.xreplace(self.heads) for e in fact)) for fact in self.facts)
         return self.add(Mask(name, value, where, uses, self.types[value], facts), block)
 
-    def scale(self) -> None:
+    def compute_scale(self) -> None:
         """Compute the factor from product to score in base 2, if nothing else modifies scores."""
         if self.score == S:
             self.map("qk_scale", symbol("scale") * symbol("LOG2E"), scale="scale")
 
-    def seed(self) -> None:
+    def declare_seed(self) -> None:
         """Declare the dropout scalars and the key of the random numbers, if the spec has dropout."""
         if self.spec.dropout:
             for name in DROPOUT_SCALARS:
-                self.scalar(name)
+                self.declare_scalar(name)
             self.add(Seed("seed", "SEED", Type("i64")))
 
     def dropout_mask(self, head: Any, *dims: str) -> None:

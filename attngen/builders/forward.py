@@ -28,16 +28,16 @@ FWD = Signature(
     "q",
     ("Q", "K", "V"),
     ("O", "LSE"),
-    about="Forward: online softmax over key tiles, one program per query tile.",
+    about="Forward: online softmax over key tiles, for one query tile of a head.",
 )
-# With keys in the outer loop.
-FWD_BY_KEY = Signature(
+# FlashAttention-1's loop order (`order: kv_outer`): keys in the outer loop, queries in the inner one.
+FWD_KV_OUTER = Signature(
     "fwd",
     "kv",
     ("Q", "K", "V"),
     rewrites=("O_ACC", "ROW_MAX", "ROW_SUM"),
-    about="Forward: one program per head, over key tiles, and for each of these over query tiles, "
-    "whose sums it rewrites in HBM.",
+    about="Forward: one program per head loops over key tiles, and for each over query tiles, whose accumulator, "
+    "maximum and sum it rewrites in HBM.",
 )
 FWD_END = Signature(
     "fwd_end",
@@ -54,10 +54,11 @@ def sink_of(spec: Spec) -> Expr | None:
 
 
 def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | None = None) -> Kernel:
-    """FlashAttention-2 (Dao 2023), Algorithm 1: one program per query tile, online softmax over key tiles.
+    """FlashAttention-2 (Dao 2023), Algorithm 1: each program has one query tile of a head, and runs the online softmax
+    over key tiles.
 
     The accumulator stays unnormalised until the end, and LSE = ln(sum exp(score)) is saved for the backward. A row that
-    sees no key gets zeros and LSE = -inf.
+    sees no key gets zeros, and LSE = -inf, or its sink logit if the spec has a sink.
 
     With a latent (DeepSeek-V2, 2024, section 2.1.2, with its projections absorbed in q), q and k are in two tensors
     each: the part with v's head_dim, and the rotated part. In a cache the first part is also the values. A cache may
@@ -72,46 +73,46 @@ def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | No
     b.kv_split = kv_split
     kv = b.heads[symbol("hkv")]
     head = kv if signature.pack_gqa else "h"
-    b.tensors()
-    b.scalar("scale")
-    b.sizes()
-    b.seed()
+    b.declare_tensors()
+    b.declare_scalar("scale")
+    b.declare_sizes()
+    b.declare_seed()
 
-    b.scale()
+    b.compute_scale()
     for suffix, head_dim in _head_dims(spec).items():
         b.load(f"q{suffix}", f"Q{suffix.upper()}", ("b", head, "q", head_dim))
     quantised = signature.cache is not None and signature.cache.scale in ("head", "page")
     if quantised:
         split_queries(b, kv)
-    sums = {f"acc_{half}": "PAIRS_V" for half in HALVES} if quantised else {"acc": "D_V"}
-    starts = _initial_state(b, sums)
-    b.reads()
+    accumulators = {f"acc_{half}": "PAIRS_V" for half in HALVES} if quantised else {"acc": "D_V"}
+    initial = _initial_state(b, accumulators)
+    b.load_inputs()
     first, end = sympy.Integer(0), cdiv(symbol("Nk"), symbol("BLOCK_KV"))
     if b.split_axis:
         first, end = part(first, end, b.split_axis)
-    b.loop("keys", "kv", end, "step", first=first, **starts)
+    b.loop("keys", "kv", end, "step", first=first, **initial)
 
-    b.carried("step", **starts)
+    b.carried("step", **initial)
     if quantised:
         multiply_keys(b, kv)
     else:
         _multiply_queries_keys(b, kv)
-    masked = _softmax_step(b, sums)
-    summed = multiply_values(b, kv, "soft.p") if quantised else _multiply_weights_values(b, kv)
+    masked = _softmax_step(b, accumulators)
+    carried = multiply_values(b, kv, "soft.p") if quantised else _multiply_weights_values(b, kv)
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap
-    if "e" in starts:
-        summed["e"] = _entropy_sums(b, masked)
+    if "e" in initial:
+        carried["e"] = _entropy_sums(b, masked)
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
-    b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), *summed.items())), "step")
+    b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), *carried.items())), "step")
 
-    ends = {
-        **{name: f"keys.{name}" for name in starts if name not in sums},
+    final = {
+        **{name: f"keys.{name}" for name in initial if name not in accumulators},
         "acc": interleave_values(b, "keys") if quantised else "keys.acc",
     }
     if b.split_axis:
-        _store_split(b, head, ends)
+        _store_split(b, head, final)
     else:
-        store_results(b, head, sink, ends, _weight_factor(b))
+        store_results(b, head, sink, final, _probability_factor(b))
     return b.kernel()
 
 
@@ -125,25 +126,25 @@ def _forward_signature(spec: Spec, signature: Signature) -> Signature:
     return with_stats(signature._replace(writes=outputs), exact_sums(spec) and signature.cache is None)
 
 
-def _initial_state(b: KernelBuilder, sums: dict[str, str]) -> dict[str, str]:
+def _initial_state(b: KernelBuilder, accumulators: dict[str, str]) -> dict[str, str]:
     """Initial values of the loop over keys: running maximum, sum, accumulators, and the entropy's sum if it is needed.
 
-    sums: the accumulators with their head_dim.
+    accumulators: names, each with its dimension of columns.
     """
-    starts = {"m": b.init("m_init", -sympy.oo, "BLOCK_Q"), "l": b.init("l_init", 0, "BLOCK_Q")}
-    starts |= {acc: b.init(f"{acc}_init", 0, "BLOCK_Q", width) for acc, width in sums.items()}
+    initial = {"m": b.init("m_init", -sympy.oo, "BLOCK_Q"), "l": b.init("l_init", 0, "BLOCK_Q")}
+    initial |= {acc: b.init(f"{acc}_init", 0, "BLOCK_Q", columns) for acc, columns in accumulators.items()}
     if "ENTROPY" in b.signature.writes:
-        starts["e"] = b.init("e_init", 0, "BLOCK_Q")
-    return starts
+        initial["e"] = b.init("e_init", 0, "BLOCK_Q")
+    return initial
 
 
 def _head_dims(spec: Spec) -> dict[str, str]:
-    """The dimensions over which scores are summed, by the suffix of the tensors of q and k that have them."""
+    """The contraction dimensions of Q K^T, by the suffix of the tensors of q and k that have them."""
     return {"": "d_v", "_rope": "d_rope"} if spec.rope else {"": "d_qk"}
 
 
 def _multiply_queries_keys(b: KernelBuilder, kv: Any) -> None:
-    """The product `s` of a tile of queries and one of keys, which have the element type."""
+    """Compute `s`, the unscaled product Q K^T of a tile of queries and a tile of keys, both in the element type."""
     scaled, head_dims = b.signature.cache is not None and b.signature.cache.scale, _head_dims(b.spec)
     for suffix, head_dim in head_dims.items():
         if scaled and not suffix:
@@ -155,24 +156,26 @@ def _multiply_queries_keys(b: KernelBuilder, kv: Any) -> None:
     b.dot("s", "q", "k", AXIS_DIM[head_dims[""]], "step", acc=of_rope)
 
 
-def _softmax_step(b: KernelBuilder, sums: Iterable[str]) -> str:
-    """Compute a tile's weights from the product `s`, and rescale the accumulators. Returns the masked scores."""
+def _softmax_step(b: KernelBuilder, accumulators: Iterable[str]) -> str:
+    """Compute a tile's probabilities, relative to the running maximum, from the product `s`, and rescale the
+    accumulators. Returns the masked scores."""
     scores(b)
     masked = b.mask("masked", "score", sympy.And(b.where, in_bounds("kv")), "step")
     guard = "always" if unbounded(b.spec) else "partial"
     b.add(SoftmaxStep("soft", masked, "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), guard=guard), "step")
-    for acc in sums:
+    for acc in accumulators:
         b.map(acc.replace("acc", "rescaled"), symbol("acc") * symbol("alpha"), "step", acc=acc, alpha="soft.alpha")
     return masked
 
 
 def _multiply_weights_values(b: KernelBuilder, kv: Any) -> dict[str, str]:
-    """The accumulator after a tile of values of the element type. With a latent in a cache, K has the values."""
+    """Add P V for a tile of values of the element type; return the next accumulator. With a latent in a cache, the tile
+    of K is also the tile of values."""
     v = "k"
     if "V" in b.signature.reads:
         b.load_keys("v", "V", kv, "d_v", "step")
         v = "v"
-    p = _weights_for_pv(b, b.dropped("soft.p"))
+    p = _p_operand(b, b.dropped("soft.p"))
     return {"acc": b.dot("acc_next", p, v, "BLOCK_KV", "step", acc="rescaled")}
 
 
@@ -187,14 +190,14 @@ def of_latent(signature: Signature) -> Signature:
 def _store_split(b: KernelBuilder, head: Any, end: dict[str, str]) -> None:
     """Store the output and the LSE to base 2 of a split of the keys.
 
-    For `exact_partials`, store the maximum to base 2 and the sum of weights relative to it in place of the LSE.
+    For `exact_partials`, store the maximum to base 2 and the sum of probabilities relative to it in place of the LSE.
 
     end: `m`, `l` and `acc` after the loop.
     """
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
     index = (head, item(), "q")
     b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
-    b.map("o_split", acc * symbol("inv_l") / _weight_factor(b), acc=end["acc"], inv_l="inv_l")
+    b.map("o_split", acc * symbol("inv_l") / _probability_factor(b), acc=end["acc"], inv_l="inv_l")
     b.store("O_PARTIAL", (*index, "d_v"), "o_split")
     if exact_partials(b.spec):
         b.map("max_split", select(l > 0, m, -sympy.oo), m=end["m"], l=end["l"])
@@ -205,25 +208,28 @@ def _store_split(b: KernelBuilder, head: Any, end: dict[str, str]) -> None:
         b.store("LSE2_PARTIAL", index, "lse2_split")
 
 
-def _weight_factor(b: KernelBuilder) -> int:
-    """The factor of weights when they are cast to the element type, which is removed from outputs.
+def _probability_factor(b: KernelBuilder) -> int:
+    """The factor by which probabilities are multiplied before they are cast to the element type; outputs are divided by
+    it.
 
-    It is 1 unless the type needs a larger one.
+    It is a power of two, and 1 for 16-bit types and fp32. An 8-bit type has too little range near zero for
+    probabilities, which are at most 1.
     """
     return 1 << ELEMENTS[b.spec.dtype[0]].weights
 
 
-def _weights_for_pv(b: KernelBuilder, p: str) -> str:
-    """The weights as operand of the product with V."""
-    return p if _weight_factor(b) == 1 else b.map("p_raised", symbol("p") * _weight_factor(b), "step", p=p)
+def _p_operand(b: KernelBuilder, p: str) -> str:
+    """The probabilities as operand of the product with V, before the cast to the element type."""
+    factor = _probability_factor(b)
+    return p if factor == 1 else b.map("p_raised", symbol("p") * factor, "step", p=p)
 
 
 def _entropy_sums(b: KernelBuilder, masked: str) -> str:
-    """The next value of e, the sum of weights times their logarithms to base 2, from which the entropy is computed.
+    """The next value of e, the sum of p log2 p over the probabilities p of a row, from which the entropy is computed.
 
     With p = 2^(s - m), l is the sum of p and e the sum of p (s - m); hidden scores contribute nothing. Where the
     maximum grows by d, each p becomes 2^-d p, and its logarithm falls by d: e becomes 2^-d (e - d l), before the tile's
-    terms are added. It is never above 0, so that nothing cancels.
+    terms are added. No term is above 0, so nothing cancels.
     """
     p, alpha, m_next, log2_p = map(symbol, ("p", "alpha", "m_next", "log2_p"))
     log2_weight = select(p > 0, symbol(masked) - m_next, 0)
@@ -236,8 +242,8 @@ def _entropy_sums(b: KernelBuilder, masked: str) -> str:
 
 
 def _store_entropy(b: KernelBuilder, head: Any, end: dict[str, str], with_sink: bool) -> None:
-    """Store each query's entropy in nats, -sum of P ln P = ln l - e / l, including its sink if there is one; 0 if it
-    sees nothing."""
+    """Store each query's entropy in nats: -sum of P ln P = ln(l) - ln(2) e / l. A sink counts as one more probability.
+    The entropy of a query that sees no key is 0."""
     l, e, m_all, shrunk, log2_sink = map(symbol, ("l", "e", "m_all", "shrunk", "log2_sink"))  # noqa: E741
     if with_sink:
         b.map("grown_all", select(shrunk > 0, m_all - symbol("m"), 0), shrunk="shrunk", m_all="m_all", m=end["m"])
@@ -251,20 +257,20 @@ def _store_entropy(b: KernelBuilder, head: Any, end: dict[str, str], with_sink: 
 
 
 def store_results(b: KernelBuilder, head: Any, sink: Expr | None, end: dict[str, str], factor: int = 1) -> None:
-    """Store the output, normalised by the sums of weights, the LSE, and the other outputs that the spec asks for.
+    """Store the output, divided by the sum of probabilities, the LSE, and the other outputs that the spec asks for.
 
     The largest score of a query is the running maximum: it is -inf if no key is visible, and a sink does not count.
 
     head: the index of the program's head.
     end: `m`, `l` and `acc` after the loop.
-    factor: the factor that the weights in `acc` still have.
+    factor: the factor by which the probabilities in `acc` were multiplied (see `_probability_factor`).
     """
     m, l, acc, inv_l = map(symbol, ("m", "l", "acc", "inv_l"))  # noqa: E741
     if sink is not None:
         _add_sink(b, sink, end)
     else:
         b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
-    if b.spec.dropout:  # kept weights are scaled up for the dropped ones
+    if b.spec.dropout:  # kept probabilities are divided by 1 - dropout_p
         b.map("inv_l_kept", inv_l * symbol("keep_scale"), inv_l="inv_l", keep_scale="keep_scale")
         b.map("o", acc * symbol("inv_l_kept") / factor, dtype="T", acc=end["acc"], inv_l_kept="inv_l_kept")
     else:
@@ -293,8 +299,10 @@ def store_stats(
     l: str,  # noqa: E741
     maximum: Expr | None = None,
 ) -> None:
-    """Store the statistics from which weights are recomputed, if the kernel writes them: each query's maximum to base
-    2, and the reciprocal of its sum of weights.
+    """Store the statistics from which the backward recomputes probabilities, if the kernel writes them: each query's
+    maximum to base 2, and the reciprocal of its sum l.
+
+    A query that sees no key gets the maximum +inf and the reciprocal 0, so its probabilities are recomputed as 0.
 
     m, l: the values with the maximum and the sum.
     maximum: the maximum to base 2, if `m` is not to base 2.
@@ -309,19 +317,19 @@ def store_stats(
     b.store("INV_L_ALL", rows, "inv_l_out")
 
 
-def build_forward_by_key(spec: Spec) -> Kernel:
-    """FlashAttention (Dao et al. 2022), Algorithm 1: one program per head, over key tiles, and for each over query
-    tiles.
+def build_forward_kv_outer(spec: Spec) -> Kernel:
+    """FlashAttention (Dao et al. 2022), Algorithm 1: one program per head loops over key tiles, and for each key tile
+    over query tiles.
 
     A query tile's accumulator, maximum and sum are read from HBM and written back in each iteration. They start as 0,
     -inf and 0 and stay in fp32, and the accumulator stays unnormalised until `fwd_end`, as in FlashAttention-2: the
     element type would round it in every iteration.
     """
-    b = KernelBuilder(spec, FWD_BY_KEY)
-    b.tensors()
-    b.scalar("scale")
-    b.sizes()
-    b.scale()
+    b = KernelBuilder(spec, FWD_KV_OUTER)
+    b.declare_tensors()
+    b.declare_scalar("scale")
+    b.declare_sizes()
+    b.compute_scale()
     b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "tile", cls="all")
 
     kv = kv_head(spec)
@@ -336,7 +344,8 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     b.load("l", "ROW_SUM", rows, "step")
     b.load("acc", "O_ACC", (*rows, "d_v"), "step")
     b.dot("s", "q", "k", "D_QK", "step")
-    # If folded here, the maximum is in units of the product, as fwd_end expects.
+    # Without score modifiers the softmax step applies the scale. The maximum is then that of unscaled products, and
+    # fwd_end scales it.
     scale = "qk_scale" if b.score == S else None
     if scale is None:
         scores(b)
@@ -344,7 +353,7 @@ def build_forward_by_key(spec: Spec) -> Kernel:
     guard = "always" if unbounded(spec) else "partial"
     b.add(SoftmaxStep("soft", "masked", "m", Type("f32", ("BLOCK_Q", "BLOCK_KV")), scale, guard), "step")
     b.map("rescaled", symbol("acc") * symbol("alpha"), "step", acc="acc", alpha="soft.alpha")
-    b.dot("acc_next", _weights_for_pv(b, "soft.p"), "v", "BLOCK_KV", "step", acc="rescaled")
+    b.dot("acc_next", _p_operand(b, "soft.p"), "v", "BLOCK_KV", "step", acc="rescaled")
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
     b.store("ROW_MAX", rows, "soft.m", "step")
@@ -357,18 +366,18 @@ def build_forward_by_key(spec: Spec) -> Kernel:
 def build_forward_end(spec: Spec) -> Kernel:
     """After `fwd` has visited all keys, finish each row: O = acc / sum, and its LSE."""
     b = KernelBuilder(spec, with_stats(FWD_END, exact_sums(spec)))
-    b.tensors()
+    b.declare_tensors()
     for name in ("scale", "Hq", "Nq"):
-        b.scalar(name)
+        b.declare_scalar(name)
     rows = ("b", "h", "q")
     b.load("m", "ROW_MAX", rows)
     b.load("l", "ROW_SUM", rows)
     b.load("acc", "O_ACC", (*rows, "d_v"))
     m, l, acc, inv_l, qk_scale = map(symbol, ("m", "l", "acc", "inv_l", "qk_scale"))  # noqa: E741
     b.map("inv_l", select(l > 0, 1 / l, 0), l="l")
-    b.map("o", acc * inv_l / _weight_factor(b), dtype="T", acc="acc", inv_l="inv_l")
+    b.map("o", acc * inv_l / _probability_factor(b), dtype="T", acc="acc", inv_l="inv_l")
     b.store("O", (*rows, "d_v"), "o")
-    b.scale()
+    b.compute_scale()
     maximum = m * qk_scale if b.score == S else m
     b.compute("lse", select(l > 0, (maximum + log2(l)) * symbol("LN2"), -sympy.oo), "entry")
     b.store("LSE", rows, "lse")
@@ -377,9 +386,10 @@ def build_forward_end(spec: Spec) -> Kernel:
 
 
 def _add_sink(b: KernelBuilder, sink: Expr, end: dict[str, str]) -> None:
-    """Add the sink logit to every row's softmax: the sums are rescaled to the new maximum. No row is empty then.
+    """Add the sink logit to every row's softmax: the sums are rescaled to the new maximum. So each row has a sum above
+    0, even if it sees no key.
 
-    To base 2 the logit is made finite, even if it is -inf, so that no infinity is subtracted from another in a row that
+    The logit to base 2 is made finite, even if it is -inf, so that no infinity is subtracted from another in a row that
     sees no key.
 
     end: the final values of the row's maximum `m` and its sum `l`.

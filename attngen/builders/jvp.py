@@ -63,13 +63,13 @@ def build_jvp(spec: Spec) -> Kernel:
     signature = with_stats(JVP_WITH_ENTROPY if with_entropy else JVP, exact_sums(spec))
     b = KernelBuilder(spec, signature, [f_s, *f_inputs, *([] if sink is None else [sink])])
     b.read_tangents(reads)
-    b.tensors()
-    b.scalar("scale")
-    b.sizes()
-    b.seed()
+    b.declare_tensors()
+    b.declare_scalar("scale")
+    b.declare_sizes()
+    b.declare_seed()
 
     rows = ("b", "h", "q")
-    b.scale()
+    b.compute_scale()
     normalised = with_entropy or not only_fp32(spec)
     load_stats(b, rows, later=() if normalised else ("INV_L_ALL",))
     b.load("q", "Q", (*rows, "d_qk"))
@@ -78,7 +78,7 @@ def build_jvp(spec: Spec) -> Kernel:
     starts = {"acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"), "tlse": b.init("tlse_init", 0, "BLOCK_Q")}
     if with_entropy:
         starts["tentropy"] = b.init("tentropy_init", 0, "BLOCK_Q")
-    b.reads()
+    b.load_inputs()
     b.loop("keys", "kv", cdiv(symbol("Nk"), symbol("BLOCK_KV")), "step", **starts)
 
     b.carried("step", **starts)

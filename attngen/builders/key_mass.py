@@ -17,7 +17,7 @@ SIGNATURE = Signature(
     ("Q", "K", "LSE"),
     ("KEY_MASS",),
     per_query_head=True,
-    about="The weight that all queries give each key: one program per key tile, over query tiles; "
+    about="The sum over queries of each key's probabilities: one program per key tile, over query tiles; "
     "scores are transposed.",
 )
 
@@ -30,12 +30,12 @@ def build_key_mass(spec: Spec) -> Kernel:
     queries.
     """
     b = KernelBuilder(spec, with_stats(SIGNATURE, exact_sums(spec)))
-    b.tensors()
-    b.scalar("scale")
-    b.sizes()
-    b.scale()
+    b.declare_tensors()
+    b.declare_scalar("scale")
+    b.declare_sizes()
+    b.compute_scale()
     b.load("k", "K", ("b", kv_head(spec), "kv", "d_qk"))
-    b.reads()
+    b.load_inputs()
     starts = {"mass": b.init("mass_init", 0, "BLOCK_KV")}
     b.loop("queries", "q", cdiv(symbol("Nq"), symbol("BLOCK_Q")), "step", **starts)
 

@@ -55,9 +55,9 @@ def build_delta(spec: Spec) -> Kernel:
         with_entropy_gradient(spec, DELTA_BY_KEY if spec.schedule.order == "kv_outer" else DELTA), exact_sums(spec)
     )
     b = KernelBuilder(spec, signature._replace(reads=tuple(name for name in signature.reads if name != "M_ALL")))
-    b.tensors()
+    b.declare_tensors()
     for name in ("Hq", "Nq", *gradient_lengths(spec), *(("keep_scale",) if spec.dropout else ())):
-        b.scalar(name)
+        b.declare_scalar(name)
     load_outputs(b)
     b.load("do", "dO", ("b", "h", "q", "d_v"))
     store_statistics(b)

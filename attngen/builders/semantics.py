@@ -14,7 +14,7 @@ from attngen.ir.expr import Expr, clamp, cos, erf, log, select, sigmoid, sin, sq
 from attngen.ir.module import Blocks, Meaning, Read, input_tensors
 from attngen.lang.part import KV, NATURAL, Q
 from attngen.spec import Spec
-from attngen.tiles.intervals import Scene, mentions, terms
+from attngen.tiles.intervals import MaskContext, mentions, terms
 from attngen.tiles.sampled import worth_listing
 
 S, SCALE = symbol("s"), symbol("scale")
@@ -75,10 +75,10 @@ def _by_data(spec: Spec, axis: str) -> bool:
     types = input_tensors(spec.inputs(), spec.derived())
     along, rows = ({r.name for r in spec.reads() if varies(spec, r, symbol(f"{over}_idx"))} for over in (loop, axis))
     others = along | {r.name for r in spec.reads() if r.name in rows and types[r.tensor].dtype != "i32"}
-    scene = Scene(axis, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
-    known = {fact.literal for fact in scene.facts}
+    context = MaskContext(axis, loop, frozenset(rows - others), frozenset(others), spec.mask.facts())
+    known = {fact.literal for fact in context.facts}
     where = spec.visible() if axis == "q" else spec.visible_by_key()
-    return any(mentions(x, scene.others) for term in terms(where, scene) for x in term.unsolved if x not in known)
+    return any(mentions(x, context.others) for term in terms(where, context) for x in term.unsolved if x not in known)
 
 
 def singular(spec: Spec, e: Expr) -> bool:

@@ -44,7 +44,7 @@ APPEND = Signature(
     "kv",
     ("K_NEW", "V_NEW", "CACHE_SEQLENS"),
     ("K", "V"),
-    about="Before the others: store new keys and values in the cache.",
+    about="Before decode and prefill: store new keys and values in the cache.",
 )
 DECODE = Signature(
     "decode",
@@ -61,7 +61,7 @@ COMBINE = Signature(
     ("CACHE_SEQLENS",),
     ("O", "LSE"),
     pack_gqa=True,
-    about="After decode: merge the outputs of a sequence's splits by the sums of their weights.",
+    about="After decode: merge the outputs of a sequence's splits, weighted by their sums of probabilities.",
 )
 PREFILL = Signature(
     "prefill",
@@ -152,9 +152,9 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
         b.add(Arg(name, "out", tensor_type(name, signature)))
     head = SHARINGS[spec.heads.sharing].owned
     for name in (*(str(axis.extent) for axis in b.grid if axis.var in ("h", "hkv")), "Nk", "Nc"):
-        b.scalar(name)
+        b.declare_scalar(name)
     if cache.page == "page_rows":
-        b.scalar("page_rows")
+        b.declare_scalar("page_rows")
     b.add(Load("before", Access("CACHE_SEQLENS", (symbol("b"),)), Type("i32")))
     b.add(Map("rows", symbol("before") + symbol("kv_idx"), (("before", "before"),), Type("i32", ("BLOCK_KV",))))
     pages = None
@@ -189,14 +189,14 @@ def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
     )
     b.kv_split = kv_split
     head = SHARINGS[spec.heads.sharing].owned
-    b.tensors()
-    b.sizes()
+    b.declare_tensors()
+    b.declare_sizes()
     starts = {
         "m": b.init("m_init", -sympy.oo, "BLOCK_Q"),
         "l": b.init("l_init", 0, "BLOCK_Q"),
         "acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"),
     }
-    b.reads()
+    b.load_inputs()
     b.loop("over_splits", "combined", cdiv(symbol("num_splits"), symbol("BLOCK_SPLITS")), "join", cls="all", **starts)
 
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741

@@ -69,7 +69,7 @@ def bench(
     host: Annotated[bool, Host] = False,
     masks: Annotated[bool, Masks] = False,
 ) -> None:
-    """Measure modules and their peers on this GPU, in one run.
+    """Measure modules and their peers on this GPU in one run.
 
     Each cell (a spec and its sizes) runs forward, backward and both in a separate process, the peers alternating:
     milliseconds (medians of rounds, L2 flushed), TFLOP/s, the fraction of the peak that this run measured, the spread;

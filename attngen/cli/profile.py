@@ -32,7 +32,7 @@ def profile(
         Path | None, typer.Option("--out", help="folder that gets profile.csv, profile.json and profile.svg")
     ] = None,
 ) -> None:
-    """Measure the bytes that kernels move, and compare with the prediction.
+    """Compare the bytes that kernels move with the prediction.
 
     On a machine with CUDA and ncu (NVIDIA Nsight Compute): bytes of device memory, and loads and stores that reach the
     L2, of each kernel in both loop orders, and of naive attention. Caches are flushed before each kernel; clocks are

@@ -262,7 +262,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
 
     def named(self, op: PipelinedLoop, body: str, carried: Values) -> Values:
         """The carried values by the names of a body's arguments."""
-        return {arg.name: carried[op.field(arg.name, body)] for arg in self.args(body)}
+        return {arg.name: carried[op.field_of(arg.name, body)] for arg in self.args(body)}
 
     def args(self, body: str) -> Iterator[Op]:
         return (op for op in self.kernel.block(body).ops if hasattr(op, "role"))

@@ -83,9 +83,7 @@ INTEGERS = {
     "pages": Name("pages of the cache", ("P", ""), 0, None, "p", uses="dim"),
     "max_pages": Name("pages of a sequence, at most", ("P", "max"), 0, None, "p", uses="scalar dim"),
     "page_rows": Name("keys of a page", ("N", "p"), 1, _LONGEST, "n", uses="scalar few dim"),
-    "items": Name(
-        "parts into which the keys of all sequences are dealt, at most", ("items", ""), 1, None, "i", uses="scalar dim"
-    ),
+    "items": Name("splits of the keys of all sequences, at most", ("items", ""), 1, None, "i", uses="scalar dim"),
     "num_splits": Name("splits of a sequence's keys, one per program", ("splits", ""), 1, None),
     "kv_split": Name("number of such a split", ("split", ""), 0, None, counts="num_splits"),
     "first_item": Name("splits of all sequences before", None, 0, None),

@@ -23,7 +23,7 @@ class Arg(Op):
 
     role: `in`, `out` and `inout` are tensors that the kernel reads, writes, or both; `scalar` is a number; `carry` is a
     carried field of a loop body. A `scratch` tensor is private to the kernel: each program writes its own part and
-    reads it back. A `sum` tensor is 0 before the launch, and programs add to it.
+    reads it back. A `sum` tensor is an accumulator: the host sets it to 0 before the launch, and programs add to it.
     """
 
     role: str
@@ -42,18 +42,19 @@ class Base(Op):
 class Load(Op):
     """Load a tile of the tensor `src`. In a loop, a tile in shared memory has `num_stages` buffers.
 
-    check: axes along which bounds are checked, always or only in loops of class partial.
+    check: pairs (axis, `always` or `partial`): bounds along the axis are checked in all loops, or only in loops of
+    class partial (see Loop.cls).
     other: the value of elements out of bounds.
-    via: with `descriptor` and `TMA=1` in the config, TMA loads the tile by a descriptor of the tensor and checks its
-    bounds.
-    pages: for each row of the tile, the number of its page. The tensor's first dimension then counts pages, its third
-    dimension the rows of a page, and the access has no index for the page: row i of the axis is row i modulo the page
-    length of its page.
-    columns_of: a loaded tile of all columns. The result is the program's own columns of it, or that tile itself if each
-    program has all columns (see split-d).
-    needed: one range of rows along the loop's axis, set by limit-loads. No row outside it is in a visible pair of the
-    program's tile. Where the axis is checked, such rows are `other` too, except that a descriptor of a tensor that is
-    not a cache loads them as they are.
+    via: `descriptor`: if the config has `TMA=1`, TMA loads the tile by a descriptor of the tensor, and checks its
+    bounds; otherwise the tile is loaded by pointers.
+    pages: for each row of the tile, the number of its page in a paged KV cache. The tensor's dimensions are then pages,
+    heads, rows of a page, columns, and the access has no index for the page: row i of the sequence is row
+    i % (page length) of page `pages[i]`.
+    columns_of: another load of the same tile with all columns (see split-d). This load reads the program's own columns
+    again from memory. If the config gives each program all columns, it loads nothing, and its result is that tile.
+    needed: at most one (start, end), a range of rows along the loop's axis, set by limit-loads. A row outside it is
+    masked for every query of the program tile. Where the axis is checked, such a row reads as `other`; only TMA from a
+    tensor that is not a cache loads it as it is.
     """
 
     src: Access = field(metadata=OPERAND)
@@ -68,8 +69,9 @@ class Load(Op):
 
 @dataclass(frozen=True)
 class CacheLength(Op):
-    """Compute the number of keys of the program's sequence in the cache: the length before the call, read from `src`,
-    plus the `Nn` new keys, at most `Nc`. The value is named `Nk`, as the number of keys is in other kernels."""
+    """Compute the number of keys of the program's sequence in the KV cache: min(Nc, max(0, len[b] + Nn)), where `src`
+    is len, the length before the call, `Nn` the number of keys that the call appends, and `Nc` the rows that the cache
+    has per sequence. The value is named `Nk`: in kernels without a cache, that is the size with the number of keys."""
 
     src: Access = field(metadata=OPERAND)
     type: Type
@@ -94,7 +96,7 @@ class ListPosition(Op):
     """Compute the position of the tile `tile` in a row of a block list: the number of listed tiles before it. Positions
     increase with tiles, so bounds on ranges of tiles also hold for ranges of positions.
 
-    src: pointer to the row's ranks.
+    src: pointer to the row's ranks: for each tile, the number of listed tiles before it.
     """
 
     src: str = field(metadata=OPERAND)
@@ -104,8 +106,12 @@ class ListPosition(Op):
 
 @dataclass(frozen=True)
 class CountTiles(Op):
-    """Count the tiles of an axis whose first row has, in the integer tensor `src`, a number of at most `most`. The
-    numbers never decrease along the axis, and the program's tile and all tiles before it are counted."""
+    """Count the tiles of the program axis whose first row r has src[r] <= most. Where data, such as document ids, says
+    which programs add to a tile, the order of a program is computed from such a count (see tiles/order.py).
+
+    Precondition: src[r] never decreases with r, and src[r] <= most holds for the program's own tile, and so for all
+    tiles before it. Only later tiles are searched.
+    """
 
     src: Access = field(metadata=OPERAND)
     most: Expr
@@ -124,18 +130,19 @@ class Init(Op):
 class Loop(Op):
     """Run `body` for each tile of the ranges, in order. The results are the carried fields after the last iteration.
 
-    var: the axis whose tiles are counted, or the variable that counts.
-    ranges: (start, end) pairs of tile numbers.
+    var: the axis over whose tiles the loop runs (`q`, `kv`), or the name of another counter, such as `g`.
+    ranges: (start, end) pairs of tile numbers, or of values of the counter.
     carry: the carried fields, each with its initial value.
-    cls: `full`, all pairs of the tiles are visible and in bounds; `partial`, tiles are masked and checked; `all`, the
-    loop is not over tiles, or it is over all tiles of the program axis, one by one; `unknown`, not classified yet.
+    cls: `full`, all pairs of the tiles are visible and in bounds; `partial`, tiles are masked and checked; `unknown`,
+    not classified yet; `all`, the class does not apply, because the loop is not over tiles of scores (such as one over
+    heads), or because it runs over every tile of its axis.
     tiles: visible start, full start, full end, visible end; set by classify-tiles.
     listed: a row of a block list. Ranges are then positions in it (see ListPosition), and each tile's number is read
     one iteration ahead.
     recompute: loop-invariant values are recomputed in each iteration instead of being kept in registers.
-    heads: the whole loop runs once for each of these query heads of a group; `g` is the number of the head in its
-    group.
-    by_tile: with `heads`, each tile is visited once instead, and the body runs for all of the heads there.
+    heads: a range of query heads that share a K/V head. The whole loop runs once per head; the symbol `g` is the number
+    of the current head in its group.
+    by_tile: with `heads`, the loops are interchanged: tiles outside, heads inside.
     """
 
     var: str
@@ -190,10 +197,11 @@ class Mask(Op):
     """Set scores to -inf where the condition `where` is false.
 
     when: `partial`, only loops of class partial apply the mask; `always`, all loops do.
-    known: a fact for each part of the condition that is data, such as a tensor of booleans, by which classify-tiles
-    bounds tiles. Facts name values of the kernel: numbers, or one value per row of the program's tile.
-    unswitch: a condition on the tile's position. Where it is false, `where` holds for all pairs of the tile, and the
-    mask is skipped.
+    known: a Fact (ir/core.py) per part of the condition that reads data and cannot be solved for positions. Example:
+    the boolean tensor `key_padding` implies first <= kv_idx < end, and first <= kv_idx < run implies it. classify-tiles
+    bounds the loop by these. Facts name values of the kernel: numbers, or one value per row of the program tile.
+    unswitch: a condition on the tile's position, tested once per tile: the mask is applied only where it is true. Where
+    it is false, `where` holds for all pairs of the tile.
     """
 
     value: str = field(metadata=OPERAND)
@@ -211,7 +219,7 @@ class SoftmaxStep(Op):
     rowmax s); p = 2^(scale (s - m')); alpha = 2^(scale (m - m')), by which sums that used the old maximum are
     multiplied. The results are `p`, `alpha` and `m`, which is m'.
 
-    shift: one number per row, added to its scores; the scale is then 1.
+    shift: one number per row, added to its scores. It requires that there is no `scale`, which then is 1.
     guard: where rows that have seen no key yet (m' = -inf) are kept free of NaN: `always`, or in `partial` loops.
     """
 
@@ -221,7 +229,8 @@ class SoftmaxStep(Op):
     scale: str | None = field(default=None, metadata=OPERAND)
     guard: str = "partial"
     shift: str | None = field(default=None, metadata=OPERAND)
-    FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "m_seen")  # variables of the printed kernel
+    # Names of variables that the op defines where it is printed. No other value may have them (rule `names`).
+    FIELDS: ClassVar[tuple[str, ...]] = ("p", "alpha", "m_new", "m_seen")
 
     def results(self) -> dict[str, Type]:
         row = replace(self.type, dims=self.type.dims[:1])
@@ -230,7 +239,8 @@ class SoftmaxStep(Op):
 
 @dataclass(frozen=True)
 class Seed(Op):
-    """Load the key of dropout's random numbers from memory. A call without dropout does not read it."""
+    """Load the seed of dropout's random numbers from memory. Kernels with dropout are also compiled without it, for
+    calls whose dropout_p is 0: then this op, dropout_mask and dropout do nothing."""
 
     src: str = field(metadata=OPERAND)
     type: Type
@@ -252,8 +262,8 @@ class DropoutMask(Op):
 
 @dataclass(frozen=True)
 class Dropout(Op):
-    """Set `value` to zero where the mask `keep` is false. The sum of the results is later multiplied by 1 / (kept
-    share)."""
+    """Set `value` to zero where the mask `keep` is false. What is summed from the results is later multiplied by
+    1 / (1 - dropout_p)."""
 
     value: str = field(metadata=OPERAND)
     keep: str = field(metadata=OPERAND)
@@ -273,8 +283,8 @@ class Reduce(Op):
 
 @dataclass(frozen=True)
 class Scan(Op):
-    """Running maximum along the dimension `over`: each element becomes the maximum of itself and all elements before
-    it."""
+    """Inclusive scan along the dimension `over`. `op` is `max`, the only one: each element becomes the maximum of
+    itself and all elements before it."""
 
     value: str = field(metadata=OPERAND)
     op: str
@@ -287,8 +297,8 @@ HALVES = ("even", "odd")  # columns of a tile
 
 @dataclass(frozen=True)
 class Deinterleave(Op):
-    """Split a tile into its even and its odd columns, the results `even` and `odd`. For a tile of packed 8-bit pairs
-    these are the first and the second number of each pair, in fp16."""
+    """Split a tile into its even and its odd columns, the results `even` and `odd`. For a tile of `fp8_e4m3x2` (two
+    e4m3 numbers of adjacent columns in 16 bits) these are the first and the second number of each pair, in fp16."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -299,8 +309,8 @@ class Deinterleave(Op):
 
 @dataclass(frozen=True)
 class Interleave(Op):
-    """Interleave two tiles: `a` becomes the even columns of the result and `b` the odd ones. If the result is packed
-    8-bit pairs, numbers are rounded to nearest even and saturate at the largest finite number."""
+    """Interleave two tiles: `a` becomes the even columns of the result and `b` the odd ones. If the result is
+    `fp8_e4m3x2`, numbers are rounded to nearest even and saturate at the largest finite number."""
 
     a: str = field(metadata=OPERAND)
     b: str = field(metadata=OPERAND)
@@ -319,9 +329,9 @@ class Yield(Op):
 class Store(Op):
     """Store a tile to `dst`.
 
-    check: axes along which bounds are checked, always or only in loops of class partial.
-    by: with `distance`, store the sums of the tile over pairs of equal distance kv_idx - q_idx, to rows that only this
-    program writes.
+    check: as in Load.
+    by: with `distance`, store sums along the tile's diagonals, one for each distance kv_idx - q_idx (the gradient of a
+    relative position bias), to rows that only this program writes.
     first_along: an axis of the grid; only the first program along it stores the tile.
     """
 
@@ -350,11 +360,12 @@ class Scatter(Op):
 
 @dataclass(frozen=True)
 class OrderedAdd(Store):
-    """Add a tile to one of a tensor to which other programs add too, in a fixed order. The program waits until the
-    semaphore equals `order`, adds its tile, and increments the semaphore; the program whose `order` is 0 stores instead
-    of adding.
+    """Add a tile to a tile in device memory to which several programs add in a fixed order, so that the sums have the
+    same bits in each run. The program waits until the semaphore equals `order`, adds its tile, and increments the
+    semaphore; the program whose `order` is 0 stores instead of adding. The add is a TMA reduction, so a kernel with
+    this op runs only warp-specialized; compare OrderedAccumulate.
 
-    semaphore: an integer in memory that is 0 before the launch and counts the programs that have added.
+    semaphore: an integer in device memory that is 0 before the launch and counts the programs that have added.
     order: the number of programs that add before this one.
     """
 
@@ -364,10 +375,12 @@ class OrderedAdd(Store):
 
 @dataclass(frozen=True)
 class OrderedAccumulate(Store):
-    """Store the sum of a tile and the one that another program has stored there, in the fixed order of OrderedAdd. The
-    program whose `order` is 0 stores its tile without adding.
+    """Store the sum of a tile and of what earlier programs have stored at the same place, in the fixed order of
+    OrderedAdd. The program whose `order` is 0 stores its tile without adding. Portable kernels read, add and write
+    back; warp-specialized ones use TMA (see TmaStore).
 
-    semaphore and order: as in OrderedAdd. A program that accumulates several tiles at one semaphore names it at each.
+    semaphore and order: as in OrderedAdd. If a program accumulates several tiles under one semaphore, such as dK and
+    dV, each op names it.
     ends: set on the last of these tiles, after which the semaphore is incremented.
     """
 
@@ -390,8 +403,8 @@ class Append(Store):
 
 @dataclass(frozen=True)
 class Barrier(Op):
-    """Wait for all threads of the program. Loads after the barrier see what was stored before it, and none starts
-    earlier."""
+    """Barrier of all threads of the program (`__syncthreads`). Loads after it see what the program stored before it,
+    and none is hoisted above it."""
 
 
 @dataclass(frozen=True)

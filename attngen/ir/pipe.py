@@ -1,14 +1,25 @@
 """The ops of warp-specialized kernels: warp groups that run concurrently and pass tiles through pipelines in shared
 memory.
 
-A warp-specialized kernel computes what the kernel that it stands in for does, for one backend. After @entry come its
-warp groups: the producer issues TMA loads into pipelines, and consumers read tiles from them. A pipeline is a circular
-buffer. Each of its stages has two barriers, which the text does not name: `full`, completed by a load and awaited by
-consumer_wait, and `empty`, completed when all consumers have released the tile and awaited before the next load into
-that stage. Stages are used in order: the n-th load, and the n-th wait of each consumer, are of stage n % stages.
+A warp-specialized kernel replaces a portable kernel on one backend. After @entry come its warp groups: the producer
+issues TMA loads into pipelines, and consumers read tiles from them. A pipeline is a circular buffer. Each of its stages
+has two barriers, which are implicit in the IR: `full`, completed by a load and awaited by consumer_wait, and `empty`,
+completed when all consumers have released the tile and awaited before the next load into that stage. Stages are used in
+order: the n-th load, and the n-th wait of each consumer, are of stage n % stages.
 
-Matrix products are asynchronous. `wgmma` starts one, whose result is @flight; `wgmma_wait` waits for it, and so for all
-that were started before it. Instances of a warp group may start theirs alternately (ping-pong), so that one runs its
+A warp group, as in `warp_group @consumer instances(2) rows(64) warps(4)`, is a role: one block of ops. Several
+instances may run it at the same time, here two of four warps each. So an instance that issues wgmma is what PTX calls a
+warpgroup (128 threads), and the producer is a warp group of a single warp.
+
+BLOCK_Q has two sizes, if the program axis is q (the same holds for BLOCK_KV, if it is kv). warp-specialize draws the
+line. In the config, in the grid and in the scalars of @entry and @tile it is the program tile, such as 128 rows. In a
+warp group with rows(64), from then on, it is the rows of one instance: in types, in instance_partial and in unswitch
+conditions; `q_start` and `q_idx` are then the instance's rows, too. TILE_Q is the program tile in types of such a warp
+group (see slice_rows). SLICE_Q and SLICE_QK are an instance's part of a product that the instances split (see
+reduce-dq); HALF_KV is half a tile of keys (see split_halves).
+
+Matrix products are asynchronous. `wgmma` issues one, whose result is @flight; `wgmma_wait` waits for it, and so for all
+that were issued before it. Instances of a warp group may issue theirs alternately (ping-pong), so that one runs its
 softmax while the products of another run: see scheduler_barrier.
 
 Ops that order warp groups and run loops are in ir/pipe_control.py.
@@ -32,8 +43,8 @@ from attngen.ir.pipe_control import (
 )
 
 PARTIALS = "PARTIALS"  # dimension of the partial sums of a row, whose number a backend chooses (see partial_reduce)
-PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that say where a tile of keys is
-TILE_DIM = {"BLOCK_Q": "TILE_Q", "BLOCK_KV": "TILE_KV"}  # an instance's rows -> the rows of all instances
+PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that depend on the position of a tile of keys
+TILE_DIM = {"BLOCK_Q": "TILE_Q", "BLOCK_KV": "TILE_KV"}  # an instance's rows -> the program tile (all instances' rows)
 # Dimension -> that of an instance's part of it, where instances split a product.
 SLICE_DIM = {"BLOCK_Q": "SLICE_Q", "D_QK": "SLICE_QK"}
 HALF_DIM = {"BLOCK_KV": "HALF_KV"}  # dimension -> that of the halves of a value (see split_halves)
@@ -47,18 +58,23 @@ class Types(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline(Op):
-    """Declare a pipeline: `stages` buffers of a tile in shared memory. One of `i32[]` passes tile indices (see
-    work_loop).
+    """Declare a pipeline: `stages` buffers of a tile in shared memory. A pipeline of type `i32[]` carries the
+    coordinates of work tiles (see work_loop), or with `metadata_of` the indices of tiles. An output's staging buffer is
+    declared as a pipeline, too: one stage, which only tma_store uses.
 
     per_instance: a warp group, each instance of which has its own buffers, for its part of the rows. A load fills the
     buffers of all instances, once the stage of each is empty.
     columns: a tile is stored in pieces of this many columns, one after another; the last piece is padded with zeros. A
-    product over the columns sums the products of the pieces; a product whose result has these columns has them in such
-    pieces.
-    mbarrier_release: an mbarrier counts the consumers that have released a stage. Other pipelines use named barriers,
-    which are few and work only between consumers and the producer.
-    exchange: two warp groups exchange tiles through the single stage, and each reads what the other has written. No
-    write waits, because the program's other waits ensure that both have released the previous tile.
+    product over these columns is a sum of one product per piece. An accumulator with these columns is split into the
+    same pieces.
+    mbarrier_release: the empty barrier is an mbarrier that counts the consumers that have released the stage. Without
+    it, the empty barrier is a named barrier at which consumers arrive and the producer syncs. A CTA has 16 of these,
+    and only the producer and consumers with rows of the program tile use them (rule `fits`). The full barrier of a
+    stage that TMA loads is an mbarrier in any case.
+    exchange: two warp groups exchange tiles through the single stage, and each reads what the other has written. A
+    write does not wait until the stage is empty, and a release prints no barrier: the warp groups alternate, so that a
+    warp group writes only after it has read and released the other's tile, which the other wrote after it had read and
+    released the tile before. The rule `protocol` refuses a kernel in which that fails.
     metadata_of: another pipeline, whose tile metadata this one holds: row vectors of the tile's keys, or its index as
     `i32[]`. It has as many stages, each of which is filled, waited for and released with that pipeline's stage.
     """
@@ -75,8 +91,12 @@ class Pipeline(Op):
 @dataclass(frozen=True)
 class ProducerLoad(Op):
     """Load a tile of `src` by TMA into the pipeline's next stage, once that is empty. Elements out of bounds are 0, but
-    rows of a cache past the end of the sequence are whatever the cache holds there. A pipeline of metadata is loaded by
-    threads, which do not wait for it; the load of the tile comes next.
+    rows of a cache past the end of the sequence are whatever the cache holds there.
+
+    A load into a pipeline of metadata is not TMA: the 32 threads of the producer copy the row vector by cp.async, and
+    cp.async.mbarrier.arrive ties the copies to the `full` mbarrier of the tile's stage. So that barrier completes only
+    when the metadata is there, too, and no thread waits in between. The loads of a tile's metadata come right before
+    the load of the tile.
 
     page: the number of the page that has the tile. The access then has no index for pages.
     """
@@ -88,7 +108,8 @@ class ProducerLoad(Op):
 
 @dataclass(frozen=True)
 class WriteTileIndex(Op):
-    """Write the index of the loop's tile to a pipeline of metadata. The load of the tile comes next."""
+    """Write the index of the loop's tile from a register to a pipeline of metadata. The load of the tile comes next:
+    consumers read the index when that stage is full."""
 
     pipeline: str = field(metadata=OPERAND)
 
@@ -127,7 +148,7 @@ class LocalLoad(Op):
 
 @dataclass(frozen=True)
 class ConsumerRelease(Op):
-    """Release a tile: this consumer reads it no more, and its stage is empty when all consumers have released it."""
+    """Release a tile: this consumer does not read it again. The stage is empty when all consumers have released it."""
 
     value: str = field(metadata=OPERAND)
 
@@ -135,7 +156,12 @@ class ConsumerRelease(Op):
 @dataclass(frozen=True)
 class ZeroOutOfBounds(Op):
     """Set the rows of a tile of keys that are past the end of the sequence to 0, because a cache may hold NaN there.
-    Only partial tiles have such rows. Other consumers may read the tile only afterwards."""
+    Only partial tiles have such rows. A fence (fence.proxy.async) and a barrier of the warp group follow, because wgmma
+    reads the tile.
+
+    Precondition: no other consumer has passed its consumer_wait for the tile, because it first waits for something that
+    this one sends later (see exchange-p). The rule `protocol` checks that.
+    """
 
     value: str = field(metadata=OPERAND)
 
@@ -150,8 +176,8 @@ class SliceRows(Op):
 
 @dataclass(frozen=True)
 class Rematerialize(Op):
-    """A tile that was waited for before the loop, with its address recomputed in each iteration, where registers are
-    too few to keep it."""
+    """Recompute the shared-memory address of a tile that was waited for before the loop, in each iteration, because
+    registers are too few to keep it. The tile itself stays where it is."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -160,9 +186,12 @@ class Rematerialize(Op):
 @dataclass(frozen=True)
 class ProducerStore(Op):
     """Write the instance's part of a tile from registers to the pipeline's next stage, which is full when all instances
-    have written theirs. If another warp group consumes the tile, the write first waits until the stage is empty. If the
-    instances themselves do, or the pipeline is an exchange, it does not wait, because the previous tile has been
-    released.
+    have written theirs. The writers are consumers of other pipelines that here produce P, row sums, dS or dQ. The
+    stores are followed by fence.proxy.async, because wgmma or TMA may read the tile.
+
+    If another warp group consumes the tile, the write first waits until the stage is empty. If the instances themselves
+    consume it, or the pipeline is an exchange, it does not wait: all have released the stage's previous tile before, as
+    the rule `protocol` checks.
 
     value: the instance's rows; the whole tile if the warp group has one instance.
     metadata: pipelines of metadata of this one, each with the row vector that is written there.
@@ -175,16 +204,16 @@ class ProducerStore(Op):
 
 @dataclass(frozen=True)
 class ProducerTail(Op):
-    """Wait until every stage of a pipeline is empty. It is the last op of the warp group that fills the pipeline, so
-    that no arrival is left without a wait."""
+    """Wait until every stage of a pipeline is empty. It comes last in the warp group that loads the pipeline, so that
+    the CTA does not exit with arrivals pending at a barrier."""
 
     pipeline: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class Wgmma(Op):
-    """Start the matrix product of `a` and `b` over the dimension `over`, accumulated in fp32. Products finish in the
-    order in which they are started.
+    """Issue the matrix product of `a` and `b` over the dimension `over`, accumulated in fp32. Products finish in the
+    order in which they are issued.
 
     acc: a value to which the product is added. If it is itself in flight, the product continues its accumulation, and
     one wait is for both.
@@ -201,7 +230,7 @@ class Wgmma(Op):
 class WgmmaWait(Op):
     """Wait for a product in flight and return its result.
 
-    keep_alive: operands in registers that must not be overwritten before the wait: that of the product, and of each
+    keep_alive: operands in registers that must not be overwritten before the wait: those of the product, and of each
     product whose accumulation it continues.
     """
 
@@ -212,7 +241,8 @@ class WgmmaWait(Op):
 
 @dataclass(frozen=True)
 class Pack(Op):
-    """Cast a value to the element type of q, k and v, two numbers per register, in the order of its computation."""
+    """Cast a value to the element type of q, k and v, two numbers per 32-bit register, at this place in the program:
+    the compiler does not sink it to its use, as it would a plain cast."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -222,8 +252,9 @@ class Pack(Op):
 class ConvertLayout(Op):
     """Convert a value to another register layout without changing it.
 
-    to: `scores` (the accumulator of scores), `sums` (rows of the output accumulator), `chains` (partial sums of rows)
-    or `operand` (a wgmma operand in registers).
+    to: `scores`, the layout of the accumulator of scores, and of row vectors computed from it; `acc`, that of the
+    output accumulator; `partials`, that of partial sums of rows (see partial_reduce); `operand`, that of a wgmma
+    operand in registers.
     """
 
     value: str = field(metadata=OPERAND)
@@ -233,9 +264,13 @@ class ConvertLayout(Op):
 
 @dataclass(frozen=True)
 class PinBeforeWait(Op):
-    """Return `value` unchanged, a row vector or a tile without negative numbers, and keep its computation before the
-    next
-    wgmma_wait: the compiler moves no instruction past it.
+    """Return `value` unchanged, and keep its computation before the next wgmma_wait. `value` is a row vector, partial
+    sums of rows, or a tile of weights.
+
+    It is a fence against ptxas, which would sink arithmetic below the wait. It is printed as inline PTX with a branch
+    to a nanosleep, past which ptxas moves no instruction. The branch depends on `value`, so `value` is computed before
+    it. It would be taken only for negative numbers, so `value` should have none: a sleep would cost time. The result
+    would be the same.
     """
 
     value: str = field(metadata=OPERAND)
@@ -244,8 +279,8 @@ class PinBeforeWait(Op):
 
 @dataclass(frozen=True)
 class PinAfterWait(Op):
-    """Return the row vector `value` unchanged, and keep computations that use it after the preceding wgmma_wait: the
-    compiler does not hoist them to where products are in flight."""
+    """Return the row vector `value` unchanged, and keep computations that use it after the preceding wgmma_wait. It is
+    a fence against LLVM, which would hoist them above the wait. It is printed as a `mov` in volatile inline PTX."""
 
     value: str = field(metadata=OPERAND)
     type: Type
@@ -253,8 +288,9 @@ class PinAfterWait(Op):
 
 @dataclass(frozen=True)
 class SoftmaxStats(Op):
-    """The row part of an online softmax update (see softmax_step): m', alpha, and `base`, which softmax_weights
-    subtracts. base = scale m' - shift, where m' counts as 0 if the guard holds and the row has seen no key yet.
+    """The row part of an online softmax update (see softmax_step): m', alpha, and `base`, the offset that
+    softmax_weights subtracts. base = scale m' - shift. In a loop where `guard` applies, m' counts as 0 here for a row
+    that has seen no key yet (m' = -inf).
 
     shift and guard: as in softmax_step.
     """
@@ -272,7 +308,7 @@ class SoftmaxStats(Op):
 
 @dataclass(frozen=True)
 class SoftmaxWeights(Op):
-    """Compute the weights of scores, 2^(scale s - base), with one `base` per row."""
+    """Compute the unnormalized weights P of scores: 2^(scale s - base), with one `base` per row."""
 
     s: str = field(metadata=OPERAND)
     base: str = field(metadata=OPERAND)
@@ -293,7 +329,8 @@ class PartialReduce(Op):
 class ScaledIota(Op):
     """Compute `value` times the position of each key in its tile, counted from 0. The result is the same in all tiles.
 
-    kept: registers hold the numbers of all keys except the last eight, which are recomputed for each tile.
+    kept: registers hold the results through the loop, except those of the last eight keys (one step of the accumulator
+    layout: two columns for each of four threads), which are recomputed for each tile. Without it, all are recomputed.
     """
 
     value: str = field(metadata=OPERAND)
@@ -330,9 +367,10 @@ class TmaStore(Op):
     waits until TMA has read what the previous tma_store wrote. Rows and columns out of bounds are not stored.
 
     staging: the pipeline. With a stage of half the columns, such as `T[BLOCK_Q, 64]`, the halves go through it one
-    after the other. A tile of scores goes transposed through the stage that the instance has waited for last.
-    order: the tile is stored in the program's place in the order (see ordered_accumulate); if it is not 0, TMA adds the
-    tile to what is there.
+    after the other. In the backward, the gradient of a bias per score goes, transposed, through the stage in which that
+    tile of the bias came: the stage of the instance's latest consumer_wait on this pipeline (see stage-score-bias).
+    order: the program's semaphore order (see ordered_accumulate). If it is 0, TMA stores the tile; otherwise TMA adds
+    it to what is there. A semaphore_acquire precedes.
     """
 
     dst: Access = field(metadata=OPERAND)
@@ -347,8 +385,12 @@ class TmaStore(Op):
 
 @dataclass(frozen=True)
 class TmaStoreWait(Op):
-    """Wait until TMA has read everything that this warp group's tma_store ops have written: before the stage is
-    released, or at the end of the warp group."""
+    """Wait until TMA has read, from shared memory, everything that this instance's tma_store ops have written there
+    (cp.async.bulk.wait_group.read). Then the stage may be released or written again, and the warp group may end.
+
+    It does not wait until the data has arrived in device memory. That is guaranteed by the end of the kernel for later
+    launches, and by semaphore_release for programs that acquire the semaphore.
+    """
 
     staging: str = field(metadata=OPERAND)
 

@@ -20,7 +20,8 @@ class SchedulerBarrier(Op):
     - `init`: the last instance arrives at the barrier of instance 0, which comes first; other instances do nothing.
     - `sync`: wait until the previous instance has arrived at this one's barrier; for instance 0 that is the last one.
     - `arrive`: arrive at the next instance's barrier, without waiting for it.
-    - `tail`: instance 0 syncs once more, so that no arrival is left without a wait; other instances do nothing.
+    - `tail`: instance 0 syncs once more, with the last arrival, so that the CTA does not exit with an arrival pending;
+      other instances do nothing.
     """
 
     do: str
@@ -28,9 +29,13 @@ class SchedulerBarrier(Op):
 
 @dataclass(frozen=True)
 class SemaphoreAcquire(Op):
-    """Wait until the semaphore equals `order`, the number of programs that come before this one, and it is the
-    program's turn to store or add its tiles (see ordered_add and ordered_accumulate). Each instance of a warp group
-    with rows acquires for its own rows; one whose rows are all past the end neither acquires nor releases."""
+    """Wait until the semaphore equals `order`, the number of programs that store or add before this one (see
+    ordered_add and ordered_accumulate). Then order the TMA operations that follow after the wait (fence.proxy.async).
+
+    In a warp group with rows, each instance has a semaphore of its own rows, because the index of `semaphore` has the
+    first of these. An instance whose rows are all past the end neither acquires nor releases; the same instance of all
+    other programs has the same rows, so nobody waits for it.
+    """
 
     semaphore: Access = field(metadata=OPERAND)
     order: Expr
@@ -39,21 +44,27 @@ class SemaphoreAcquire(Op):
 @dataclass(frozen=True)
 class SemaphoreRelease(Op):
     """Increment the semaphore, so that the next program may store or add (see semaphore_acquire). In a warp-specialized
-    kernel with this op, ordered_add and ordered_accumulate do not increment it themselves."""
+    kernel with this op, ordered_add and ordered_accumulate do not increment it themselves.
+
+    Before that, each warp waits until the TMA stores and adds that it has issued are complete in device memory
+    (cp.async.bulk.wait_group, without .read). Then one thread per warp increments by red.release.gpu, which the
+    ld.acquire.gpu of semaphore_acquire observes. If four warps release, an `order` of n means 4 n increments.
+    """
 
     semaphore: Access = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class WorkLoop(Op):
-    """Run `body` for each tile of the grid that the persistent program processes, until no tile is left. Before `body`,
-    the block `of` computes what all warp groups know of a tile.
+    """Run `body` for each work tile (a point of the grid) that the persistent program processes, until none is left.
+    Before `body`, the block `of` computes the scalars of the work tile that all warp groups share, such as loop bounds.
 
-    pipeline: passes the tile's place in the grid, and the integers that `of` computes, to the other warp groups; -1
-    ends the loop. They release the stage after the body.
-    fetches: set in one warp group, which fetches the number of each next tile from a counter of all programs. The first
-    tile has the program's number, except in kernels whose programs wait for others (see ordered_add): these fetch
-    it too, so that tiles start in order however many programs are resident.
+    pipeline: carries the work tile's coordinates in the grid, and the integers that `of` computes, from the warp group
+    that fetches to the others; -1 ends the loop. Each of the others releases the stage after the body.
+    fetches: set in one warp group, the producer. It gets the number of each next work tile by an atomic add on a
+    counter in device memory, which all programs share (dynamic scheduler). The first work tile has the program's
+    number, except in kernels whose programs wait for others (see ordered_add): these fetch it too, so that work tiles
+    start in order however many programs are resident.
     """
 
     pipeline: str = field(metadata=OPERAND)
@@ -64,17 +75,23 @@ class WorkLoop(Op):
 
 @dataclass(frozen=True)
 class ReloadTile(Op):
-    """Reload the tile's place in the grid from the pipeline that passed it, so that no registers hold it while products
-    run."""
+    """Reload the work tile's coordinates from the stage of the work_loop's pipeline, so that no registers hold them
+    while products run."""
 
     pipeline: str = field(metadata=OPERAND)
 
 
 @dataclass(frozen=True)
 class PipelinedLoop(Op):
-    """A software-pipelined loop over tiles: `first` runs for the first tile, `step` for each later one, and `last` once
-    at the end. It visits the tiles of `partial`, then those of `full`. `step` has the class of its tile, and `first`
-    the class partial. Without tiles nothing runs, and the results are the values of `carry`.
+    """A software-pipelined loop over tiles: `first` (the prologue) runs for the first tile, `step` (the steady state)
+    for each later one, and `last` (the epilogue) once at the end. Masks and checks in `step` apply by the class of its
+    tile; `first` is compiled for class partial. Without tiles nothing runs, and the results are the values of `carry`.
+
+    Order of tiles: those of `partial`, then those of `full`, each in rising order. `reversed` lets those of `partial`
+    run down; `in_order` lets all run in rising order instead. All warp groups use the same order (rule `same-tiles`).
+
+    There are three forms of loop: first/step/last or step only; step for even and `odd` for odd iterations; and `pair`
+    for two iterations at once, with `step` for a single one that is left.
 
     var: the axis whose tiles are visited.
     partial, full: ranges of tiles that are masked and checked, and of tiles that are not.
@@ -83,12 +100,16 @@ class PipelinedLoop(Op):
     all tiles.
     last: takes the fields of `step` and yields the results.
     listed: as in loop.
-    tile_indices: the pipeline through which the indices of listed tiles may come.
+    tile_indices: the pipeline of metadata that carries the indices of listed tiles. Without it, each warp group reads
+    the indices from the list.
     reversed: partial tiles are visited from the last to the first.
-    instance_partial: the tiles that are partial for the instance's own rows, with BLOCK_Q the number of these rows. The
-    instance's rows see none of the partial tiles behind these, and for them the partial tiles before these are full.
-    skip: waits for and releases the tiles that the instance's rows do not see. These come first, before all others.
-    in_order: tiles are visited by number, partial ones before and after the full ones.
+    instance_partial: start .. end, the tiles that are partial for the instance's own rows; BLOCK_Q in it is the number
+    of these rows. Of the loop's partial tiles, those numbered end or more are fully masked for these rows, and are
+    skipped; those numbered below start are fully visible for them.
+    skip: waits for and releases a tile that the instance skips. With `reversed`, which it requires, such tiles come
+    first.
+    in_order: tiles are visited in rising order: partial tiles below the full ones, the full ones, and partial tiles
+    above them. In programs of a `reversed_group` of the grid the order is falling.
     recompute: as in loop.
     heads: all iterations run once for each of these query heads, as in loop; with `by_tile`, for all heads at each
     tile.
@@ -119,7 +140,7 @@ class PipelinedLoop(Op):
     odd: str = ""
     pair: str = ""
 
-    def field(self, arg: str, body: str) -> str:
+    def field_of(self, arg: str, body: str) -> str:
         """The field that an argument of a body stands for: in @first and @last, names end in `_in_first` and
         `_in_last`."""
         return arg.removesuffix(f"_in_{body}")

@@ -1,4 +1,25 @@
-"""The list of passes, and their execution with the verifier after each pass."""
+"""The order of the passes, and their execution with the verifier after each pass.
+
+`passes` lists those of portable kernels, with the backend's own at two places: `prepare` and `legalize`. Between dce
+and drop-unspecialized, each specializer in SPECIALIZERS adds its passes, which derive warp-specialized kernels. Those
+of Hopper are listed in targets/hopper/passes/__init__.py. They change a forward in this order:
+
+    warp-specialize            a producer warp and consumer warp groups, under one config or two
+    hoist-bias                 ALiBi: a term per column and a term per row
+    split-boundary-masks       one mask op per bound of the mask, skipped in tiles that the bound does not cut
+    insert-pipelines           loads move to the producer, and reach consumers through pipelines
+    async-mma                  dot becomes wgmma and wgmma_wait
+    software-pipeline-softmax  the softmax of a tile overlaps P V of the previous tile
+    split-softmax              the wait for that product comes between two halves of the exponentials
+    defer-row-reduction        row sums are reduced across threads once, after the loop
+    skip-masked-tiles          an instance skips tiles that are fully masked for its own rows
+    persistent-scheduler       a loop over work tiles from a global counter
+    ping-pong                  barriers around the consumers' wgmmas (FlashAttention-3)
+    legalize-gluon             register layouts, pins at waits, TMA stores, base pointers
+
+Then drop-unspecialized removes kernels that only run warp-specialized if that was not possible. limit-loads and
+`legalize` change only portable kernels.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +56,8 @@ from attngen.transforms.split_loops import SplitLoops
 from attngen.transforms.use_block_lists import UseBlockLists
 from attngen.verify import verify
 
-# Tests that lower many modules for another purpose set it to False, because verification takes three quarters of the
-# time. Then only the last module is verified.
+# If False, only the last module is verified. Tests that lower many modules for another purpose set it so, because
+# verification takes three quarters of the time.
 VERIFY_EACH = True
 
 
@@ -77,16 +98,16 @@ def passes(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None
 
 
 def stages(spec: Spec, tables: Mapping[str, Table] | None = None) -> Iterator[tuple[str, Module]]:
-    """Yield (name of the step, verified module) from the logical module, `build`, to the target module."""
+    """Yield (name of the pass, verified module after it), from `build`, the logical module, to the target module."""
     module = verify(build_module(spec))
     yield from _run(module, passes(spec, module, tables))
 
 
-def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
-    """Yield (name of the step, module) for the initial module and after each step. Each is verified, or only the last
-    one if VERIFY_EACH is false."""
+def _run(module: Module, to_run: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
+    """Yield (`build`, module) for the initial module, then (name of the pass, module) after each pass. Each module is
+    verified, or only the last one if VERIFY_EACH is false."""
     yield "build", module
-    *rest, last = steps
+    *rest, last = to_run
     for step in rest:
         module = step.run(module)
         yield step.name, verify(module) if VERIFY_EACH else module
@@ -94,21 +115,21 @@ def _run(module: Module, steps: Iterable[Pass]) -> Iterator[tuple[str, Module]]:
 
 
 def unspecialized(spec: Spec, module: Module, tables: Mapping[str, Table] | None = None) -> Iterator[str]:
-    """Yield one sentence per kernel that a backend could warp-specialize and does not, with the reason; also one if no
-    kernel computes all gradients (fused backward).
+    """Yield one sentence per kernel that a backend could warp-specialize and does not, with the reason. A last sentence
+    says why the module has no fused backward, which exists only warp-specialized.
 
     module: the spec's module after the pass dce.
     """
     tables = committed() if tables is None else tables
     for specializer in SPECIALIZERS.values():
         names = {kernel.name for kernel in module.kernels}
-        for specialization in (d for d in specializer.specializations if names.issuperset({d.kernel, *d.requires})):
+        for specialization in (s for s in specializer.specializations if names.issuperset({s.kernel, *s.requires})):
             if isinstance(why := choose(specializer, spec.schedule, tables, specialization, module), str):
                 name = specialization.kernel
                 yield f"On {specializer.device} the kernel @{name} has no config for {specializer.name}: {why}."
     is_fused = any(kernel.adds_in_order for kernel in module.kernels)
     if spec.trains and spec.schedule.order != "kv_outer" and not is_fused:
-        why = unfused(spec) or "it is not known how many tiles of keys come to each tile of queries"
+        why = unfused(spec) or "it is not known how many programs add to a tile of dQ before each one"
         yield f"No kernel computes all gradients in one pass: {why}."
 
 
@@ -116,17 +137,17 @@ def specialize(module: Module, kernel: str, config: Config) -> Module:
     """Return the target module of a module after the pass dce, with one kernel warp-specialized under a config of the
     config's backend."""
 
-    def choose_it(specialization: Specialization, _: Module) -> tuple[Config, ...] | str:
-        return (config,) if specialization.kernel == kernel else "nobody asked"
+    def choose_one(specialization: Specialization, _: Module) -> tuple[Config, ...] | str:
+        return (config,) if specialization.kernel == kernel else "another kernel is specialized"
 
-    steps = (
-        *SPECIALIZERS[config.backend].passes(choose_it),
+    to_run = (
+        *SPECIALIZERS[config.backend].passes(choose_one),
         DropUnspecialized(),
         LimitLoads(),
         *backend_of(module).legalize,
     )
-    *_, (_, made) = _run(module, steps)
-    return made
+    *_, (_, target) = _run(module, to_run)
+    return target
 
 
 def lower(spec: Spec, after: str | None = None, tables: Mapping[str, Table] | None = None) -> Module:

@@ -25,7 +25,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Mask
 from attngen.targets.registry import backend_of
-from attngen.tiles.intervals import Scene
+from attngen.tiles.intervals import MaskContext
 from attngen.tiles.ranges import inexact
 from attngen.tiles.sampled import counted, samples
 from attngen.tiles.tiles import tile_loops
@@ -125,8 +125,8 @@ def tile_shares(module: Module, problem: Problem) -> Iterator[RenderableType]:
     tiles = f"{n} x {n}, in {LISTED} x {LISTED}"
     yield Text(f"\nTiles visited of {tiles}, counted in a sample of rows (partial tiles in brackets)", style="bold")
     visits = "lists" if module.blocks is not None and module.blocks.data else "bounds"
-    for scene, rows in ((Scene("q", "kv"), "queries"), (Scene("kv", "q"), "keys")):
-        found = counted(where, scene, n)
+    for context, rows in ((MaskContext("q", "kv"), "queries"), (MaskContext("kv", "q"), "keys")):
+        found = counted(where, context, n)
         bounded, bounded_partial, listed, listed_partial = (f"{x / found.all:.1%}" for x in found[1:])
         yield _line(
             f"program tiles of {rows}: bounds leave {bounded} ({bounded_partial}), lists {listed} ({listed_partial}); "

@@ -7,10 +7,13 @@ after:   schedule @fwd
                                               grid(q in cdiv(Nq, BLOCK_Q) reversed swizzle(8), ...)
 
 The spec's overrides have priority. Otherwise the config is the one that was measured to be the fastest for such kernels
-(attngen/schedule), as in `... measured`; without a measurement, the candidate that fits and that the cost model finds
-cheapest. If none fits, a line says why, as in `gfx942 bytes=4 none : on gfx942 the kernel @fwd needs ...`. Programs
-with the most tiles start first (longest first), SWIZZLE heads at a time, so that the last programs to finish are short.
-A kernel that accumulates in order only runs warp-specialized, and gets its configs from the pass that specializes it.
+(the tables in attngen/schedule, which `attngen tune` writes), and its line ends in `measured`; without a measurement,
+the candidate that fits and that the cost model finds cheapest. If none fits, a line says why, as in `gfx942 bytes=4
+none : on gfx942 the kernel @fwd needs ...`.
+
+Programs with the most tiles start first, so that the last ones to finish are short (longest first). SWIZZLE heads run
+at a time, so that their keys stay in the L2. A kernel that accumulates in order only runs warp-specialized, and gets
+its configs from the pass that specializes it.
 """
 
 from __future__ import annotations
@@ -25,31 +28,31 @@ import sympy
 from attngen.devices import CLASSES
 from attngen.errors import FitError
 from attngen.heuristics import (
-    COMBINED,
-    COMPARED,
-    COMPARED_EACH,
+    COMBINE_SPLITS,
+    COMPARE_PAIRS_PER_THREAD,
+    COMPARE_TILE,
+    ELEMENTWISE_ROWS,
     FEW_QUERIES,
-    FEW_SWIZZLE,
     MANY_ROWS,
     MODELLED,
     MOST_THREADS,
-    OF_COLUMNS,
+    MULTI_HEAD_DIM,
+    MULTI_HEAD_SWIZZLE,
     PACKED,
-    PLAIN,
+    QUANTISE_ROWS,
     RANGES,
-    ROUNDED,
-    SCANNED,
-    SCANNED_EACH,
+    SCAN_POSITIONS,
+    SCAN_POSITIONS_PER_THREAD,
     SHORT_ROWS,
     SPLIT_RANGES,
     STRIP,
-    SUMMED,
+    SUM_ROWS,
     SWIZZLE,
-    SWIZZLE_ROWS,
-    SWIZZLE_ROWS_LISTED,
+    SWIZZLE_GROUP_BYTES,
+    SWIZZLE_GROUP_BYTES_LISTED,
     UNEVEN,
     UNIT,
-    WIDEST_SUM,
+    WIDEST_ACC,
 )
 from attngen.ir.core import Op
 from attngen.ir.expr import select
@@ -73,11 +76,11 @@ class SelectTiles(Pass):
     block_kv: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
-    tables: Mapping[str, Table] = field(default_factory=committed)  # measured, by device class
+    tables: Mapping[str, Table] = field(default_factory=committed)  # measured configs, by device class
 
     def run(self, module: Module) -> Module:
         if any(kernel.takes_heads and _is_uneven(kernel) for kernel in module.kernels):
-            module = replace(module, hosts=tuple(host.rewrite(_one_head) for host in module.hosts))
+            module = replace(module, hosts=tuple(host.rewrite(_with_one_head_per_program) for host in module.hosts))
         module = module.map_kernels(
             lambda kernel: _accumulation_order(module, kernel) if kernel.adds_in_order else _longest_first(kernel)
         )
@@ -88,7 +91,7 @@ class SelectTiles(Pass):
         reasons: dict[int, dict[str, FitError]] = {elem: {} for elem in elem_sizes(module, kernel)}
         for device, elem in product(CLASSES, elem_sizes(module, kernel)):
             if kernel.prepares:
-                yield from [_comparing_config(device, elem)] if _compares(kernel) else _walking_configs(device, elem)
+                yield from [_pairwise_config(device, elem)] if _is_pairwise(kernel) else _scan_configs(device, elem)
                 continue
             if kernel.combines_splits:
                 yield from _combine_configs(module, device, elem)
@@ -101,105 +104,118 @@ class SelectTiles(Pass):
                     raise reasons[elem][max(CLASSES, key=lambda name: CLASSES[name].smem_per_block)] from None
                 yield DoesNotFit(device, elem, error.reason)
                 continue
-            yield from merged_configs([*self._measured(module, kernel, *modelled)])
+            yield from merged_configs([*self._by_rows(module, kernel, *modelled)])
 
     def _modelled(self, module: Module, kernel: Kernel, device: str, elem: int) -> list[Config]:
-        """Return the cost model's configs for the fewest rows, for few rows and for any number of rows. FitError if the
-        device cannot multiply such elements."""
+        """Return the cost model's configs for the fewest rows (at most 64; with pack-GQA at most PACKED), for few rows
+        (at most SHORT_ROWS) and for any number of rows.
+
+        Raise FitError if the device cannot multiply such elements.
+        """
         if kernel.dots and (how := mode(module, elem)) not in CLASSES[device].flops_per_cycle:
             raise FitError(
                 ("dtype",), f"on {device} the kernel @{kernel.name} has no {how} products; expected another dtype"
             )
         if not kernel.pack_gqa:
             return [self._choose(module, kernel, device, elem, limit) for limit in (*MODELLED, None)]
-        least, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))
-        return [least, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
+        fewest, more = (self._choose(module, kernel, device, elem, limit) for limit in (PACKED, FEW_QUERIES))
+        return [fewest, replace(more, max_rows=SHORT_ROWS), replace(more, max_rows=None)]
 
-    def _measured(self, module: Module, kernel: Kernel, least: Config, few: Config, chosen: Config) -> Iterator[Config]:
-        """Yield configs for rising numbers of rows: measured ones if there are any, else the cost model's."""
+    def _by_rows(
+        self, module: Module, kernel: Kernel, fewest: Config, few: Config, any_rows: Config
+    ) -> Iterator[Config]:
+        """Yield the configs of a schedule, for rising numbers of rows: in each range the measured config if there is
+        one, else the cost model's, which are `fewest`, `few` and `any_rows`."""
         asked = any((self.block_q, self.block_kv, self.num_warps, self.num_stages))
-        table = None if asked else self.tables.get(chosen.device)
+        table, elem = None if asked else self.tables.get(any_rows.device), any_rows.elem_bytes
         if kernel.kv_split:
-            for (limit, _), modelled in zip(SPLIT_RANGES, (least, chosen)):
-                yield table and table.config(module, kernel, chosen.elem_bytes, limit) or modelled
+            for (limit, _), modelled in zip(SPLIT_RANGES, (fewest, any_rows)):
+                yield table and table.config(module, kernel, elem, limit) or modelled
             return
-        yield least
+        yield fewest
         if kernel.pack_gqa:  # for any number of heads per group, each of its programs has few iterations
-            yield replace(table and table.config(module, kernel, chosen.elem_bytes, SHORT_ROWS) or few, max_rows=None)
+            yield replace(table and table.config(module, kernel, elem, SHORT_ROWS) or few, max_rows=None)
             return
         for limit, _ in RANGES:
-            modelled = few if limit == SHORT_ROWS else replace(chosen, max_rows=limit)
-            yield table and table.config(module, kernel, chosen.elem_bytes, limit) or modelled
+            modelled = few if limit == SHORT_ROWS else replace(any_rows, max_rows=limit)
+            yield table and table.config(module, kernel, elem, limit) or modelled
 
     def _choose(self, module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Config:
+        """Return the cost model's config for at most `limit` rows (None: any number)."""
+
         def candidates(
             blocks_q: tuple[int, ...], blocks_kv: tuple[int, ...], warps: tuple[int, ...]
         ) -> Iterator[Config]:
-            able = elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
-            always = limit is None or kernel.kv_split is not None
+            tma = elem == 2 and CLASSES[device].tma and any(isinstance(op, Load) and op.via for op in kernel.ops())
+            prefers_tma = limit is None or kernel.kv_split is not None
             for q, kv, w, columns in product(blocks_q, blocks_kv, warps, block_d_choices(module, kernel)):
-                plain = Config(
+                by_pointers = Config(
                     device, elem, limit, q, kv, w, self.num_stages or 1, backend=module.backend, columns=columns
                 )
-                described = replace(plain, tma=able)
-                described = described if lies_in_pages(module, kernel, described) else plain
+                by_tma = replace(by_pointers, tma=tma)
+                by_tma = by_tma if lies_in_pages(module, kernel, by_tma) else by_pointers
                 # Calls of few rows load by pointers, because encoding TMA descriptors costs the host time; by
-                # descriptors if the pointer variant does not fit.
-                variants = [described] if always else [plain, described]
+                # descriptors only if the variant with pointers does not fit.
+                variants = [by_tma] if prefers_tma else [by_pointers, by_tma]
                 if not self.num_stages:
-                    variants.append(replace(described, num_stages=2))
+                    variants.append(replace(by_tma, num_stages=2))
                 yield next(
                     (config for config in variants if not backend.resources.why_not_fit(module, kernel, config)),
                     variants[0],
                 )
 
-        def price(config: Config) -> float:
+        def cycles(config: Config) -> float:
             choices = [config] if self.num_stages else stage_choices(config)
             return min(backend.cost.cycles(module, kernel, c) for c in choices)
 
         backend = backend_of(module)
-        most = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide blocks
-        blocks = tuple(b for b in backend.choices.blocks if b <= most)
-        given_q, given_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
+        largest = module.blocks.size if module.blocks else backend.choices.blocks[-1]  # tiles divide the mask's blocks
+        blocks = tuple(b for b in backend.choices.blocks if b <= largest)
+        blocks_q, blocks_kv = (self.block_q,) if self.block_q else blocks, (self.block_kv,) if self.block_kv else blocks
         warps = (self.num_warps,) if self.num_warps else backend.choices.warps
         if kernel.kv_split and limit == PACKED and not self.block_q:
-            given_q = (PACKED,)  # the keys take the time, and more rows would be empty
+            blocks_q = (PACKED,)  # the keys take the time, and more rows would be empty
         if kernel.kv_split and not self.block_kv:
             by_rows = any(isinstance(op, Load) and op.pages and not op.via for op in kernel.ops())
             # Looking up the pages of single rows has a latency that longer tiles hide.
             lengths = (2 * UNIT if by_rows else UNIT, UNIT, UNIT // 2, UNIT // 4)
-            fit = (kv for kv in lengths if any(price(c) < float("inf") for c in candidates(given_q, (kv,), warps)))
-            given_kv = (next(fit, UNIT),)
+            fit = (kv for kv in lengths if any(cycles(c) < float("inf") for c in candidates(blocks_q, (kv,), warps)))
+            blocks_kv = (next(fit, UNIT),)
         if kernel.tile_page:
-            given_kv = tuple(kv for kv in given_kv if kernel.tile_page % kv == 0)
+            blocks_kv = tuple(kv for kv in blocks_kv if kernel.tile_page % kv == 0)
         if not tile_loops(kernel):
-            rounds = any("GROUPS_V" in t.dims for op in kernel.ops() for t in op.results().values())
-            side = (SUMMED if kernel.loops else ROUNDED if rounds else PLAIN) // (
-                1 if module.rope else _times_as_wide(module)
-            )
-            return Config(device, elem, limit, side, side, 4, 1, backend=module.backend)
+            return self._config_without_scores(module, kernel, device, elem, limit)
         if kernel.counts_pairs:
-            return Config(device, elem, limit, most, STRIP, 8, 1, backend=module.backend)
-        configs = list(candidates(given_q, given_kv, warps))
-        best = min(configs, key=price)
-        if price(best) < float("inf"):
+            return Config(device, elem, limit, largest, STRIP, 8, 1, backend=module.backend)
+        configs = list(candidates(blocks_q, blocks_kv, warps))
+        best = min(configs, key=cycles)
+        if cycles(best) < float("inf"):
             return best
-        # The spec asked for such configs, though they may spill.
+        # Every candidate spills or does not fit: take the smallest one that fits, though it spills.
         fitting = [c for c in configs if not backend.resources.why_not_fit(module, kernel, c)]
         if not fitting:
             smallest = min(configs, key=lambda c: (c.block_q * c.block_kv, c.block_q, c.columns))
             raise self._too_large(module, kernel, smallest, [*candidates(blocks, blocks, (smallest.num_warps,))])
         return min(fitting, key=lambda c: (c.block_q * c.block_kv, c.num_warps, c.columns))
 
-    def _too_large(self, module: Module, kernel: Kernel, config: Config, free: list[Config]) -> FitError:
-        """Return the error for a smallest config that does not fit. It blames the spec's overrides, unless no config in
-        `free`, which ignores them, fits with one stage either."""
+    @staticmethod
+    def _config_without_scores(module: Module, kernel: Kernel, device: str, elem: int, limit: int | None) -> Config:
+        """Return the config of a kernel without a loop over tiles. It has one axis of rows, so only one of BLOCK_Q and
+        BLOCK_KV occurs in it; both are the same here."""
+        rounds = any("GROUPS_V" in t.dims for op in kernel.ops() for t in op.results().values())
+        rows = SUM_ROWS if kernel.loops else QUANTISE_ROWS if rounds else ELEMENTWISE_ROWS
+        rows //= 1 if module.rope else _head_dim_ratio(module)
+        return Config(device, elem, limit, rows, rows, 4, 1, backend=module.backend)
+
+    def _too_large(self, module: Module, kernel: Kernel, config: Config, without_overrides: list[Config]) -> FitError:
+        """Return the error for a smallest config that does not fit. It blames the spec's overrides, unless no config
+        `without_overrides` fits with one stage either."""
         resources = backend_of(module).resources
-        free = [replace(r, num_stages=1) for r in free]
-        if all(resources.why_not_fit(module, kernel, r) for r in free):
-            large = [r for r in free if resources.sram_bytes(module, kernel, r) > CLASSES[r.device].smem_per_block]
+        configs = [replace(c, num_stages=1) for c in without_overrides]
+        if all(resources.why_not_fit(module, kernel, c) for c in configs):
+            large = [c for c in configs if resources.sram_bytes(module, kernel, c) > CLASSES[c.device].smem_per_block]
             if not large:  # tiles that divide the mask's blocks are not supported by the compiler
-                return FitError(("mask",), str(resources.why_not_fit(module, kernel, free[0])))
+                return FitError(("mask",), str(resources.why_not_fit(module, kernel, configs[0])))
             change = "head_dim or dtype" if config.elem_bytes > 2 else "head_dim"
             return FitError(("head_dim",), str(resources.why_not_fit(module, kernel, large[0], change)))
         given = {"block_q": self.block_q, "block_kv": self.block_kv, "stages": self.num_stages}
@@ -207,42 +223,42 @@ class SelectTiles(Pass):
         return FitError(("schedule",), str(resources.why_not_fit(module, kernel, config, change)))
 
 
-def _times_as_wide(module: Module) -> int:
-    """Return by which factor the head_dim exceeds WIDEST_SUM. Tiles of kernels without scores have fewer rows by this
+def _head_dim_ratio(module: Module) -> int:
+    """Return the ratio of head_dim to WIDEST_ACC, at least 1. Tiles of kernels without scores have fewer rows by this
     factor."""
-    return max(1, tile_width(max(module.head_dim_qk, module.head_dim_v)) // WIDEST_SUM)
+    return max(1, tile_width(max(module.head_dim_qk, module.head_dim_v)) // WIDEST_ACC)
 
 
-def _walking_configs(device: str, elem: int) -> Iterator[Config]:
-    """Yield the configs of a kernel that runs over all positions of a sequence, in steps of the sizes in SCANNED."""
-    for block in SCANNED:
-        warps = max(1, min(block // SCANNED_EACH, MOST_THREADS) // CLASSES[device].threads_per_warp)
-        yield Config(device, elem, None if block == SCANNED[-1] else block, block, block, warps, 1)
+def _scan_configs(device: str, elem: int) -> Iterator[Config]:
+    """Yield the configs of a kernel that scans all positions of a sequence, SCAN_POSITIONS at a time."""
+    for block in SCAN_POSITIONS:
+        warps = max(1, min(block // SCAN_POSITIONS_PER_THREAD, MOST_THREADS) // CLASSES[device].threads_per_warp)
+        yield Config(device, elem, None if block == SCAN_POSITIONS[-1] else block, block, block, warps, 1)
 
 
 def _combine_configs(module: Module, device: str, elem: int) -> Iterator[Config]:
-    """Yield the configs of a combine kernel: a program has one row of a call, and for many rows one warp has all of
-    head_dim."""
-    for most, parts in COMBINED:
+    """Yield the configs of a combine kernel, whose programs have one row of a call each: several warps share the row's
+    head_dim if the call has few rows, and one warp has all of it otherwise."""
+    for most, splits in COMBINE_SPLITS:
         warps = 1 if most is None else combine_warps(module, device)
-        yield Config(device, elem, most and most // warps, 1, parts, warps, 1, backend=module.backend)
+        yield Config(device, elem, most and most // warps, 1, splits, warps, 1, backend=module.backend)
 
 
-def _compares(kernel: Kernel) -> bool:
-    """Whether a kernel compares each query of a tile with each key of a tile."""
+def _is_pairwise(kernel: Kernel) -> bool:
+    """Whether a kernel that prepares tensors compares each query of a tile with each key of a tile."""
     return any(set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in kernel.ops() if isinstance(op, Map))
 
 
-def _comparing_config(device: str, elem: int) -> Config:
+def _pairwise_config(device: str, elem: int) -> Config:
     """Return the config of a kernel that compares queries with keys without computing scores."""
-    block_q, block_kv = COMPARED
+    block_q, block_kv = COMPARE_TILE
     return Config(
         device,
         elem,
         None,
         block_q,
         block_kv,
-        block_q * block_kv // COMPARED_EACH // CLASSES[device].threads_per_warp,
+        block_q * block_kv // COMPARE_PAIRS_PER_THREAD // CLASSES[device].threads_per_warp,
         1,
     )
 
@@ -265,23 +281,28 @@ def merged_configs(configs: Sequence[Config | DoesNotFit]) -> Iterator[Config | 
 
 
 def _accumulation_order(module: Module, kernel: Kernel) -> Kernel:
-    """Return the kernel with the last tiles first, which add first, and with as many heads per swizzle group as have
-    their streamed tiles in the L2.
+    """Return a kernel that accumulates in order with the launch order of its programs.
 
-    If earlier tiles visit more tiles, the last heads of each group start with the first tiles (reversed within the
-    group), so that the last programs to end are short.
+    Programs of the last tiles start first, because they add first. A swizzle group has as many heads as have their
+    streamed tiles in the L2 together. If the programs of earlier tiles visit more tiles, the last group of heads starts
+    with the first tiles instead (`reversed_group`), so that the last programs to end are short.
     """
-    row = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk  # bytes of q and dO, and of dQ in fp32
-    few = FEW_SWIZZLE if kernel.takes_heads and module.head_dim_qk > OF_COLUMNS else 1
-    reversed_group = first_first_order(module, kernel)
-    room = SWIZZLE_ROWS_LISTED if module.blocks else SWIZZLE_ROWS
-    first = replace(
-        kernel.grid[0], reversed=True, swizzle=few, swizzle_rows=room // row, reversed_group=reversed_group is not None
+    # A streamed row has q and dO in 16 bits, and dQ in fp32.
+    row_bytes = 2 * (module.head_dim_qk + module.head_dim_v) + 4 * module.head_dim_qk
+    several_wide_heads = kernel.takes_heads and module.head_dim_qk > MULTI_HEAD_DIM
+    most_heads = MULTI_HEAD_SWIZZLE if several_wide_heads else 1  # 1: no limit
+    order_if_reversed = first_first_order(module, kernel)
+    group_bytes = SWIZZLE_GROUP_BYTES_LISTED if module.blocks else SWIZZLE_GROUP_BYTES
+    tiles = replace(
+        kernel.grid[0],
+        reversed=True,
+        swizzle=most_heads,
+        swizzle_rows=group_bytes // row_bytes,
+        reversed_group=order_if_reversed is not None,
     )
-    made = replace(kernel, grid=(first, *kernel.grid[1:]))
-    return made.rewrite(
+    return replace(kernel, grid=(tiles, *kernel.grid[1:])).rewrite(
         lambda _, op: [
-            replace(op, order=order_by_direction(reversed_group, op.order))
+            replace(op, order=order_by_direction(order_if_reversed, op.order))
             if isinstance(op, OrderedAdd) and op.order is not None
             else op
         ]
@@ -289,13 +310,19 @@ def _accumulation_order(module: Module, kernel: Kernel) -> Kernel:
 
 
 def _is_uneven(kernel: Kernel) -> bool:
-    """Whether some programs visit many more tiles than others. They end last, even more so with several heads each."""
+    """Whether the longest program visits more than UNEVEN times as many tiles as the average program. Such a program
+    would end long after the others, even later if it had several query heads."""
     tiles = [_visited(kernel, start) for start in range(0, MANY_ROWS, 64)]
     return max(tiles) * len(tiles) > UNEVEN * sum(tiles)
 
 
-def _one_head(op: Op) -> list[Op]:
-    """Rewrite a host program's number of splits so that a program of the fused backward has one query head."""
+def _with_one_head_per_program(op: Op) -> list[Op]:
+    """Rewrite `splits`, the number of programs that share the query heads of a group: if the fused backward runs, each
+    has one head.
+
+    In a host program it depends on the most heads per program, `select(use_fused > 0, FUSED_HEADS, group)`; here that
+    becomes `select(use_fused > 0, 1, group)`.
+    """
     if not isinstance(op, Map) or op.name != "splits":
         return [op]
     return [
@@ -315,8 +342,8 @@ def _visited(kernel: Kernel, start: int) -> int:
 
 
 def _longest_first(kernel: Kernel) -> Kernel:
-    """Return the kernel with the last tiles first if they visit more, and with SWIZZLE heads per group if tiles
-    differ."""
+    """Return the kernel with the last tiles first if their programs visit more tiles, and with SWIZZLE heads per group
+    if programs visit different numbers of tiles."""
     if kernel.visits_all_tiles or not tile_loops(kernel):
         return kernel
     first, last = (_visited(kernel, x) for x in (0, MANY_ROWS - 64))

@@ -20,7 +20,7 @@ from attngen.spec.fields import SpecFields
 from attngen.spec.forms import mask_schema, score_schema
 from attngen.spec.rules import RULES
 from attngen.spec.sections import Schedule
-from attngen.tiles.ranges import is_too_long
+from attngen.tiles.ranges import is_too_complex
 
 TOO_LONG = (
     "has more cases than are solved for the tiles that it leaves; the others are computed for each pair, "
@@ -42,7 +42,7 @@ class Spec(SpecFields):
         its name."""
         found = [(path, note) for path, part in self.parts() for note in part.notes()]
         numbers = frozenset(i.name for i in self.mask.inputs() if not i.shape and i.dtype == "i32")
-        found += [(("mask",), TOO_LONG)] if is_too_long(self.mask.expression(), numbers) else []
+        found += [(("mask",), TOO_LONG)] if is_too_complex(self.mask.expression(), numbers) else []
         of_union = union_note(self.mask)
         return unique(iter(found + ([(("mask",), of_union)] if of_union else [])))
 

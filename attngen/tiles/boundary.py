@@ -8,8 +8,8 @@ from attngen.ir.expr import INEQUALITIES, Bool, Expr, conjuncts, symbol
 from attngen.ir.kernel import Kernel
 from attngen.ir.ops import Mask
 from attngen.ir.prove import excess, prove_le
-from attngen.tiles.intervals import Bound, Scene, extremes, solve
-from attngen.tiles.ranges import scene_of
+from attngen.tiles.intervals import Bound, MaskContext, extremes, solve
+from attngen.tiles.ranges import mask_context
 
 PLACES = ("q_start", "BLOCK_Q", "kv_start", "BLOCK_KV")  # first row and size of a tile, along each axis
 FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, PLACES)
@@ -17,8 +17,8 @@ FIRST_ROW, ROWS, FIRST_KEY, KEYS = map(symbol, PLACES)
 
 def data_of(kernel: Kernel, op: Mask) -> frozenset[str]:
     """Return the names in a mask's condition, other than positions, that are not integers or vary per row or pair."""
-    scene = scene_of(kernel, kernel.graph.nodes[op.name]["block"])
-    return scene.rows | scene.others
+    context = mask_context(kernel, kernel.graph.nodes[op.name]["block"])
+    return context.rows | context.others
 
 
 def unswitch_condition(where: Bool, data: frozenset[str]) -> Bool | None:
@@ -67,13 +67,13 @@ def _follows(bounds: list[Expr], cut: Bool) -> bool:
 
 def _beyond(comparison: Bool, data: frozenset[str]) -> tuple[Expr, Expr] | None:
     """Return (a, b) such that the comparison is true for all pairs of a tile if a <= b; None if unknown."""
-    scene = Scene("q", "kv", others=data)
+    context = MaskContext("q", "kv", others=data)
     if not isinstance(comparison, INEQUALITIES):
         return None
-    solved = solve(comparison, scene)
+    solved = solve(comparison, context)
     if not isinstance(solved, Bound):
         return None
-    over_rows = extremes(solved.rest, scene, (FIRST_ROW, FIRST_ROW + ROWS - 1))
+    over_rows = extremes(solved.rest, context, (FIRST_ROW, FIRST_ROW + ROWS - 1))
     if over_rows is None:
         return None
     if not solved.side:  # it compares only rows

@@ -44,16 +44,18 @@ GREATEST = 2**31 - 1  # greatest value of an i32
 
 
 @dataclass(frozen=True)
-class Scene:
-    """The context of a condition: the program axis, the loop's axis, and the symbols other than sizes and positions.
+class MaskContext:
+    """What the interval analysis of a mask knows about its kernel: the axes, and the symbols other than sizes and
+    positions.
 
-    own: the program axis.
+    axis: the program axis, `q` or `kv`.
+    loop: the other axis, along which the loop runs.
     rows: names of integer values with one number for each row of the program tile.
-    others: names of values that differ along the loop or are not integers.
+    others: names of values that vary along the loop or are not integers.
     facts: known facts about conditions on data.
     """
 
-    own: str
+    axis: str
     loop: str
     rows: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
@@ -61,8 +63,8 @@ class Scene:
     whole: bool = False  # matrix products sum over the rows of the program tile, so rows past the end count too
 
     @property
-    def own_idx(self) -> Expr:
-        return symbol(f"{self.own}_idx")
+    def axis_idx(self) -> Expr:
+        return symbol(f"{self.axis}_idx")
 
     @property
     def loop_idx(self) -> Expr:
@@ -89,7 +91,7 @@ class Term(NamedTuple):
     unsolved: tuple[Bool, ...]
 
 
-def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
+def terms(where: Bool, context: MaskContext) -> tuple[Term, ...]:
     """Return the condition as a union of conjunctions. A part with more than MOST_TERMS of them becomes one unsolved
     literal.
 
@@ -100,20 +102,20 @@ def terms(where: Bool, scene: Scene) -> tuple[Term, ...]:
     A conjunction is left out if no pair inside the tensors satisfies one of its bounds (`q_idx > q_len`) or two of them
     (`q_idx < 3`, `q_idx == 3`).
     """
-    return _solved_terms(where, scene)[0]
+    return _solved_terms(where, context)[0]
 
 
-def exceeds_limits(where: Bool, scene: Scene) -> bool:
+def exceeds_limits(where: Bool, context: MaskContext) -> bool:
     """Whether `terms` reaches a limit before the whole condition is solved."""
-    return _solved_terms(where, scene)[1]
+    return _solved_terms(where, context)[1]
 
 
 @cache
-def _solved_terms(where: Bool, scene: Scene) -> tuple[tuple[Term, ...], bool]:
+def _solved_terms(where: Bool, context: MaskContext) -> tuple[tuple[Term, ...], bool]:
     """Return the terms, and whether a limit left part of the condition unsolved."""
     found = []
     budget = _Budget()
-    for literals in _union(_plain(where, scene), scene, budget):
+    for literals in _union(_plain(where, context), context, budget):
         each = dict.fromkeys(literals)
         short = [x for x in each if isinstance(x, Bound) and size(x.rest) <= MOST_NODES]
         solved = tuple(short[:MOST_BOUNDS])
@@ -121,14 +123,14 @@ def _solved_terms(where: Bool, scene: Scene) -> tuple[tuple[Term, ...], bool]:
         free = [x.rest for x in solved if x.side == 0] + [
             a.rest + b.rest for a, b in combinations(solved, 2) if a.side + b.side == 0
         ]
-        if not any(_positive_in_all_rows(rest, scene) for rest in free):
-            found.append(Term(solved, tuple(_condition(x, scene) for x in each if x not in solved)))
+        if not any(_positive_in_all_rows(rest, context) for rest in free):
+            found.append(Term(solved, tuple(_condition(x, context) for x in each if x not in solved)))
     return tuple(dict.fromkeys(found)), budget.exceeded
 
 
-def _condition(literal: Bound | Bool, scene: Scene) -> Bool:
+def _condition(literal: Bound | Bool, context: MaskContext) -> Bool:
     """A literal as a condition."""
-    return sympy.Le(literal.side * scene.loop_idx + literal.rest, 0) if isinstance(literal, Bound) else literal
+    return sympy.Le(literal.side * context.loop_idx + literal.rest, 0) if isinstance(literal, Bound) else literal
 
 
 @dataclass
@@ -145,38 +147,38 @@ class _Budget:
         return self.left >= 0
 
 
-def _positive_in_all_rows(rest: Expr, scene: Scene) -> bool:
+def _positive_in_all_rows(rest: Expr, context: MaskContext) -> bool:
     """Whether an expression without the loop's index is proven to be above 0 in every row of the program axis, so that
     no row satisfies the bound `rest <= 0`."""
-    found = extremes(rest, scene, (sympy.Integer(0), symbol(AXIS_EXTENT[scene.own]) - 1))
-    return found is not None and prove_le(sympy.Integer(1), with_rows(found[0], scene.own, scene.rows))
+    found = extremes(rest, context, (sympy.Integer(0), symbol(AXIS_EXTENT[context.axis]) - 1))
+    return found is not None and prove_le(sympy.Integer(1), with_rows(found[0], context.axis, context.rows))
 
 
 Literals = tuple[Any, ...]
 
 
-def _union(e: Bool, scene: Scene, budget: _Budget) -> list[Literals]:
+def _union(e: Bool, context: MaskContext, budget: _Budget) -> list[Literals]:
     """Return the condition in disjunctive normal form. Its literals are `Bound`s and unsolved conditions."""
     if e == sympy.true:
         return [()]
     if e == sympy.false:
         return []
     if isinstance(e, sympy.Or):
-        found = [term for a in _sorted(e) for term in _union(a, scene, budget)]
+        found = [term for a in _sorted(e) for term in _union(a, context, budget)]
         return found if len(found) <= MOST_TERMS else [(e,)]
     if isinstance(e, sympy.And):
-        parts = [_union(a, scene, budget) for a in _sorted(e)]
+        parts = [_union(a, context, budget) for a in _sorted(e)]
         while math.prod(map(len, parts)) > MOST_TERMS:  # replace the largest union by the whole condition, unsolved
             parts[max(range(len(parts)), key=lambda i: len(parts[i]))] = [(e,)]
         return [tuple(x for literals in choice for x in literals) for choice in product(*parts)]
     if isinstance(e, INEQUALITIES) and not budget.take():
         return [(e,)]
     if (parts := split_extremes(e)) != e:
-        return _union(parts, scene, budget)
+        return _union(parts, context, budget)
     if isinstance(e, INEQUALITIES):
-        solved = solve(e, scene)
+        solved = solve(e, context)
         if solved is not None:
-            return [(solved,)] if isinstance(solved, Bound) else _union(_plain(solved, scene), scene, budget)
+            return [(solved,)] if isinstance(solved, Bound) else _union(_plain(solved, context), context, budget)
     return [(e,)]
 
 
@@ -184,25 +186,25 @@ def _sorted(e: Bool) -> list[Bool]:
     return sorted(e.args, key=sympy.default_sort_key)
 
 
-def _plain(e: Bool, scene: Scene) -> Bool:
+def _plain(e: Bool, context: MaskContext) -> Bool:
     """Return the condition with negations only on symbols and on literals of facts, and with each equality of integers
     as two comparisons."""
-    if any(e == fact.literal for fact in scene.facts):
+    if any(e == fact.literal for fact in context.facts):
         return e
     if isinstance(e, (sympy.And, sympy.Or)):
-        return e.func(*(_plain(a, scene) for a in e.args))
+        return e.func(*(_plain(a, context) for a in e.args))
     if isinstance(e, sympy.Not):
         inner = e.args[0]
-        if any(inner == fact.literal for fact in scene.facts):
+        if any(inner == fact.literal for fact in context.facts):
             return e
         if isinstance(inner, sympy.Not):
-            return _plain(inner.args[0], scene)
+            return _plain(inner.args[0], context)
         if isinstance(inner, (sympy.And, sympy.Or)):
             other = sympy.Or if isinstance(inner, sympy.And) else sympy.And
-            return other(*(_plain(sympy.Not(a), scene) for a in inner.args))
+            return other(*(_plain(sympy.Not(a), context) for a in inner.args))
         return e
     numbers = isinstance(e, (sympy.Eq, sympy.Ne)) and not any(x.is_Boolean for x in e.args if not x.is_Symbol)
-    if numbers and not mentions(e, scene.others) and _whole(e.lhs - e.rhs):
+    if numbers and not mentions(e, context.others) and _whole(e.lhs - e.rhs):
         combine = sympy.And if isinstance(e, sympy.Eq) else sympy.Or
         first, second = (sympy.Le, sympy.Ge) if isinstance(e, sympy.Eq) else (sympy.Lt, sympy.Gt)
         return combine(first(e.lhs, e.rhs), second(e.lhs, e.rhs))
@@ -214,18 +216,18 @@ def _whole(e: Expr) -> bool:
     return not e.has(sympy.Pow, sympy.Float, *REAL, *TO_INTEGER) and all(n.is_Integer for n in e.atoms(sympy.Number))
 
 
-def solve(condition: Bool, scene: Scene) -> Any:
+def solve(condition: Bool, context: MaskContext) -> Any:
     """Solve a comparison. Return a `Bound`, or a condition of simpler comparisons that the caller solves, or None if it
     cannot be solved."""
     difference = excess(condition)
-    if mentions(difference, scene.others) or not _whole(difference):
+    if mentions(difference, context.others) or not _whole(difference):
         return None
-    return _solved(sympy.expand(difference), scene)
+    return _solved(sympy.expand(difference), context)
 
 
-def _solved(e: Expr, scene: Scene) -> Any:
+def _solved(e: Expr, context: MaskContext) -> Any:
     """Solve e <= 0 over integers for the loop's index. Returns the same kinds of results as `solve`."""
-    index = scene.loop_idx
+    index = context.loop_idx
     if not e.has(index):
         return Bound(0, e)
     inner = [term for term in sympy.Add.make_args(e) if term.has(index)]
@@ -251,9 +253,9 @@ def _solved(e: Expr, scene: Scene) -> Any:
     below, by = core.args
     if number > 0:  # floor(below / by) <= most
         most = floordiv(sympy.expand(-rest), number)
-        return _solved(sympy.expand(below - by * most - by + 1), scene)
+        return _solved(sympy.expand(below - by * most - by + 1), context)
     least = -floordiv(sympy.expand(-rest), -number)  # floor(below / by) >= least
-    return _solved(sympy.expand(by * least - below), scene)
+    return _solved(sympy.expand(by * least - below), context)
 
 
 def _positive(e: Expr) -> bool:
@@ -295,23 +297,26 @@ def _split(e: Expr, extreme: Expr) -> Any:
     return (sympy.And if every else sympy.Or)(*(part(x) for x in alternatives))
 
 
-def extremes(e: Expr, scene: Scene, rows: tuple[Expr, Expr] | None = None) -> tuple[Expr, Expr] | None:
+def extremes(e: Expr, context: MaskContext, rows: tuple[Expr, Expr] | None = None) -> tuple[Expr, Expr] | None:
     """Return the least and greatest value of an expression over rows of the program tile, in closed form; None if
     unknown.
 
-    These are the rows from the first to the last of `rows`; by default the valid rows, or all if `scene.whole`. The
+    These are the rows from the first to the last of `rows`; by default the valid rows, or all if `context.whole`. The
     bounds are exact if the program's index occurs once in the expression. Otherwise they may be too wide, but never too
     narrow. Bounds with more than MOST_NODES nodes are unknown.
     """
-    first = symbol(f"{scene.own}_start")
-    first, last = rows or (first, first + symbol(AXIS_DIM[scene.own]) - 1 if scene.whole else last_row(scene.own))
+    first = symbol(f"{context.axis}_start")
+    first, last = rows or (
+        first,
+        first + symbol(AXIS_DIM[context.axis]) - 1 if context.whole else last_row(context.axis),
+    )
 
     def bound(e: Expr) -> tuple[Expr, Expr] | None:
-        if e == scene.own_idx:
+        if e == context.axis_idx:
             return first, last
-        if e.is_Symbol and str(e) in scene.rows:
+        if e.is_Symbol and str(e) in context.rows:
             return least(str(e)), greatest(str(e))
-        if not e.has(scene.own_idx) and not mentions(e, scene.rows):
+        if not e.has(context.axis_idx) and not mentions(e, context.rows):
             return e, e
         if isinstance(e, mod):
             return sympy.Integer(0), e.args[1] - 1

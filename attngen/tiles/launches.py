@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from attngen.devices import CLASSES
-from attngen.heuristics import ALIGNED_KEYS, COMBINED_EACH
+from attngen.heuristics import ALIGNED_KEYS, COMBINE_COLUMNS_PER_THREAD
 from attngen.ir.dims import OWN
 from attngen.ir.expr import Bool, mod, symbol
 from attngen.ir.kernel import Kernel
@@ -69,7 +69,7 @@ def split_kv_registers(kernel: Kernel, config: Config) -> int:
 
 def combine_warps(module: Module, device: str) -> int:
     """Return the most warps of a combine program such that each warp has all splits of its columns of head_dim."""
-    return max(1, tile_width(module.head_dim_v) // (COMBINED_EACH * CLASSES[device].threads_per_warp))
+    return max(1, tile_width(module.head_dim_v) // (COMBINE_COLUMNS_PER_THREAD * CLASSES[device].threads_per_warp))
 
 
 def constants(kernel: Kernel, config: Config) -> dict[str, int]:

@@ -2,10 +2,13 @@
 
 The mask is a union of conjunctions of literals (see `intervals`). A literal says that an expression is at most 0. The
 expression is bounded over all pairs of a row of the program tile and a row of tile j of the loop. Tile j may have
-visible pairs if the least value is at most 0, and it has no hidden pair if the greatest value is. A union, such as a
-window or the first tokens, gives several runs of tiles with four bounds each. Runs are in rising order, and no tile is
-in two of them. A run that contains all tiles of another run for some programs and none for the others is merged with
-it: for example, the program of the first keys visits all later queries, and other programs those of a window.
+visible pairs if the least value is at most 0, and it has no hidden pair if the greatest value is.
+
+A conjunction gives one run of consecutive tiles, with four bounds: visible start, full start, full end and visible end.
+A union, such as a window or the first tokens, gives several runs. They are in rising order, and no tile is in two of
+them. Some runs are merged (see `_in_order`). For example, under a window or the first tokens, the program of the first
+keys visits all later queries, and each other program only those of its window: this is one run, whose end depends on
+the program.
 """
 
 from __future__ import annotations
@@ -24,44 +27,46 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.names import INTEGERS
 from attngen.ir.ops import Arg, Dot, Gather, Mask
 from attngen.ir.prove import entails, is_given_up, prove_le
-from attngen.tiles.intervals import Scene, Term, exceeds_limits, extremes, last_row, mentions, terms, with_rows
+from attngen.tiles.intervals import MaskContext, Term, exceeds_limits, extremes, last_row, mentions, terms, with_rows
 
 Run = tuple[Expr, Expr, Expr, Expr]  # visible start, full start, full end, visible end
-MOST_RUNS = 3
-# Number of runs times the nodes of all their bounds, as all pairs are compared; with more, all tiles are partial.
-MOST_TO_ORDER = 8000
-MOST_IN_BOUNDS = 4000  # nodes in the bounds of ordered runs; with more, all tiles are partial
-MOST_NODES = 300  # nodes in the bounds of two runs whose order is known only at run time
+MOST_RUNS = 3  # with more, the last two are merged
+# Limit on the work of ordering runs, which compares all pairs of them: the number of runs times the number of
+# expression nodes in all their bounds. Beyond it, all tiles are partial.
+MOST_ORDERING_NODES = 8000
+MOST_BOUND_NODES = 4000  # expression nodes in the bounds of the ordered runs; with more, all tiles are partial
+# Expression nodes in the bounds of two runs whose order is known only at run time; with more, the two are merged.
+MOST_NODES_IN_ANY_ORDER = 300
 
 
-def scene_of(kernel: Kernel, body: str) -> Scene:
-    """Return the Scene of a loop body: the meaning of the symbols in its masks."""
+def mask_context(kernel: Kernel, body: str) -> MaskContext:
+    """Return the context of the masks in a loop body: the meaning of their symbols."""
     masks = [op for op in kernel.block(body).ops if isinstance(op, Mask)]
-    own = kernel.program_axis
+    axis = kernel.program_axis
     rows, others = set(), set()
-    values = {k: r for m in masks for k, r in m.uses}
+    bound_values = {name: value for m in masks for name, value in m.uses}
     names = {
         str(s) for m in masks for e in (m.where, *(e for fact in m.known for e in fact[1:])) for s in e.free_symbols
-    } | values.keys()
+    } | bound_values.keys()
     for name in names:
-        ref = values.get(name, name)
+        ref = bound_values.get(name, name)
         if ref.split(".")[0] not in kernel.graph:
             continue
         type_ = kernel.type_of(ref)
-        if type_.dtype != "i32" or set(type_.dims) - {AXIS_DIM[own]}:
+        if type_.dtype != "i32" or set(type_.dims) - {AXIS_DIM[axis]}:
             others.add(name)
         elif type_.dims:
             rows.add(name)
     facts = tuple(fact for m in masks for fact in m.known)
-    whole = any(op.over == AXIS_DIM[own] for op in kernel.block(body).ops if isinstance(op, Dot))
-    return Scene(own, "kv" if own == "q" else "q", frozenset(rows), frozenset(others), facts, whole)
+    whole = any(op.over == AXIS_DIM[axis] for op in kernel.block(body).ops if isinstance(op, Dot))
+    return MaskContext(axis, "kv" if axis == "q" else "q", frozenset(rows), frozenset(others), facts, whole)
 
 
 @cache
 def rows_of(kernel: Kernel) -> frozenset[str]:
     """Return the names of values with one number per row of the program tile that the kernel's masks and facts use."""
     return frozenset(
-        name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in scene_of(kernel, body).rows
+        name for body in dict.fromkeys(loop.body for loop in kernel.loops) for name in mask_context(kernel, body).rows
     )
 
 
@@ -81,25 +86,26 @@ def mask_of(kernel: Kernel, body: str) -> Bool:
 def tile_ranges(kernel: Kernel, body: str) -> tuple[Expr, ...]:
     """Return visible start, full start, full end and visible end of each run of the loops over `body`, as tile numbers
     derived from its masks."""
-    return classify(mask_of(kernel, body), scene_of(kernel, body))
+    return classify(mask_of(kernel, body), mask_context(kernel, body))
 
 
 def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
-    """Return the first row and the end of the rows along the loop that data allows in visible pairs of the program
-    tile.
+    """Return the first row and the end of the rows along the loop that the program tile may see, by bounds on data such
+    as `kv_lengths`.
 
-    None if the rows outside only belong to pairs of other programs, or are known from sizes.
+    A bound counts only if it may exclude a row for all programs: no query sees such a row, so it may hold NaN. Bounds
+    that follow from sizes do not count. Return None if no bound counts.
     """
-    where, scene = mask_of(kernel, body), scene_of(kernel, body)
-    extent = symbol(AXIS_EXTENT[scene.loop])
+    where, context = mask_of(kernel, body), mask_context(kernel, body)
+    extent = symbol(AXIS_EXTENT[context.loop])
     firsts, ends = [], []
-    for term in terms(where, scene):
+    for term in terms(where, context):
         lows: list[Expr] = []
         highs: list[Expr] = []
-        for side, rest in (*term.solved, *_known(term, scene)[0].solved):
-            seen = extremes(rest, replace(scene, whole=False))
-            if side and seen and _is_of_data(kernel, seen[0]) and _excludes(side, seen[0], scene):
-                (highs if side > 0 else lows).append(1 - seen[0] if side > 0 else seen[0])
+        for side, rest in (*term.solved, *_known(term, context)[0].solved):
+            extreme = extremes(rest, replace(context, whole=False))
+            if side and extreme and _is_of_data(kernel, extreme[0]) and _may_exclude(side, extreme[0], context):
+                (highs if side > 0 else lows).append(1 - extreme[0] if side > 0 else extreme[0])
         firsts.append(sympy.Max(*lows) if lows else sympy.Integer(0))
         ends.append(sympy.Min(extent, *highs))
     first = sympy.Integer(0) if 0 in firsts else flattened(sympy.Min(*firsts))
@@ -108,52 +114,61 @@ def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
 
 
 def _is_of_data(kernel: Kernel, e: Expr) -> bool:
-    """Whether an expression depends on data: all its names are in the kernel, and some are not sizes, which shapes
-    give."""
-    named = {str(s) for s in e.free_symbols} - {f"{axis}_start" for axis in AXIS_EXTENT} - {*AXIS_DIM.values()}
-    ops = [kernel.op(name) for name in named if name in kernel.graph]
-    return len(ops) == len(named - INTEGERS.keys() | named & kernel.graph.nodes.keys()) and any(
+    """Whether an expression depends on data, and the kernel has a value for each of its names."""
+    names = {str(s) for s in e.free_symbols} - {f"{axis}_start" for axis in AXIS_EXTENT} - {*AXIS_DIM.values()}
+    ops = [kernel.op(name) for name in names if name in kernel.graph]
+    # A name that is neither in the graph nor a size is not known in the kernel.
+    return len(ops) == len(names - INTEGERS.keys() | names & kernel.graph.nodes.keys()) and any(
         not isinstance(op, Arg) or op.name not in INTEGERS for op in ops
     )
 
 
-def _excludes(side: int, rest: Expr, scene: Scene) -> bool:
-    """Whether an upper bound may exclude a row for the last program tile, or a lower bound for the first one. Rows that
-    it excludes only for other program tiles are in pairs of these."""
-    own, extent = symbol(f"{scene.own}_start"), symbol(AXIS_EXTENT[scene.own])
+def _may_exclude(side: int, rest: Expr, context: MaskContext) -> bool:
+    """Whether a bound may exclude a row of the loop for all programs.
+
+    An upper bound may if it is not proven to leave every row for the program of the last row; a lower bound, if it is
+    not proven to leave every row for the first program. Otherwise each row that the bound excludes for one program is
+    left for another one.
+    """
+    start, extent = symbol(f"{context.axis}_start"), symbol(AXIS_EXTENT[context.axis])
     if side > 0:
-        last = rest.xreplace({last_row(scene.own): extent - 1, own: extent - 1})
-        return not prove_le(symbol(AXIS_EXTENT[scene.loop]), sympy.expand(1 - last))
-    return not prove_le(rest.xreplace({own: sympy.Integer(0)}), sympy.Integer(0))
+        last = rest.xreplace({last_row(context.axis): extent - 1, start: extent - 1})
+        return not prove_le(symbol(AXIS_EXTENT[context.loop]), sympy.expand(1 - last))
+    return not prove_le(rest.xreplace({start: sympy.Integer(0)}), sympy.Integer(0))
 
 
 def shows_nothing(where: Bool) -> bool:
     """Whether a mask hides every pair inside the tensors for any data and any arguments."""
-    inside = {scene: sympy.And(where, scene.loop_idx < symbol(AXIS_EXTENT[scene.loop])) for scene in _scenes(where)}
-    return any(all(_is_empty(term, scene) for term in terms(e, scene)) for scene, e in inside.items())
+    inside = {
+        context: sympy.And(where, context.loop_idx < symbol(AXIS_EXTENT[context.loop])) for context in _contexts(where)
+    }
+    return any(all(_is_empty(term, context) for term in terms(e, context)) for context, e in inside.items())
 
 
-def _is_empty(term: Term, scene: Scene) -> bool:
-    """Whether no position of any program satisfies one literal of the term: only positions below the first would, or
-    none."""
+def _is_empty(term: Term, context: MaskContext) -> bool:
+    """Whether a literal of the term holds at no position of any program: it needs a negative position (side 1), or is
+    false at all positions (side 0)."""
     return any(
-        x.side >= 0 and prove_le(sympy.Integer(1), with_rows(x.rest, scene.own, scene.rows)) for x in term.solved
+        x.side >= 0 and prove_le(sympy.Integer(1), with_rows(x.rest, context.axis, context.rows)) for x in term.solved
     )
 
 
-def is_too_long(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
-    """Whether a mask exceeds the limits of the interval solver, or its tile bounds are too long or not proven.
+def is_too_complex(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
+    """Whether a mask exceeds the limits of the interval solver, or its tile bounds exceed those of `classify`.
 
     numbers: names of integer arguments.
     """
-    return any(exceeds_limits(where, scene) or _in_bounds(where, scene) is None for scene in _scenes(where, numbers))
+    return any(
+        exceeds_limits(where, context) or _bounds_within_limits(where, context) is None
+        for context in _contexts(where, numbers)
+    )
 
 
-def _scenes(where: Bool, numbers: frozenset[str] = frozenset()) -> tuple[Scene, Scene]:
-    """Return the scenes of kernels with program tiles of queries and of keys. Symbols other than positions, lengths and
-    `numbers` are unknown."""
+def _contexts(where: Bool, numbers: frozenset[str] = frozenset()) -> tuple[MaskContext, MaskContext]:
+    """Return the contexts of kernels with program tiles of queries and of keys. Symbols other than positions, lengths
+    and `numbers` are unknown."""
     others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys() - numbers)
-    return Scene("q", "kv", others=others), Scene("kv", "q", others=others)
+    return MaskContext("q", "kv", others=others), MaskContext("kv", "q", others=others)
 
 
 def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
@@ -162,10 +177,10 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
 
     listed: whether a kernel evaluates the mask and lists blocks.
     """
-    where, scene = mask_of(kernel, body), scene_of(kernel, body)
-    for literal in dict.fromkeys(x for term in terms(where, scene) for x in term.unsolved):
-        fact = next((f for f in scene.facts if f.literal == literal), None)
-        why = "is data" if mentions(literal, scene.others) else f"is not solved for {scene.loop}_idx"
+    where, context = mask_of(kernel, body), mask_context(kernel, body)
+    for literal in dict.fromkeys(x for term in terms(where, context) for x in term.unsolved):
+        fact = next((f for f in context.facts if f.literal == literal), None)
+        why = "is data" if mentions(literal, context.others) else f"is not solved for {context.loop}_idx"
         cost = (
             f"visited where {to_text(fact.needs)}, taken as full where {to_text(fact.enough)}"
             if fact
@@ -177,7 +192,7 @@ def inexact(kernel: Kernel, body: str, listed: bool = False) -> Iterator[str]:
         yield f"`{to_text(literal)}` {why}: tiles are {cost}"
 
 
-def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
+def classify(where: Bool, context: MaskContext) -> tuple[Expr, ...]:
     """Return bounds of tiles along the loop's axis for the program tile at {own}_start: four tile numbers per run.
 
     The bounds are sound. Every tile with a visible pair inside the tensors is in [visible start, visible end) of one
@@ -187,39 +202,40 @@ def classify(where: Bool, scene: Scene) -> tuple[Expr, ...]:
     """
     zero = sympy.Integer(0)
     # One run of all tiles, all partial. It needs no proof.
-    everything = (zero, zero, zero, cdiv(symbol(AXIS_EXTENT[scene.loop]), symbol(AXIS_DIM[scene.loop])))
-    return _in_bounds(where, scene) or everything
+    all_tiles = (zero, zero, zero, cdiv(symbol(AXIS_EXTENT[context.loop]), symbol(AXIS_DIM[context.loop])))
+    return _bounds_within_limits(where, context) or all_tiles
 
 
 @cache
-def _in_bounds(where: Bool, scene: Scene) -> tuple[Expr, ...] | None:
-    """Return the bounds of runs of tiles; None if they are too long, or if the proof that they rise takes too many
-    steps."""
-    runs = _merged([_run(term, scene) for term in terms(where, scene)] or [(sympy.Integer(0),) * 4])
-    if len(runs) * sum(size(e) for run in runs for e in run) > MOST_TO_ORDER:
+def _bounds_within_limits(where: Bool, context: MaskContext) -> tuple[Expr, ...] | None:
+    """Return the bounds of all runs of tiles, in rising order; None if they have too many nodes, or if a proof of their
+    order takes too many steps."""
+    runs = _merged([_run(term, context) for term in terms(where, context)] or [(sympy.Integer(0),) * 4])
+    if len(runs) * sum(size(e) for run in runs for e in run) > MOST_ORDERING_NODES:
         return None
-    bounds = [e for run in _in_order(runs, scene) for e in run]
+    bounds = [e for run in _in_order(runs, context) for e in run]
     for i, (before, after) in enumerate(zip(bounds, bounds[1:])):
         # The bounds rise; if this is not provable, a maximum makes it so.
-        if not prove_le(with_rows(before, scene.own, scene.rows), with_rows(after, scene.own, scene.rows)):
+        if not prove_le(with_rows(before, context.axis, context.rows), with_rows(after, context.axis, context.rows)):
             bounds[i + 1] = sympy.Max(before, after)
     ends = [sympy.Integer(0), *(flattened(e) for e in bounds)]
-    known = [with_rows(e, scene.own, scene.rows) for e in ends]
-    pairs = ((first, e) for at, e in enumerate(known) for first in (known[0], known[max(0, at - 1)]))
-    if sum(map(size, ends)) > MOST_IN_BOUNDS or any(is_given_up(*pair) for pair in pairs):
+    known = [with_rows(e, context.axis, context.rows) for e in ends]
+    # Each bound is at least 0 and at least the one before it; both proofs have to end within the limit of steps.
+    pairs = ((lower, e) for i, e in enumerate(known) for lower in (known[0], known[max(0, i - 1)]))
+    if sum(map(size, ends)) > MOST_BOUND_NODES or any(is_given_up(*pair) for pair in pairs):
         return None
     return tuple(ends[1:])
 
 
-def _run(term: Term, scene: Scene) -> Run:
+def _run(term: Term, context: MaskContext) -> Run:
     """Return the run of tiles of one conjunction."""
-    block, extent = symbol(AXIS_DIM[scene.loop]), symbol(AXIS_EXTENT[scene.loop])
+    block, extent = symbol(AXIS_DIM[context.loop]), symbol(AXIS_EXTENT[context.loop])
     lows: list[Expr] = [sympy.Integer(0)]
     highs: list[Expr] = [extent]
     full_lows: list[Expr] = [sympy.Integer(0)]
     full_highs: list[Expr] = [extent]
-    shown: list[Bool] = []  # conditions on the program tile; if one is false, no tile is visible
-    full: list[Bool] = []  # conditions on the program tile; if one is false, no tile is full
+    visible_if: list[Bool] = []  # conditions on the program tile; if one is false, no tile is visible
+    full_if: list[Bool] = []  # conditions on the program tile; if one is false, no tile is full
 
     def bound(side: int, rest: Expr, lows: list[Expr], highs: list[Expr], conditions: list[Bool]) -> None:
         """Add side * x + rest <= 0 for positions x: as a lower bound, an exclusive upper bound, or a condition if
@@ -228,59 +244,62 @@ def _run(term: Term, scene: Scene) -> Run:
             highs.append(1 - rest)
         elif side < 0:
             lows.append(rest)
-        elif not prove_le(with_rows(rest, scene.own, scene.rows), sympy.Integer(0)):  # a program tile is not empty
-            conditions.append(_condition(rest))
+        elif not prove_le(with_rows(rest, context.axis, context.rows), sympy.Integer(0)):
+            conditions.append(_condition(rest))  # not proven for every program tile that has a row
 
-    needs, enough = _known(term, scene)
-    for of, (visible, everywhere) in ((term, (True, True)), (needs, (True, False)), (enough, (False, True))):
-        for side, rest in of.solved:
-            seen, found = extremes(rest, replace(scene, whole=False)), extremes(rest, scene)
-            if visible and seen:
-                bound(side, seen[0], lows, highs, shown)
-            if of is needs and side and seen:  # if nothing is visible, `enough` may start past the visible end
-                bound(side, seen[0], full_lows, full_highs, full)
-            if everywhere and found:
-                bound(side, found[1], full_lows, full_highs, full)
-            elif everywhere:
+    needs, enough = _known(term, context)
+    for part, (bounds_visible, bounds_full) in ((term, (True, True)), (needs, (True, False)), (enough, (False, True))):
+        for side, rest in part.solved:
+            of_valid_rows, of_rows = extremes(rest, replace(context, whole=False)), extremes(rest, context)
+            if bounds_visible and of_valid_rows:
+                bound(side, of_valid_rows[0], lows, highs, visible_if)
+            # Full tiles are visible. `enough` alone does not ensure that: if no tile is visible, its lower bound may be
+            # past the visible end.
+            if part is needs and side and of_valid_rows:
+                bound(side, of_valid_rows[0], full_lows, full_highs, full_if)
+            if bounds_full and of_rows:
+                bound(side, of_rows[1], full_lows, full_highs, full_if)
+            elif bounds_full:
                 full_highs.append(sympy.Integer(0))
     full_highs += [sympy.Integer(0)] * len(enough.unsolved)
 
     def at_most(e: Expr, end: Expr) -> Expr:
-        """Return e, clamped to `end` unless it is proven never to pass it. Bounds from facts about data are data too,
-        and nothing relates them."""
+        """Return e, clamped to `end` unless e <= end is proven. It is not proven for bounds on data, because nothing
+        relates these to each other."""
         return (
             e
-            if prove_le(with_rows(e, scene.own, scene.rows), with_rows(end, scene.own, scene.rows))
+            if prove_le(with_rows(e, context.axis, context.rows), with_rows(end, context.axis, context.rows))
             else sympy.Min(e, end)
         )
 
     last = cdiv(sympy.Max(0, sympy.Min(*highs)), block)
-    end = _where(shown, last)
-    start = _where(shown, sympy.Min(floordiv(sympy.Max(*lows), block), last))
-    # At least `start`, because each bound is at least the visible one.
-    full_start = _where(shown, at_most(cdiv(sympy.Max(*full_lows), block), last))
-    full_end = sympy.Max(full_start, _where(full, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block)))
+    end = _if_all(visible_if, last)
+    start = _if_all(visible_if, sympy.Min(floordiv(sympy.Max(*lows), block), last))
+    # full_start >= start, because each lower bound of full tiles is at least that of visible tiles.
+    full_start = _if_all(visible_if, at_most(cdiv(sympy.Max(*full_lows), block), last))
+    full_end = sympy.Max(full_start, _if_all(full_if, floordiv(sympy.Max(0, sympy.Min(*full_highs)), block)))
     return start, full_start, at_most(full_end, end), end
 
 
-def _known(term: Term, scene: Scene) -> tuple[Term, Term]:
-    """Return two conditions on the unsolved literals of a term, each as a single term: one that they imply, and one
-    that implies all of them."""
-    facts = [next((f for f in scene.facts if f.literal == literal), None) for literal in term.unsolved]
-    needs = _single(sympy.And(*(fact.needs for fact in facts if fact)), scene)
-    enough = _single(sympy.And(*(fact.enough for fact in facts if fact)), scene)
+def _known(term: Term, context: MaskContext) -> tuple[Term, Term]:
+    """Return two conditions on the unsolved literals of a term, from facts about them, each as a single term: one that
+    they imply (necessary), and one that implies all of them (sufficient)."""
+    facts = [next((f for f in context.facts if f.literal == literal), None) for literal in term.unsolved]
+    needs = _single(sympy.And(*(fact.needs for fact in facts if fact)), context)
+    enough = _single(sympy.And(*(fact.enough for fact in facts if fact)), context)
     unknown = tuple(literal for fact, literal in zip(facts, term.unsolved) if fact is None)
     return needs, enough._replace(unsolved=(*enough.unsolved, *unknown))
 
 
-def _single(e: Bool, scene: Scene) -> Term:
+def _single(e: Bool, context: MaskContext) -> Term:
     """Return the condition as one term; unsolved if it is not one conjunction."""
-    found = terms(e, replace(scene, facts=()))
+    found = terms(e, replace(context, facts=()))
     return found[0] if len(found) == 1 else Term((), (e,))
 
 
-def _where(conditions: list[Bool], tile: Expr) -> Expr:
-    """Return `tile` if all conditions hold, else 0. Conditions that another implies are left out."""
+def _if_all(conditions: list[Bool], tile: Expr) -> Expr:
+    """Return an expression for `tile` if all conditions hold, else 0. Conditions that another one implies are left
+    out."""
     for i, condition in enumerate(conditions):
         others = ((j, c) for j, c in enumerate(conditions) if j != i and entails(c, condition))
         if any(j < i or not entails(condition, c) for j, c in others):
@@ -316,12 +335,14 @@ def _merged(runs: list[Run]) -> list[Run]:
 def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int, int] | None:
     """Return the indices of two runs to merge, or None. The merged run has the full tiles of the first one.
 
-    Runs are merged if there are more than MOST_RUNS, or if too much of their order is known only at run time.
+    Two runs are merged if the order of more than one pair is known only at run time, if such a pair has more than
+    MOST_NODES_IN_ANY_ORDER nodes, or if there are more than MOST_RUNS.
     """
     pairs = [(i, j) for j in range(len(runs)) for i in range(j)]
     unknown = [(i, j) for i, j in pairs if not rises(runs[i][0], runs[j][0]) and not rises(runs[j][0], runs[i][0])]
     large = any(
-        sum(1 for e in (*runs[i], *runs[j]) for _ in sympy.preorder_traversal(e)) > MOST_NODES for i, j in unknown
+        sum(1 for e in (*runs[i], *runs[j]) for _ in sympy.preorder_traversal(e)) > MOST_NODES_IN_ANY_ORDER
+        for i, j in unknown
     )
     if len(unknown) > 1 or large:
         return unknown[-1]
@@ -329,8 +350,8 @@ def _to_merge(runs: list[Run], rises: Callable[[Expr, Expr], bool]) -> tuple[int
 
 
 def _merged_if_conditional(wide: Run, run: Run, rises: Callable[[Expr, Expr], bool]) -> Run | None:
-    """Return one run for two if `wide` contains all tiles of `run` where a condition on the program tile holds, and no
-    tile elsewhere; else None."""
+    """Return one run for two, or None. They become one if a condition on the program tile decides: where it holds,
+    `wide` contains all tiles of `run`; elsewhere `wide` is empty."""
     if not isinstance(wide[3], select) or wide[3].args[2] != 0:
         return None
     condition = wide[3].args[0]
@@ -352,13 +373,18 @@ def _where_true(condition: Bool, e: Expr) -> Expr:
     return e.replace(lambda x: isinstance(x, select) and x.args[0] == condition, lambda x: x.args[1])
 
 
-def _in_order(runs: list[Run], scene: Scene) -> list[Run]:
-    """Return the runs in rising order, each clamped to start where the one before it ends."""
+def _in_order(runs: list[Run], context: MaskContext) -> list[Run]:
+    """Return the runs in rising order, each clamped to start where the one before it ends or later.
+
+    Runs are merged in three cases: one contains the other and has no full tiles; one contains the other in some
+    programs and is empty in all others (`_merged_if_conditional`); there are too many runs, or too little of their
+    order is known (`_to_merge`).
+    """
 
     def rises(a: Expr, b: Expr) -> bool:
-        return prove_le(with_rows(a, scene.own, scene.rows), with_rows(b, scene.own, scene.rows))
+        return prove_le(with_rows(a, context.axis, context.rows), with_rows(b, context.axis, context.rows))
 
-    # Merge a run into one that contains it and has no full tiles: the result has the full tiles of the inner run.
+    # An outer run without full tiles takes over the full tiles of a run inside it.
     for inner, outer in permutations(runs, 2):
         if (
             inner in runs

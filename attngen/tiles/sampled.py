@@ -16,7 +16,7 @@ import sympy
 from attngen.heuristics import LISTED, MASKED_TILE, SAMPLED_LENGTHS, SAMPLED_ROWS, WORTH_LISTING
 from attngen.interp.numeric import value
 from attngen.ir.expr import Bool
-from attngen.tiles.intervals import Scene, terms
+from attngen.tiles.intervals import MaskContext, terms
 from attngen.tiles.ranges import classify
 from attngen.tiles.tiles import evaluate
 
@@ -31,11 +31,11 @@ def worth_listing(where: Bool) -> bool:
     """
     largest = max((abs(int(x)) for x in where.atoms(sympy.Integer)), default=0)
     n = next((n for n in SAMPLED_LENGTHS if n >= largest), SAMPLED_LENGTHS[-1])
-    scenes = (Scene("q", "kv"), Scene("kv", "q"))
+    contexts = (MaskContext("q", "kv"), MaskContext("kv", "q"))
     return any(
-        _share(where, scene, n) < WORTH_LISTING
-        for scene in scenes
-        if any(term.unsolved for term in terms(where, scene))
+        _share(where, context, n) < WORTH_LISTING
+        for context in contexts
+        if any(term.unsolved for term in terms(where, context))
     )
 
 
@@ -56,21 +56,21 @@ def samples(where: Bool) -> bool:
     return where not in (sympy.true, sympy.false) and {s.name for s in where.free_symbols} <= known
 
 
-def counted(where: Bool, scene: Scene, n: int) -> Counted:
+def counted(where: Bool, context: MaskContext, n: int) -> Counted:
     """Count the blocks of a mask for n queries and n keys, a multiple of LISTED, in SAMPLED_ROWS rows of blocks along
     the program axis."""
-    runs = classify(where, scene)
+    runs = classify(where, context)
     every_row = np.arange(n, dtype=np.int32)[None]
     rows = sorted(set((np.linspace(0, n // LISTED - 1, SAMPLED_ROWS).astype(int) * LISTED).tolist()))
     bounded = bounded_partial = listed = listed_partial = 0
     for start in rows:
-        here = _sizes(n) | {f"{scene.own}_start": start}
+        here = _sizes(n) | {f"{context.axis}_start": start}
         ends = [[int(evaluate(e, here)) for e in runs[i : i + 4]] for i in range(0, len(runs), 4)]
         bounded += sum(end - first for first, _, _, end in ends)
         bounded_partial += sum(end - first - (full_end - full) for first, full, full_end, end in ends)
         own = np.arange(start, start + LISTED, dtype=np.int32)[:, None]
         with np.errstate(all="ignore"):  # errors at pairs that other conditions hide
-            seen = value(where, {**here, f"{scene.own}_idx": own, f"{scene.loop}_idx": every_row})
+            seen = value(where, {**here, f"{context.axis}_idx": own, f"{context.loop}_idx": every_row})
         blocks = np.broadcast_to(seen, (LISTED, n)).reshape(LISTED, -1, LISTED)
         some, every = int(blocks.any((0, 2)).sum()), int(blocks.all((0, 2)).sum())
         listed += some
@@ -82,9 +82,9 @@ def _sizes(n: int) -> dict[str, int]:
     return {"Nq": n, "Nk": n, "BLOCK_Q": LISTED, "BLOCK_KV": LISTED, "b": 0, "h": 1, "hkv": 0, "g": 0, "group": 1}
 
 
-def _share(where: Bool, scene: Scene, n: int) -> float:
+def _share(where: Bool, context: MaskContext, n: int) -> float:
     """Return the cost of the listed blocks over the cost of the blocks inside the bounds, for n queries and n keys."""
-    found = counted(where, scene, n)
+    found = counted(where, context, n)
     bounded, listed = (
         found.bounded + MASKED_TILE * found.bounded_partial,
         found.listed + MASKED_TILE * found.listed_partial,

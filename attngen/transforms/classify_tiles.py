@@ -37,7 +37,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Gather, Load, Loop, Map, Reduce
 from attngen.tiles.intervals import GREATEST, greatest, last_row, least
-from attngen.tiles.ranges import gathers_per_query, scene_of, tile_ranges
+from attngen.tiles.ranges import gathers_per_query, mask_context, tile_ranges
 from attngen.transforms.base import Pass
 
 
@@ -72,7 +72,7 @@ def _extreme_rows(kernel: Kernel, body: str, used: set[str], rising: set[str]) -
     ends = {least: symbol(f"{own}_start"), greatest: last_row(own)}
     of_all = {least: sympy.Integer(0), greatest: symbol("queries") - 1}
     inside = symbol(f"{own}_idx") < symbol(AXIS_EXTENT[own])
-    for name in sorted(scene_of(kernel, body).rows):
+    for name in sorted(mask_context(kernel, body).rows):
         load = kernel.op(name)
         for which, op, other in ((least, "min", GREATEST), (greatest, "max", -GREATEST)):
             made = which(name)

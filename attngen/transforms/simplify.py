@@ -30,7 +30,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.ops import Gather, Load, Mask, SoftmaxStep
 from attngen.tiles.intervals import exceeds_limits, implies, linear_parts, mentions
-from attngen.tiles.ranges import mask_of, scene_of
+from attngen.tiles.ranges import mask_context, mask_of
 from attngen.transforms.base import Pass
 
 
@@ -51,7 +51,7 @@ def _simplify(kernel: Kernel) -> Kernel:
     moving = frozenset(name for name, t in types.items() if AXIS_DIM[loop] in t.dims)
     loaded = frozenset(op.name for op in kernel.ops() if isinstance(op, (Gather, Load)))
     with_full = {x.body for x in kernel.loops if x.cls == "full"}
-    too_long = {x.body for x in kernel.loops if exceeds_limits(mask_of(kernel, x.body), scene_of(kernel, x.body))}
+    too_long = {x.body for x in kernel.loops if exceeds_limits(mask_of(kernel, x.body), mask_context(kernel, x.body))}
     unmasked: dict[str, str] = {}  # a mask that is always true -> its value, which later ops read instead
 
     def change(block: str, op: Op) -> list[Op]:

@@ -11,7 +11,7 @@ after:   kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), split_v in cdiv(D_V, SPLIT_V),
          store %O[b, h, q, split_v] %o check(q)
          store %LSE[b, h, q] %lse check(q) first_along(split_v)
 
-An fp32 accumulator wider than WIDEST_SUM takes so many registers that tiles would be small, or spill. Each program has
+An fp32 accumulator wider than WIDEST_ACC takes so many registers that tiles would be small, or spill. Each program has
 SPLIT_V columns of it; the config says how many these are, all or a part (select-tiles). Each program computes all
 scores. Results that are the same for all of them are stored only by the first program along the split axis.
 
@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 import sympy
 
-from attngen.heuristics import WIDEST_SUM
+from attngen.heuristics import WIDEST_ACC
 from attngen.ir.core import Access, Op, Type
 from attngen.ir.dims import COLUMN_DIM, OWN, WHOLE
 from attngen.ir.expr import cdiv, symbol
@@ -59,7 +59,7 @@ class SplitD(Pass):
 def _shared(module: Module, kernel: Kernel) -> Kernel:
     """Return the kernel with a grid axis over head_dim if it has one width of accumulators and this is too wide."""
     sums = {op.type.dims[1] for op in kernel.ops() if isinstance(op, Init) and len(op.type.dims) == 2}
-    wide = [own for own, whole in WHOLE.items() if whole in sums and tile_width(module.widths[whole]) > WIDEST_SUM]
+    wide = [own for own, whole in WHOLE.items() if whole in sums and tile_width(module.widths[whole]) > WIDEST_ACC]
     if (
         len(sums) != 1
         or not wide

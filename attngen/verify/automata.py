@@ -1,6 +1,7 @@
-"""Warp groups as automata: the steps that each takes on its pipelines, and the graph of these steps.
+"""Warp groups as automata: the synchronization steps that each takes, and the graph of these steps.
 
-`attngen.verify.protocol` builds the automata of a kernel, `attngen.verify.machine` runs them against each other.
+`attngen.verify.protocol` builds the steps of a kernel's warp groups, `nodes_of` the automaton of each, and
+`attngen.verify.machine` searches the product of the automata.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Step(NamedTuple):
     """
 
     kind: str
-    name: str  # the pipeline or the product; for a scheduler barrier what it does (see ir.pipe.SchedulerBarrier)
+    name: str  # the pipeline or the product; for a scheduler barrier its `do` (see ir/pipe_control.py)
     tiles: tuple[str, ...] = ()  # pipelines whose tiles a wgmma reads
 
 
@@ -43,10 +44,10 @@ class TileLoop:
 
 
 @dataclass(frozen=True)
-class Program:
-    """A warp group: steps before its loop, the loop, and steps after it.
+class WarpGroupSteps:
+    """The steps of a warp group: before its loop over tiles, in the loop, and after it. Each instance runs them.
 
-    A persistent one runs all that for each work tile, after `start` and before `end`.
+    persistent: the warp group runs all that once per work tile, between `start` and `end`.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Protocol:
-    """All that a kernel's warp groups do with its pipelines, for one number of stages of each pipeline.
+    """The steps of all warp groups of a kernel, for one number of stages of each pipeline.
 
     stages: number of stages of each pipeline.
     per_instance: for each pipeline the warp group whose instances have one each, or "" if all share it.
@@ -75,7 +76,7 @@ class Protocol:
     exchanges: pipelines through which two warp groups exchange tiles: each reads what the other one has stored.
     """
 
-    programs: tuple[Program, ...]
+    warp_groups: tuple[WarpGroupSteps, ...]
     stages: tuple[tuple[str, int], ...]
     per_instance: tuple[tuple[str, str], ...]
     round_robin: frozenset[str] = frozenset()
@@ -83,10 +84,11 @@ class Protocol:
 
 
 class Node(NamedTuple):
-    """A node of an automaton: a step and the node after it, or a question without a step.
+    """A node of an automaton: a step, after which `then` follows; or a branch, which has no step.
 
-    A question asks whether the loop has another iteration: `then` follows if it has, `otherwise` if not. With `local`,
-    the instance decides that by itself, and again each time; other questions have one answer for all instances.
+    A branch decides whether there is another iteration, or another work tile: `then` follows if there is, `otherwise`
+    if not. The n-th branch has one outcome for all instances: the first instance that reaches it decides. A `local`
+    branch (whether to skip another tile) is decided by each instance for itself, each time it reaches it.
     """
 
     step: Step | None
@@ -95,27 +97,31 @@ class Node(NamedTuple):
     local: bool = False
 
 
-def nodes_of(program: Program) -> list[Node]:
-    """The automaton of a program. Node 0 is the start; the number after the last node is the end."""
+def nodes_of(warp_group: WarpGroupSteps) -> list[Node]:
+    """The automaton of a warp group. Node 0 is the start; the number after the last node is the end."""
     nodes: list[Node] = []
-    _append(nodes, program.start)
-    top = _question(nodes) if program.persistent else len(nodes)
-    _append(nodes, program.before)
-    loop = program.loop
+    _append(nodes, warp_group.start)
+    another_tile = _append_branch(nodes) if warp_group.persistent else len(nodes)
+    _append(nodes, warp_group.before)
+    loop = warp_group.loop
     if loop.odd or loop.pair:
         _append_paired_loop(nodes, loop)
-    elif program.persistent or loop.first or loop.later or loop.last:
+    elif warp_group.persistent or loop.first or loop.later or loop.last:
+        # A persistent warp group without a loop gets an empty one, to have as many branches as the other warp groups.
         _append_loop(nodes, loop)
-    _append(nodes, program.after)
-    if program.persistent:
-        past = len(nodes)  # from here the program goes back to the question whether there is another work tile
-        to = {past: top}
-        nodes[top:] = [
-            n._replace(then=to.get(n.then, n.then), otherwise=to.get(n.otherwise, n.otherwise)) for n in nodes[top:]
-        ]
-        nodes[top] = Node(None, top + 1, past)
-    _append(nodes, program.end)
+    _append(nodes, warp_group.after)
+    if warp_group.persistent:
+        # A work tile ends at the branch, instead of at the steps of `end`. These follow if there is no other work tile.
+        end = len(nodes)
+        nodes[another_tile:] = [_redirected(node, {end: another_tile}) for node in nodes[another_tile:]]
+        nodes[another_tile] = Node(None, another_tile + 1, end)
+    _append(nodes, warp_group.end)
     return nodes
+
+
+def _redirected(node: Node, to: dict[int, int]) -> Node:
+    """A node with other targets in place of some."""
+    return node._replace(then=to.get(node.then, node.then), otherwise=to.get(node.otherwise, node.otherwise))
 
 
 def _append(nodes: list[Node], steps: tuple[Step, ...]) -> None:
@@ -123,22 +129,27 @@ def _append(nodes: list[Node], steps: tuple[Step, ...]) -> None:
     nodes.extend([Node(step, len(nodes) + 1 + i) for i, step in enumerate(steps)])
 
 
-def _question(nodes: list[Node]) -> int:
-    """Append a question, whose target for the answer no is set later. Return its number."""
+def _append_branch(nodes: list[Node]) -> int:
+    """Append a branch, whose target `otherwise` is set later. Return its number."""
     nodes.append(Node(None, len(nodes) + 1))
     return len(nodes) - 1
 
 
 def _append_loop(nodes: list[Node], loop: TileLoop) -> None:
-    """Append a loop: is there any tile? skipped tiles; the first iteration; is there another one? later iterations."""
-    any_tile = _question(nodes)
+    """Append a loop: a branch whether there is any tile; skipped tiles, each with a branch whether there is another
+    tile; the first iteration; a branch whether there is another one; later iterations; the steps after the last one.
+
+    A warp group without steps in later iterations still has their branch, whose outcome "yes" leads back to it: all
+    warp groups have one branch per iteration.
+    """
+    any_tile = _append_branch(nodes)
     if loop.skip:
-        skips = _question(nodes)
+        skips = _append_branch(nodes)
         _append(nodes, loop.skip)
         nodes[-1] = nodes[-1]._replace(then=any_tile)
         nodes[skips] = Node(None, skips + 1, len(nodes), local=True)
     _append(nodes, loop.first)
-    more = _question(nodes)
+    more = _append_branch(nodes)
     _append(nodes, loop.later)
     if loop.later:
         nodes[-1] = nodes[-1]._replace(then=more)
@@ -148,13 +159,11 @@ def _append_loop(nodes: list[Node], loop: TileLoop) -> None:
 
 
 def _append_paired_loop(nodes: list[Node], loop: TileLoop) -> None:
-    """Append a loop whose even and odd iterations differ.
-
-    It asks a question per iteration, as all other loops over the same tiles do.
-    """
-    top = _question(nodes)
+    """Append a loop whose even and odd iterations differ, with one branch per iteration, as all other loops over the
+    same tiles have."""
+    top = _append_branch(nodes)
     _append(nodes, loop.later if loop.odd else ())
-    more = _question(nodes)
+    more = _append_branch(nodes)
     _append(nodes, loop.odd or loop.pair)
     nodes[-1] = nodes[-1]._replace(then=top)
     nodes[more] = nodes[more]._replace(otherwise=len(nodes))
@@ -162,23 +171,23 @@ def _append_paired_loop(nodes: list[Node], loop: TileLoop) -> None:
     nodes[top] = nodes[top]._replace(otherwise=len(nodes))
 
 
-def of_instance(program: Program, instance: int) -> Program:
-    """The program of one instance: `init` of a scheduler barrier is an arrival by the last instance, and `tail` a sync
-    of the first one. For the other instances both are no step."""
-    own = {"init": "arrive" if instance == program.instances - 1 else "", "tail": "sync" if instance == 0 else ""}
+def of_instance(warp_group: WarpGroupSteps, instance: int) -> WarpGroupSteps:
+    """The steps of one instance: `init` of a scheduler barrier is an arrival by the last instance, and `tail` a sync of
+    the first one. For other instances these are no-ops."""
+    own = {"init": "arrive" if instance == warp_group.instances - 1 else "", "tail": "sync" if instance == 0 else ""}
 
     def steps(of: tuple[Step, ...]) -> tuple[Step, ...]:
         done = (s if s.kind != "scheduler_barrier" else Step("scheduler_barrier", own.get(s.name, s.name)) for s in of)
         return tuple(s for s in done if s != Step("scheduler_barrier", ""))
 
-    loop = program.loop
+    loop = warp_group.loop
     return replace(
-        program,
-        before=steps(program.before),
+        warp_group,
+        before=steps(warp_group.before),
         loop=TileLoop(*map(steps, (loop.first, loop.later, loop.last, loop.skip, loop.odd, loop.pair))),
-        after=steps(program.after),
-        start=steps(program.start),
-        end=steps(program.end),
+        after=steps(warp_group.after),
+        start=steps(warp_group.start),
+        end=steps(warp_group.end),
     )
 
 

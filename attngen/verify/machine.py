@@ -38,7 +38,7 @@ class _Machine(Tables):
 
     def start(self) -> State:
         none = (0,) * len(self.names)
-        agents = [Agent(0, 0, none, none, (False,) * len(self.names), stored=none) for _ in self.programs]
+        agents = [Agent(0, 0, none, none, (False,) * len(self.names), stored=none) for _ in self.warp_groups]
         state = State(tuple(agents), tuple((Stage(-1, False, 0, frozenset()),) * n for n in self.stages))
         for i in range(len(agents)):
             state = self.run_local(state, i)
@@ -66,7 +66,7 @@ class _Machine(Tables):
                 continue
             if node.local:
                 both = [self.go_to(state, i, to) for to in (node.then, node.otherwise)]
-            else:  # no agent has asked this before: both answers are possible
+            else:  # no agent has reached this branch before: both outcomes are possible
                 asked = (state._replace(answers=(*state.answers, answer)) for answer in (True, False))
                 both = [canonical(self, self.run_local(after, i)) for after in asked]
             if not all_orders:
@@ -91,7 +91,7 @@ class _Machine(Tables):
             r for r, (name, owner) in enumerate(self.pipelines) if name == step.name and owner in ("", self.who[i])
         ]
         if step == SYNC:  # no other instance arrives before this one has synced
-            others = (j for j, program in enumerate(self.programs) if program is self.programs[i] and j != i)
+            others = (j for j, program in enumerate(self.warp_groups) if program is self.warp_groups[i] and j != i)
             return not any(self.may_arrive(state, j) for j in others)
         if any(self.writers[r] for r in pipelines):
             return all(self.consumers[r] != self.writers[r] for r in pipelines)
@@ -111,7 +111,7 @@ class _Machine(Tables):
 
     def run_local(self, state: State, i: int) -> State:
         """The state after the agent's next steps that no other agent sees, up to one that others see, or to a
-        question that has no answer yet."""
+        branch whose outcome is not decided yet."""
         while node := self.node(state, i):
             agent = state.agents[i]
             if not node.step:

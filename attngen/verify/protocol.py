@@ -1,27 +1,46 @@
-"""The rule `protocol`: proves the synchronization of a warp-specialized kernel, for every interleaving of its warp
-groups and for any number of tiles and of loop iterations.
+"""The rule `protocol`: model-checks the synchronization of a warp-specialized kernel.
 
-A warp group is a list of steps: it loads, waits for or releases a stage, issues a wgmma or waits for one, or stores
-through a stage. The loops of all warp groups run over the same tiles of the same heads, as the rule `same-tiles` says,
-so one number of iterations holds for all; and persistent programs have the same work tiles in all warp groups. Both
-numbers are left open: the warp group that first reaches the end of an iteration decides whether there is another one,
-and the others follow (see `attngen.verify.machine`).
+Method: explicit-state model checking. Each instance of a warp group is a finite automaton of synchronization steps
+(`attngen.verify.automata`). The product of these automata and of the copy engine is searched exhaustively, for each
+config's number of stages (`attngen.verify.machine`; partial-order reduction by persistent sets). The rule holds if no
+reachable state is a deadlock or a race (see `protocol` below). It is a proof for any number of loop iterations and work
+tiles: these numbers are left open. The warp group that first reaches the end of an iteration decides, both ways,
+whether there is another one, and the others follow. They may, because all loops run over the same tiles of the same
+heads (rule `same-tiles`), and persistent programs have the same work tiles in all warp groups.
 
-The model does what the hardware does:
+The state space is finite. Data and loop counters are not in it. A barrier is a phase bit and a set of arrivals. Uses of
+a stage are counted modulo a small multiple of the number of stages, by which no instance can be ahead of another
+without an error. Decisions about iterations are kept only until the slowest instance has followed them. If warp groups
+could run apart without bound, the search would exceed `machine.MOST_STATES`, and the rule fails.
 
-- A stage is full when the phase of its barrier changes, which TMA does at any time after the load. A wait for a phase
-  passes on its parity only.
-- A stage is empty by a named barrier, which opens when all consumers and the producer have arrived; or by an mbarrier,
-  which opens when all consumers have arrived, and which the producer sees at any time after that.
-- A tile that instances write is there when all of them have arrived with their parts. One that writes its next part
-  waits for another warp group that reads the pipeline and for nobody else; in round-robin order, for the instance that
-  has the stage. One that writes to an exchange waits for nobody.
-- Rows of a tile are zeroed at once, and no other warp group holds the tile then.
-- Scheduler barriers are named barriers at which two instances meet: an arrival for an instance that has not synced with
-  the last arrival would be taken for that instance's own.
-- Products run until they are waited for, in the order in which they were issued, and read their tiles until then.
-- A TMA store reads its stage until the next TMA store or the tma_store_wait.
-- A program that waits for a semaphore goes on at some time, as the rule `semaphore-order` says.
+What is modelled, as the hardware does it:
+
+- A stage is full when the phase of its mbarrier changes, which TMA does at any time after the load. A wait passes on
+  the parity of the phase only; it is an error if it passes on the phase of another tile.
+- A stage becomes empty by a named barrier, which completes when all consumers and the producer have arrived; or by an
+  mbarrier, which completes when all consumers have arrived, and which the producer sees at any time after that.
+- A tile that instances write (producer_store) is there when all of them have arrived with their parts. Before an
+  instance writes its next part, it waits until the other warp group that reads the pipeline has released the stage (in
+  round-robin order, until the instance that owns the stage has). If the writers themselves read the tile, or the
+  pipeline is an exchange, it does not wait: then a stage that is not released is an error.
+- zero_out_of_bounds is one atomic step. If another consumer has passed its wait for the tile, that is an error.
+- Scheduler barriers are named barriers at which two instances meet. A second arrival for an instance that has not
+  synced with the first would complete the barrier without it, so it is an error.
+- A wgmma reads its tiles from its issue until the wait for it, or for a later one: products finish in order.
+- A TMA store reads its stage until the next tma_store through it, which waits for that, or until the tma_store_wait.
+
+What is not modelled, and what covers it:
+
+- Reads of a tile by other ops than wgmma. The rule `types` demands that local_load, read_metadata and the reads of a
+  tile's index come after the tile's consumer_wait and before its consumer_release, and that the release comes after
+  ordered_add, which itself waits until TMA has read the tile. slice_rows and rematerialize only compute addresses.
+- Metadata (row vectors, tile indices): it is assumed to arrive, and to be released, with its tile.
+- The contents of work-tile pipelines, and reload_tile: the interpreter. That the counter gives each work tile once:
+  tests on GPUs.
+- Semaphores: a warp group that waits for one is assumed to go on at some time (rule `semaphore-order`).
+- Registers of products in flight (keep_alive): the rule `wgmma-wait`.
+- What the printer makes of this, such as arrival counts and fence.proxy.async after stores to shared memory: tests on
+  GPUs. Whether ptxas and LLVM keep the order: certificates of machine code.
 """
 
 from __future__ import annotations
@@ -47,13 +66,13 @@ from attngen.ir.pipe import (
     ZeroOutOfBounds,
 )
 from attngen.ir.pipe_control import PipelinedLoop, SchedulerBarrier, WorkLoop
-from attngen.verify.automata import Program, Protocol, Step, TileLoop
+from attngen.verify.automata import Protocol, Step, TileLoop, WarpGroupSteps
 from attngen.verify.machine import violation
 
 
 def protocol(module: Module, kernel: Kernel) -> Iterator[str]:
-    """There is no deadlock; no tile is read before it is there or overwritten before all have released it; nothing is
-    unfinished at the end."""
+    """There is no deadlock. No tile is read before it is there, or overwritten before all have released it. No load,
+    product, store or arrival is unfinished at the end."""
     for warp_group in kernel.warp_groups:
         if why := _shape(kernel, warp_group):
             yield f"@{warp_group.name} {why}"
@@ -71,8 +90,8 @@ def _tile_of(kernel: Kernel, warp_group: Block) -> Block:
 
 
 def _shape(kernel: Kernel, warp_group: Block) -> str:
-    """Why the work of a warp group for a tile is not one loop with steps before and after it, as the proof assumes;
-    empty text if it is."""
+    """Why the ops that a warp group runs for a work tile are not one loop with steps before and after it, as the proof
+    assumes; empty text if they are."""
     ops = _tile_of(kernel, warp_group).ops
     loops = [op for op in ops if isinstance(op, (Loop, PipelinedLoop))]
     bodies = {(op.body,) if isinstance(op, Loop) else op.bodies for op in loops}
@@ -97,17 +116,18 @@ def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     # Pipelines of tile metadata (`metadata_of`) have the barriers of the pipeline of tiles.
     pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.metadata_of]
     stages = tuple((pipeline.name, int(compiled(pipeline.stages)(values))) for pipeline in pipelines)
-    programs = tuple(_program(kernel, warp_group) for warp_group in kernel.warp_groups)
+    warp_groups = tuple(_steps_of_warp_group(kernel, warp_group) for warp_group in kernel.warp_groups)
     per_instance = tuple((pipeline.name, pipeline.per_instance) for pipeline in pipelines)
     exchanges = frozenset(pipeline.name for pipeline in pipelines if pipeline.exchange)
-    return Protocol(programs, stages, per_instance, kernel.round_robin, exchanges)
+    return Protocol(warp_groups, stages, per_instance, kernel.round_robin, exchanges)
 
 
-def _program(kernel: Kernel, warp_group: Block) -> Program:
-    """The automaton's program of a warp group. In a persistent kernel, the warp group that fetches work tiles passes
-    them to the others through a pipeline."""
+def _steps_of_warp_group(kernel: Kernel, warp_group: Block) -> WarpGroupSteps:
+    """The steps of a warp group. In a persistent kernel these include the steps of its work_loop on the pipeline that
+    passes the coordinates of work tiles."""
     assert warp_group.warp_group is not None
-    parts: list[list[Step]] = [[], []]
+    before: list[Step] = []
+    after: list[Step] = []
     loop = TileLoop((), ())
     for op in _tile_of(kernel, warp_group).ops:
         if isinstance(op, PipelinedLoop):
@@ -120,23 +140,28 @@ def _program(kernel: Kernel, warp_group: Block) -> Program:
             body = tuple(_steps(kernel, kernel.block(op.body).ops))
             loop = TileLoop(body, body)
         else:
-            parts[loop != TileLoop((), ())] += _steps(kernel, (op,))
-    before, after = map(tuple, parts)
+            seen_loop = loop != TileLoop((), ())
+            (after if seen_loop else before).extend(_steps(kernel, (op,)))
+    name, instances = warp_group.name, warp_group.warp_group.instances
     work = next((op for op in warp_group.ops if isinstance(op, WorkLoop)), None)
     if not work:
-        return Program(warp_group.name, before, loop, after, warp_group.warp_group.instances)
+        return WarpGroupSteps(name, tuple(before), loop, tuple(after), instances)
     at = warp_group.ops.index(work)
-    start, end = (tuple(_steps(kernel, ops)) for ops in (warp_group.ops[:at], warp_group.ops[at + 1 :]))
+    start, end = (list(_steps(kernel, ops)) for ops in (warp_group.ops[:at], warp_group.ops[at + 1 :]))
     load, wait, release = (Step(kind, work.pipeline) for kind in ("producer_load", "consumer_wait", "consumer_release"))
     if work.fetches:
-        before, end = (load, *before), (load, *end)
+        # It passes the coordinates of each work tile when it begins with it, and -1 when there is none left.
+        before, end = [load, *before], [load, *end]
     else:
-        start, after, end = (*start, wait), (*after, release, wait), (release, *end)
-    instances = warp_group.warp_group.instances
-    return Program(warp_group.name, before, loop, after, instances, persistent=True, start=start, end=end)
+        # The others wait for the first coordinates at the start, and for the next ones (or -1) after each work tile.
+        start, after, end = [*start, wait], [*after, release, wait], [release, *end]
+    return WarpGroupSteps(
+        name, tuple(before), loop, tuple(after), instances, persistent=True, start=tuple(start), end=tuple(end)
+    )
 
 
 def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
+    """The synchronization steps of ops; other ops, such as reads and arithmetic, have none."""
     for op in ops:
         match op:
             case ProducerLoad() if not _is_metadata(kernel, op.pipeline):
@@ -166,12 +191,12 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
 
 
 def _is_metadata(kernel: Kernel, name: str) -> bool:
-    """Whether a pipeline has metadata of another one's tiles, and so the barriers of that."""
+    """Whether a pipeline has metadata of another one's tiles, and so no barriers of its own."""
     pipeline = kernel.op(name)
     return isinstance(pipeline, Pipeline) and bool(pipeline.metadata_of)
 
 
 def _pipeline_of(kernel: Kernel, ref: str) -> str:
     """The pipeline of whose tile a value is; "" for a value in registers."""
-    take = kernel.wait_of(ref)
-    return take.pipeline if take else ""
+    wait = kernel.wait_of(ref)
+    return wait.pipeline if wait else ""

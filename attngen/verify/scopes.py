@@ -115,5 +115,5 @@ def _is_read_in_other_body(kernel: Kernel, arg: Arg) -> bool:
     loop = next(
         (op for op in kernel.ops() if isinstance(op, PipelinedLoop) and (op.odd or op.pair) and home in op.bodies), None
     )
-    names = {f"{loop.field(arg.name, home)}_in_{body}" for body in loop.bodies} if loop else set()
+    names = {f"{loop.field_of(arg.name, home)}_in_{body}" for body in loop.bodies} if loop else set()
     return any(kernel.graph.out_degree(name) for name in names & set(kernel.graph))

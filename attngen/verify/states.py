@@ -16,7 +16,7 @@ class Agent(NamedTuple):
     """The state of one instance of a warp group. Counts per pipeline are modulo `Tables.periods`."""
 
     at: int  # a node of its automaton; past the last one the instance has ended
-    answered: int  # answers that it has used, counted from those of the slowest instance
+    answered: int  # branches that it has passed, counted from those of the slowest instance
     uses: tuple[int, ...]  # per pipeline: loads that it has issued, or tiles that it has waited for
     released: tuple[int, ...]  # per pipeline: tiles that it has released
     wrapped: tuple[bool, ...]  # per pipeline: whether it has filled all stages once
@@ -39,7 +39,7 @@ class State(NamedTuple):
 
     agents: tuple[Agent, ...]
     pipelines: tuple[tuple[Stage, ...], ...]
-    answers: tuple[bool, ...] = ()  # whether there is another iteration, from the slowest agent's next question on
+    answers: tuple[bool, ...] = ()  # whether there is another iteration, from the slowest agent's next branch on
     arrivals: frozenset[int] = frozenset()  # agents for whose scheduler barrier the previous instance has arrived
 
 
@@ -54,8 +54,8 @@ class Tables:
     """
 
     def __init__(self, of: Protocol) -> None:
-        agents = [(p, instance) for p in of.programs for instance in range(p.instances)]
-        self.programs = [p for p, _ in agents]
+        agents = [(p, instance) for p in of.warp_groups for instance in range(p.instances)]
+        self.warp_groups = [p for p, _ in agents]
         self.instance = [instance for _, instance in agents]
         self.who = [f"{p.name} {instance}" for p, instance in agents]
         self.nodes: list[list[Node]] = [nodes_of(of_instance(p, instance)) for p, instance in agents]
@@ -64,7 +64,7 @@ class Tables:
         self.round_robin, self.exchanges = of.round_robin, of.exchanges
         self.pipelines: list[tuple[str, str]] = []  # (name, the agent that has it, or "" if it is shared)
         for pipeline, warp_group in of.per_instance:
-            owners = [who for p, who in zip(self.programs, self.who) if p.name == warp_group]
+            owners = [who for p, who in zip(self.warp_groups, self.who) if p.name == warp_group]
             self.pipelines += [(pipeline, owner) for owner in owners or [""]]
         self.names = [name for name, _ in self.pipelines]
         self.stages = [dict(of.stages)[name] for name in self.names]
@@ -79,19 +79,19 @@ class Tables:
 
     def _find_users(self) -> None:
         """Which agents load, write, wait for and release tiles of each pipeline."""
-        read = [{s.name for s in p.steps if s.kind in ("consumer_wait", "consumer_release")} for p in self.programs]
+        read = [{s.name for s in p.steps if s.kind in ("consumer_wait", "consumer_release")} for p in self.warp_groups]
         self.consumers = [
             frozenset(i for i, who in enumerate(self.who) if name in read[i] and owner in ("", who))
             for name, owner in self.pipelines
         ]
         self.writers = [
-            frozenset(i for i, p in enumerate(self.programs) if Step("producer_store", name) in p.steps)
+            frozenset(i for i, p in enumerate(self.warp_groups) if Step("producer_store", name) in p.steps)
             for name in self.names
         ]
         self.loaders = [
-            [i for i, p in enumerate(self.programs) if Step("producer_load", name) in p.steps] for name in self.names
+            [i for i, p in enumerate(self.warp_groups) if Step("producer_load", name) in p.steps] for name in self.names
         ]
-        released = {s.name for p in self.programs for s in p.steps if s.kind == "consumer_release"}
+        released = {s.name for p in self.warp_groups for s in p.steps if s.kind == "consumer_release"}
         self.is_released = [name in released for name in self.names]
 
     def _check_shape(self) -> None:

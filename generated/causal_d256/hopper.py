@@ -44,7 +44,8 @@ def layout_of(columns):
 
 @gluon.jit
 def barrier_arrive(barrier, THREADS: gl.constexpr):
-    # Arrive at a named barrier without waiting. The branch is never taken: ptxas moves no instruction past it.
+    # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
+    # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; barrier.arrive $1, $2; setp.lt.u32 p, $1, 16; @p bra DONE; "
         "nanosleep.u32 20; DONE: mov.u32 $0, 0; }",
@@ -54,8 +55,8 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive_early(barrier, THREADS: gl.constexpr):
-    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it ptxas would issue the
-    # first too late.
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
+    # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
         "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
@@ -71,26 +72,29 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def moves(numbers):
-    # PTX that moves `numbers` registers, none of which is negative: the branch is never taken.
-    first, *more = range(numbers, 2 * numbers)
+def pinned_moves_ptx(count):
+    # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
+    # runs. ptxas does not know that, and moves no instruction past the branch.
+    first, *more = range(count, 2 * count)
     any_less = " ".join(
         [f"setp.lt.f32 p, ${first}, 0f00000000;", *(f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in more)]
     )
-    to = " ".join(f"mov.b32 ${i}, ${i + numbers};" for i in range(numbers))
+    to = " ".join(f"mov.b32 ${i}, ${i + count};" for i in range(count))
     return "{ .reg .pred p; " + any_less + " @!p bra DONE; nanosleep.u32 20; DONE: " + to + " }"
 
 
 @gluon.constexpr_function
-def moved(numbers):
-    # The constraints of its outputs and inputs.
-    return ",".join(["=&f"] * numbers + ["f"] * numbers)
+def pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+    return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
 def pin_before_wait(x, NUMBERS: gl.constexpr):
-    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past the branch.
-    return gl.inline_asm_elementwise(moves(NUMBERS), moved(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS)
+    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
+    return gl.inline_asm_elementwise(
+        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+    )
 
 
 @gluon.jit
@@ -101,7 +105,7 @@ def opaque_zero():
 
 @gluon.jit
 def row_max(x):
-    # The maximum of each row, by four independent partial results in each thread.
+    # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
@@ -111,7 +115,8 @@ PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 @gluon.constexpr_function
 def partials_layout():
-    # The layout of partial sums: two in each of the four threads that have the row.
+    # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
+    # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
 
@@ -156,11 +161,11 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_row_vector(start, left, row, full):
-    # Copy one value per key to shared memory, with 0 for keys from `left` on. No thread waits: the copy arrives at the
-    # tile's barrier.
-    at = gl.arange(0, row.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(row, start + at, mask=at < left)
+def load_row_vector(start, rows_left, stage, full):
+    # Copy one value for each row of a tile to shared memory, with 0 for rows from `rows_left` on. No thread waits: the
+    # copy arrives at the tile's barrier.
+    offsets = gl.arange(0, stage.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
+    cp_async(stage, start + offsets, mask=offsets < rows_left)
     async_copy.mbarrier_arrive(full)
 
 
@@ -224,7 +229,7 @@ def fwd_consumer(
     SCORES: gl.constexpr = layout_of(BLOCK_KV)
     ACC: gl.constexpr = layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    CHAINED: gl.constexpr = partials_layout()
+    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
@@ -238,7 +243,7 @@ def fwd_consumer(
     mbarrier.wait(q_full.index(WARP_GROUP), 0)
     q = q_smem.index(WARP_GROUP).reshape([ROWS, D_QK])
     m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, CHAINED)
+    l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
     acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
     partial_tiles = kv_end - kv_full_end
     full_tiles = kv_full_end
@@ -281,8 +286,8 @@ def fwd_consumer(
         p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
         alpha = gl.exp2((m - m_seen) * qk_scale)
         weights = pack(p, dtype)
-        p_sum = partial_sums(p, CHAINED)
-        soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+        p_sum = partial_sums(p, PARTIALS_LAYOUT)
+        soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
         l = p_sum + l * soft_alpha_partials[:, None]
         soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
         acc = acc * soft_alpha_acc[:, None]
@@ -317,8 +322,8 @@ def fwd_consumer(
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
             weights = pack(p, dtype)
-            p_sum = partial_sums(p, CHAINED)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+            p_sum = partial_sums(p, PARTIALS_LAYOUT)
+            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
             l = p_sum + l * soft_alpha_partials[:, None]
             l = pin_before_wait(l, 4)
             acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
@@ -358,11 +363,11 @@ def fwd(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    # Forward: online softmax over key tiles, one program per query tile.
+    # Forward: online softmax over key tiles, for one query tile of a head.
     pid = gl.program_id(0)
     q_tiles = gl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -569,7 +574,7 @@ def dq(
     pid = gl.program_id(0)
     q_tiles = gl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = gl.minimum(8, gl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -771,7 +776,7 @@ def dk(
     pid = gl.program_id(0)
     kv_tiles = gl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # which alternate
+    heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * kv_tiles
     flat_head = first_head + in_group % heads_in_group
     kv_start = (in_group // heads_in_group) * BLOCK_KV
@@ -1032,7 +1037,7 @@ def dv(
     pid = gl.program_id(0)
     kv_tiles = gl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # which alternate
+    heads_in_group = gl.minimum(8, gl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * kv_tiles
     flat_head = first_head + in_group % heads_in_group
     kv_start = (in_group // heads_in_group) * BLOCK_KV

@@ -21,9 +21,11 @@ DEVICE_CLASSES = {
     "gfx942": "gfx942",
 }
 
-# kernel -> (device class, bytes per element) -> (most rows of the tiled axis; None for any, tile sizes and launch
-# options)
-# A third part of a key names a file: its kernel is used in place of the one here, except where the options are None.
+# kernel -> (device class, bytes per element) -> configs for rising numbers of rows of the axis that the kernel tiles:
+# (most rows, or None for any number; tile sizes and launch options). A call takes the first config for its rows.
+# The configs of a key with a third part, such as "hopper", are of the warp-specialized kernel in the file of that name.
+# It runs in place of the kernel here, except in ranges whose options are None: (64, None) means that calls of up to 64
+# rows run the kernel here. A kernel that has only such a key, such as `bwd`, exists only in that file.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -172,7 +174,8 @@ SCHEDULES = {
     },
 }
 
-# device classes of devices that are not listed, and of the interpreter; and the interpreter's bytes per element
+# Device classes of CUDA devices that are not in DEVICE_CLASSES, of such HIP devices, and of Triton's interpreter, which
+# takes the configs for INTERPRETED_BYTES bytes per element.
 OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
@@ -186,11 +189,11 @@ def fwd(
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Forward: online softmax over key tiles, one program per query tile.
+    # Forward: online softmax over key tiles, for one query tile of a head.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -308,7 +311,7 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -485,7 +488,7 @@ def dk(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * kv_tiles
     flat_head = first_head + in_group % heads_in_group
     kv_start = (in_group // heads_in_group) * BLOCK_KV
@@ -602,7 +605,7 @@ def dv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * kv_tiles
     flat_head = first_head + in_group % heads_in_group
     kv_start = (in_group // heads_in_group) * BLOCK_KV
@@ -705,7 +708,7 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q

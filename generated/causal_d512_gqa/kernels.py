@@ -21,8 +21,8 @@ DEVICE_CLASSES = {
     "gfx942": "gfx942",
 }
 
-# kernel -> (device class, bytes per element) -> (most rows of the tiled axis; None for any, tile sizes and launch
-# options)
+# kernel -> (device class, bytes per element) -> configs for rising numbers of rows of the axis that the kernel tiles:
+# (most rows, or None for any number; tile sizes and launch options). A call takes the first config for its rows.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -182,7 +182,8 @@ SCHEDULES = {
     },
 }
 
-# device classes of devices that are not listed, and of the interpreter; and the interpreter's bytes per element
+# Device classes of CUDA devices that are not in DEVICE_CLASSES, of such HIP devices, and of Triton's interpreter, which
+# takes the configs for INTERPRETED_BYTES bytes per element.
 OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
@@ -197,11 +198,11 @@ def fwd(
     SPLIT_V: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Forward: online softmax over key tiles, one program per query tile; SPLIT_V columns each.
+    # Forward: online softmax over key tiles, for one query tile of a head; SPLIT_V columns each.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -316,7 +317,7 @@ def dq(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -504,7 +505,7 @@ def dk(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * kv_tiles
     flat_head = first_head + in_group % heads_in_group
     kv_start = (in_group // heads_in_group) * BLOCK_KV
@@ -645,7 +646,7 @@ def dv(
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     first_head = pid // (8 * kv_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // kv_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * kv_tiles
     flat_head = first_head + in_group % heads_in_group
     kv_start = (in_group // heads_in_group) * BLOCK_KV
@@ -822,7 +823,7 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q

@@ -21,8 +21,8 @@ DEVICE_CLASSES = {
     "gfx942": "gfx942",
 }
 
-# kernel -> (device class, bytes per element) -> (most rows of the tiled axis; None for any, tile sizes and launch
-# options)
+# kernel -> (device class, bytes per element) -> configs for rising numbers of rows of the axis that the kernel tiles:
+# (most rows, or None for any number; tile sizes and launch options). A call takes the first config for its rows.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -142,7 +142,8 @@ SCHEDULES = {
     },
 }
 
-# device classes of devices that are not listed, and of the interpreter; and the interpreter's bytes per element
+# Device classes of CUDA devices that are not in DEVICE_CLASSES, of such HIP devices, and of Triton's interpreter, which
+# takes the configs for INTERPRETED_BYTES bytes per element.
 OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
@@ -156,8 +157,8 @@ def fwd(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    # Forward: one program per head, over key tiles, and for each of these over query tiles, whose sums it rewrites in
-    # HBM.
+    # Forward: one program per head loops over key tiles, and for each over query tiles, whose accumulator, maximum and
+    # sum it rewrites in HBM.
     pid = tl.program_id(0)
     h = pid % Hq
     b = pid // Hq
@@ -363,8 +364,7 @@ def bwd(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    # Backward: one program per head, over key tiles, and for each of these over query tiles, whose dQ it rewrites in
-    # HBM.
+    # Backward: one program per head loops over key tiles, and for each over query tiles, whose dQ it rewrites in HBM.
     pid = tl.program_id(0)
     h = pid % Hq
     b = pid // Hq
@@ -541,7 +541,7 @@ def jvp(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q

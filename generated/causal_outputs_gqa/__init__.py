@@ -297,6 +297,6 @@ OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(
     OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V), rows=("lse", "entropy", "max_score"), flat=1,
 )
-OPERATORS = runtime.Operators("causal_outputs_gqa_5100ac87d855", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_outputs_gqa_1e212ceedd0a", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 MASS = OPERATORS.define_key_mass("(Tensor q, Tensor k, Tensor lse, float scale) -> Tensor", _key_mass)

@@ -342,7 +342,7 @@ OPERANDS = (
 )
 SIGNATURE = runtime.Signature(OPERANDS, 5, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nk", "B", "B", "B", ""))
 OPERATORS = runtime.Operators(
-    "causal_padding_dropout_mha_f393bb32e899",
+    "causal_padding_dropout_mha_73a653740899",
     SIGNATURE,
     _forward,
     _backward,

@@ -326,5 +326,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, kv_lengths, scale):
 
 OPERANDS = "Tensor kv_lengths, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B",))
-OPERATORS = runtime.Operators("causal_padding_gqa_c6d162235506", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("causal_padding_gqa_ff0540e597ac", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

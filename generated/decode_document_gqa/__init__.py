@@ -325,7 +325,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, document_ids, scale,
             (document_ids.stride(0), Nq, Nq),
         )
         if Gq <= 64:
-            # parts into which the keys of all sequences are dealt, at most
+            # splits of the keys of all sequences, at most
             items = max(2 * B, 16 * max(1, ((2 * num_sms) // Hkv)))
             o_partial = runtime.empty(
                 q,
@@ -401,7 +401,7 @@ OPERANDS = (
     "scale"
 )
 SIGNATURE = runtime.Signature(OPERANDS, 4, (HEAD_DIM_QK, HEAD_DIM_V), dims=("B Nq", "B Nq", "B Nk", "B Nk"))
-OPERATORS = runtime.Operators("decode_document_gqa_ac1818b03ba4", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_document_gqa_51cf2025b2b7", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.CacheOperators(
     OPERATORS,

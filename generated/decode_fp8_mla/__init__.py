@@ -218,7 +218,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 512:
-            # parts into which the keys of all sequences are dealt, at most
+            # splits of the keys of all sequences, at most
             items = max(2 * B, 4 * max(1, (num_sms // max(1, Hkv * ((Gq + 63) // 64)))))
             o_partial = runtime.empty(
                 q,
@@ -270,7 +270,7 @@ def _decode(q, k_cache, k_rope_cache, k_scale, cache_seqlens, page_table, scale,
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_fp8_mla_09f0b884c021", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_fp8_mla_3fdf64ba73a8", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.CacheOperators(
     OPERATORS,

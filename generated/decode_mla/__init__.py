@@ -214,7 +214,7 @@ def _decode(q, k_cache, cache_seqlens, page_table, scale, Nn):
         k_latent = k_cache[..., :HEAD_DIM_V]
         k_rope = k_cache[..., HEAD_DIM_V:]
         if Gq <= 512:
-            # parts into which the keys of all sequences are dealt, at most
+            # splits of the keys of all sequences, at most
             items = max(2 * B, 4 * max(1, (num_sms // max(1, Hkv * ((Gq + 63) // 64)))))
             o_partial = runtime.empty(
                 q,
@@ -262,7 +262,7 @@ def _decode(q, k_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_mla_5afe30145ef5", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_mla_09aca3afbf33", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.CacheOperators(
     OPERATORS,

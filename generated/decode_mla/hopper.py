@@ -41,7 +41,8 @@ def layout_of(columns):
 
 @gluon.jit
 def barrier_arrive(barrier, THREADS: gl.constexpr):
-    # Arrive at a named barrier without waiting. The branch is never taken: ptxas moves no instruction past it.
+    # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
+    # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; barrier.arrive $1, $2; setp.lt.u32 p, $1, 16; @p bra DONE; "
         "nanosleep.u32 20; DONE: mov.u32 $0, 0; }",
@@ -51,8 +52,8 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive_early(barrier, THREADS: gl.constexpr):
-    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it ptxas would issue the
-    # first too late.
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
+    # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
         "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
@@ -68,26 +69,29 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def moves(numbers):
-    # PTX that moves `numbers` registers, none of which is negative: the branch is never taken.
-    first, *more = range(numbers, 2 * numbers)
+def pinned_moves_ptx(count):
+    # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
+    # runs. ptxas does not know that, and moves no instruction past the branch.
+    first, *more = range(count, 2 * count)
     any_less = " ".join(
         [f"setp.lt.f32 p, ${first}, 0f00000000;", *(f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in more)]
     )
-    to = " ".join(f"mov.b32 ${i}, ${i + numbers};" for i in range(numbers))
+    to = " ".join(f"mov.b32 ${i}, ${i + count};" for i in range(count))
     return "{ .reg .pred p; " + any_less + " @!p bra DONE; nanosleep.u32 20; DONE: " + to + " }"
 
 
 @gluon.constexpr_function
-def moved(numbers):
-    # The constraints of its outputs and inputs.
-    return ",".join(["=&f"] * numbers + ["f"] * numbers)
+def pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+    return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
 def pin_before_wait(x, NUMBERS: gl.constexpr):
-    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past the branch.
-    return gl.inline_asm_elementwise(moves(NUMBERS), moved(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS)
+    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
+    return gl.inline_asm_elementwise(
+        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+    )
 
 
 @gluon.constexpr_function
@@ -104,7 +108,7 @@ def opaque_zero():
 
 @gluon.jit
 def row_max(x):
-    # The maximum of each row, by four independent partial results in each thread.
+    # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
@@ -114,7 +118,8 @@ PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 @gluon.constexpr_function
 def partials_layout():
-    # The layout of partial sums: two in each of the four threads that have the row.
+    # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
+    # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
 
@@ -160,7 +165,8 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def fetch_next(counter):
-    # Add 1 to a counter by the first thread of the warp, which gets the value before. Nothing waits for it.
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+    # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }",
@@ -170,7 +176,7 @@ def fetch_next(counter):
 
 @gluon.jit
 def broadcast(ticket):
-    # The first thread's ticket in every thread of the warp.
+    # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
     )
@@ -178,8 +184,8 @@ def broadcast(ticket):
 
 @gluon.jit
 def reset(counter):
-    # The last program to end sets both counters to 0 for the next launch. The second counter counts programs that have
-    # ended.
+    # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
+    # program to end sets both to 0 for the next launch.
     if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -253,9 +259,7 @@ def total_splits(CACHE_SEQLENS, first_work, unit, B, items, Nc, Nn):
 
 @gluon.jit
 def portion(n, i, num_splits):
-    # The number of things in the first i of `num_splits` num_splits of n things; the first n % num_splits of them have
-    # one more than
-    # the others.
+    # How many of n things the first i splits have. The first n % num_splits of them have one more than the others.
     return i * (n // num_splits) + gl.minimum(i, n % num_splits)
 
 
@@ -536,7 +540,7 @@ def decode_left(
     SCORES: gl.constexpr = layout_of(BLOCK_KV)
     ACC: gl.constexpr = layout_of(HALF_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    CHAINED: gl.constexpr = partials_layout()
+    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     left_v = gl.arange(0, HALF_V, layout=gl.SliceLayout(0, ACC))
@@ -567,7 +571,7 @@ def decode_left(
         mbarrier.wait(q_right_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
         mbarrier.wait(q_rope_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, CHAINED)
+        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
         acc = gl.full([ROWS, HALF_V], 0.0, gl.float32, ACC)
         partial_tiles = kv_partial_to - kv_partial_from
         full_tiles = kv_full_to - kv_full_from
@@ -616,8 +620,8 @@ def decode_left(
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
             weights = pack(p, dtype)
-            p_sum = partial_sums(p, CHAINED)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+            p_sum = partial_sums(p, PARTIALS_LAYOUT)
+            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
             l = p_sum + l * soft_alpha_partials[:, None]
             p_smem.index(0).store(unpack(weights, dtype))
             m_smem.index(0).store(m_new)
@@ -639,7 +643,7 @@ def decode_left(
                 p_peer = p_smem.index(0)
                 m_peer = m_smem.index(0).load(gl.SliceLayout(1, SCORES))
                 alpha_peer = alpha_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, CHAINED))
+                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, PARTIALS_LAYOUT))
                 l = l * alpha_peer_partials[:, None]
                 alpha_peer_acc = gl.convert_layout(alpha_peer, gl.SliceLayout(1, ACC))
                 rescaled_peer = acc * alpha_peer_acc[:, None]
@@ -705,7 +709,7 @@ def decode_right(
     SCORES: gl.constexpr = layout_of(BLOCK_KV)
     ACC: gl.constexpr = layout_of(HALF_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    CHAINED: gl.constexpr = partials_layout()
+    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     right_v = HALF_V + gl.arange(0, HALF_V, layout=gl.SliceLayout(0, ACC))
@@ -733,7 +737,7 @@ def decode_right(
         mbarrier.wait(q_right_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
         mbarrier.wait(q_left_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
         mbarrier.wait(q_rope_full.index(0), work_stage)  # the phase flips once per work tile, as this stage does
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, CHAINED)
+        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
         acc = gl.full([ROWS, HALF_V], 0.0, gl.float32, ACC)
         partial_tiles = kv_partial_to - kv_partial_from
         full_tiles = kv_full_to - kv_full_from
@@ -772,7 +776,7 @@ def decode_right(
                 p_peer = p_smem.index(0)
                 m_peer = m_smem.index(0).load(gl.SliceLayout(1, SCORES))
                 alpha_peer = alpha_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, CHAINED))
+                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, PARTIALS_LAYOUT))
                 l_next_peer = l * alpha_peer_partials[:, None]
                 alpha_peer_acc = gl.convert_layout(alpha_peer, gl.SliceLayout(1, ACC))
                 rescaled_peer = acc * alpha_peer_acc[:, None]
@@ -795,8 +799,8 @@ def decode_right(
                 p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
                 alpha = gl.exp2((m_peer - m_seen) * qk_scale)
                 weights = pack(p, dtype)
-                p_sum = partial_sums(p, CHAINED)
-                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+                p_sum = partial_sums(p, PARTIALS_LAYOUT)
+                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
                 l = p_sum + l_next_peer * soft_alpha_partials[:, None]
                 l = pin_before_wait(l, 4)
                 acc_next_peer = warpgroup_mma_wait(0, deps=[acc_next_peer_flight])
@@ -819,7 +823,7 @@ def decode_right(
                 barrier_sync(11, 256)  # the other warp group has written it
                 p_peer = p_smem.index(0)
                 alpha_peer = alpha_smem.index(0).load(gl.SliceLayout(1, SCORES))
-                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, CHAINED))
+                alpha_peer_partials = gl.convert_layout(alpha_peer, gl.SliceLayout(1, PARTIALS_LAYOUT))
                 l = l * alpha_peer_partials[:, None]
                 alpha_peer_acc = gl.convert_layout(alpha_peer, gl.SliceLayout(1, ACC))
                 rescaled_peer = acc * alpha_peer_acc[:, None]

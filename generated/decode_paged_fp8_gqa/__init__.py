@@ -236,7 +236,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, k_scale, v_scale, sc
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 64:
-            # parts into which the keys of all sequences are dealt, at most
+            # splits of the keys of all sequences, at most
             items = max(2 * B, 16 * max(1, (((3 if Gq <= 16 else 2) * num_sms) // Hkv)))
             o_partial = runtime.empty(
                 q,
@@ -282,7 +282,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, k_scale, v_scale, sc
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_fp8_gqa_478c17afdb75", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_fp8_gqa_d9a453a047f4", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.CacheOperators(
     OPERATORS,

@@ -25,9 +25,11 @@ DEVICE_CLASSES = {
     "gfx942": "gfx942",
 }
 
-# kernel -> (device class, bytes per element) -> (most rows of the tiled axis; None for any, tile sizes and launch
-# options)
-# A third part of a key names a file: its kernel is used in place of the one here, except where the options are None.
+# kernel -> (device class, bytes per element) -> configs for rising numbers of rows of the axis that the kernel tiles:
+# (most rows, or None for any number; tile sizes and launch options). A call takes the first config for its rows.
+# The configs of a key with a third part, such as "hopper", are of the warp-specialized kernel in the file of that name.
+# It runs in place of the kernel here, except in ranges whose options are None: (64, None) means that calls of up to 64
+# rows run the kernel here. A kernel that has only such a key, such as `bwd`, exists only in that file.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -327,7 +329,8 @@ SCHEDULES = {
     },
 }
 
-# device classes of devices that are not listed, and of the interpreter; and the interpreter's bytes per element
+# Device classes of CUDA devices that are not in DEVICE_CLASSES, of such HIP devices, and of Triton's interpreter, which
+# takes the configs for INTERPRETED_BYTES bytes per element.
 OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
@@ -387,9 +390,7 @@ def split_size(CACHE_SEQLENS, B, items, Nc, Nn, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def portion(n, i, num_splits):
-    # The number of things in the first i of `num_splits` num_splits of n things; the first n % num_splits of them have
-    # one more than
-    # the others.
+    # How many of n things the first i splits have. The first n % num_splits of them have one more than the others.
     return i * (n // num_splits) + tl.minimum(i, n % num_splits)
 
 
@@ -474,11 +475,11 @@ def fwd(
     BLOCK_KV: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    # Forward: online softmax over key tiles, one program per query tile.
+    # Forward: online softmax over key tiles, for one query tile of a head.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -679,7 +680,7 @@ def append(
     stride_page_table_b, stride_k_p, stride_k_h, stride_k_n, stride_v_p, stride_v_h, stride_v_n,
     BLOCK_KV: tl.constexpr,
 ):
-    # Before the others: store new keys and values in the cache.
+    # Before decode and prefill: store new keys and values in the cache.
     pid = tl.program_id(0)
     kv_tiles = tl.cdiv(Nk, BLOCK_KV)
     kv_start = (pid % kv_tiles) * BLOCK_KV
@@ -983,7 +984,7 @@ def combine(
     BLOCK_SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    # After decode: merge the outputs of a sequence's splits by the sums of their weights.
+    # After decode: merge the outputs of a sequence's splits, weighted by their sums of probabilities.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q
@@ -1070,7 +1071,7 @@ def prefill(
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     first_head = pid // (8 * q_tiles) * 8
-    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # which alternate
+    heads_in_group = tl.minimum(8, tl.num_programs(0) // q_tiles - first_head)  # of the swizzle
     in_group = pid - first_head * q_tiles
     flat_head = first_head + in_group % heads_in_group
     q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q

@@ -224,7 +224,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 64:
-            # parts into which the keys of all sequences are dealt, at most
+            # splits of the keys of all sequences, at most
             items = max(2 * B, 16 * max(1, ((2 * num_sms) // Hkv)))
             o_partial = runtime.empty(
                 q,
@@ -270,7 +270,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_paged_gqa_fde599c2a731", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_paged_gqa_dedd8fc34886", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.CacheOperators(
     OPERATORS,

@@ -235,7 +235,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 64:
-            # parts into which the keys of all sequences are dealt, at most
+            # splits of the keys of all sequences, at most
             items = max(1, B * ((Nc + 1023) // 1024))
             o_partial = runtime.empty(
                 q,
@@ -281,7 +281,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, sink, scale, Nn):
 
 OPERANDS = "Tensor sink, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), dims=("Hq",))
-OPERATORS = runtime.Operators("decode_sinks_paged_gqa_133f6cda35f4", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_sinks_paged_gqa_e81d540a854b", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.CacheOperators(
     OPERATORS,

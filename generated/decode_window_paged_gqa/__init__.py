@@ -222,7 +222,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
     lse = runtime.empty(q, (B, Hq, Nq), (Hq * Nq, Nq, 1), torch.float32)
     if out.numel():
         if Gq <= 64:
-            # parts into which the keys of all sequences are dealt, at most
+            # splits of the keys of all sequences, at most
             items = max(2 * B, 16 * max(1, ((2 * num_sms) // Hkv)))
             o_partial = runtime.empty(
                 q,
@@ -268,7 +268,7 @@ def _decode(q, k_cache, v_cache, cache_seqlens, page_table, scale, Nn):
 
 OPERANDS = "float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 0, (HEAD_DIM_QK, HEAD_DIM_V))
-OPERATORS = runtime.Operators("decode_window_paged_gqa_8fe7b1702dc3", SIGNATURE, _forward, None, None, INTERPRETED)
+OPERATORS = runtime.Operators("decode_window_paged_gqa_7180f8edda62", SIGNATURE, _forward, None, None, INTERPRETED)
 FORWARD = OPERATORS.forward
 SERVED = runtime.CacheOperators(
     OPERATORS,

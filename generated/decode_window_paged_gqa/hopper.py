@@ -41,7 +41,8 @@ def layout_of(columns):
 
 @gluon.jit
 def barrier_arrive(barrier, THREADS: gl.constexpr):
-    # Arrive at a named barrier without waiting. The branch is never taken: ptxas moves no instruction past it.
+    # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
+    # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; barrier.arrive $1, $2; setp.lt.u32 p, $1, 16; @p bra DONE; "
         "nanosleep.u32 20; DONE: mov.u32 $0, 0; }",
@@ -51,8 +52,8 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive_early(barrier, THREADS: gl.constexpr):
-    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it ptxas would issue the
-    # first too late.
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
+    # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
         "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
@@ -68,31 +69,34 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def moves(numbers):
-    # PTX that moves `numbers` registers, none of which is negative: the branch is never taken.
-    first, *more = range(numbers, 2 * numbers)
+def pinned_moves_ptx(count):
+    # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
+    # runs. ptxas does not know that, and moves no instruction past the branch.
+    first, *more = range(count, 2 * count)
     any_less = " ".join(
         [f"setp.lt.f32 p, ${first}, 0f00000000;", *(f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in more)]
     )
-    to = " ".join(f"mov.b32 ${i}, ${i + numbers};" for i in range(numbers))
+    to = " ".join(f"mov.b32 ${i}, ${i + count};" for i in range(count))
     return "{ .reg .pred p; " + any_less + " @!p bra DONE; nanosleep.u32 20; DONE: " + to + " }"
 
 
 @gluon.constexpr_function
-def moved(numbers):
-    # The constraints of its outputs and inputs.
-    return ",".join(["=&f"] * numbers + ["f"] * numbers)
+def pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+    return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
 def pin_before_wait(x, NUMBERS: gl.constexpr):
-    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past the branch.
-    return gl.inline_asm_elementwise(moves(NUMBERS), moved(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS)
+    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
+    return gl.inline_asm_elementwise(
+        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+    )
 
 
 @gluon.jit
 def row_max(x):
-    # The maximum of each row, by four independent partial results in each thread.
+    # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
@@ -102,7 +106,8 @@ PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 @gluon.constexpr_function
 def partials_layout():
-    # The layout of partial sums: two in each of the four threads that have the row.
+    # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
+    # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
 
@@ -141,7 +146,7 @@ def unpack(x, dtype: gl.constexpr):
 
 @gluon.jit
 def split_halves(x):
-    # The left and the right half of the columns. No value changes threads.
+    # The left and the right half of the columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
@@ -174,7 +179,8 @@ def rows_of(x, tile):
 
 @gluon.jit
 def fetch_next(counter):
-    # Add 1 to a counter by the first thread of the warp, which gets the value before. Nothing waits for it.
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+    # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }",
@@ -184,7 +190,7 @@ def fetch_next(counter):
 
 @gluon.jit
 def broadcast(ticket):
-    # The first thread's ticket in every thread of the warp.
+    # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
     )
@@ -192,8 +198,8 @@ def broadcast(ticket):
 
 @gluon.jit
 def reset(counter):
-    # The last program to end sets both counters to 0 for the next launch. The second counter counts programs that have
-    # ended.
+    # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
+    # program to end sets both to 0 for the next launch.
     if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -257,7 +263,7 @@ def fwd_producer(
         Nk = rematerialize(Nk)
         q_tiles = gl.cdiv(Nq, BLOCK_Q)
         first_head = pid // (8 * q_tiles) * 8
-        heads_in_group = gl.minimum(8, TILES // q_tiles - first_head)  # which alternate
+        heads_in_group = gl.minimum(8, TILES // q_tiles - first_head)  # of the swizzle
         in_group = pid - first_head * q_tiles
         flat_head = first_head + in_group % heads_in_group
         q_start = (q_tiles - 1 - in_group // heads_in_group) * BLOCK_Q
@@ -351,7 +357,7 @@ def fwd_consumer(
     SCORES: gl.constexpr = layout_of(BLOCK_KV)
     ACC: gl.constexpr = layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    CHAINED: gl.constexpr = partials_layout()
+    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
@@ -379,7 +385,7 @@ def fwd_consumer(
         mbarrier.wait(q_full.index(2 * work_stage + WARP_GROUP), work_phase)
         q = q_smem.index(2 * work_stage + WARP_GROUP).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, CHAINED)
+        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
         partial_tiles = (kv_full_first - kv_first) + (kv_end - kv_full_end)
         full_tiles = kv_full_end - kv_full_first
@@ -412,8 +418,8 @@ def fwd_consumer(
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
             weights = pack(p, dtype)
-            p_sum = partial_sums(p, CHAINED)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+            p_sum = partial_sums(p, PARTIALS_LAYOUT)
+            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
             l = p_sum + l * soft_alpha_partials[:, None]
             soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
             acc = acc * soft_alpha_acc[:, None]
@@ -451,8 +457,8 @@ def fwd_consumer(
                 alpha = gl.exp2((m - m_seen) * qk_scale)
                 soft_halves_left, soft_halves_right = split_halves(s)
                 soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-                p_sum_left = partial_sums(soft_left, CHAINED)
-                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+                p_sum_left = partial_sums(soft_left, PARTIALS_LAYOUT)
+                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
                 l_next_left = p_sum_left + l * soft_alpha_partials[:, None]
                 l_next_left = pin_before_wait(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
@@ -462,7 +468,7 @@ def fwd_consumer(
                 acc = acc_next * soft_alpha_acc[:, None]
                 soft_base_deferred = pin_after_wait(soft_base)
                 soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-                p_sum_right = partial_sums(soft_right, CHAINED)
+                p_sum_right = partial_sums(soft_right, PARTIALS_LAYOUT)
                 l = l_next_left + p_sum_right
                 soft_concat = concat_halves(soft_left, soft_right, SCORES)
                 weights = pack(soft_concat, dtype)
@@ -512,7 +518,7 @@ def fwd(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    # Forward: online softmax over key tiles, one program per query tile.
+    # Forward: online softmax over key tiles, for one query tile of a head.
     q_smem = gl.allocate_shared_memory(Q.dtype, [2 * 2, 1, 1, ROWS, D_QK], Q.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2 * 2, 1], mbarrier.MBarrierLayout())
     k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)

@@ -291,5 +291,5 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 2, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("B Hq Nq Nk", ""),
     shards=("B", "Hq", "Nq"),
 )
-OPERATORS = runtime.Operators("dense_bias_dropout_mha_8449539a07b8", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("dense_bias_dropout_mha_5657fba55047", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

@@ -4,7 +4,7 @@ edit.
 Kernels are warp-specialized. The producer loads tiles by TMA into pipelines in shared memory; each consumer
 computes 64 rows of keys. Barriers `..._full` say that a stage is full;
 named barriers, from 5 on, or barriers `..._empty`, say that it is free.
-Two writer warps, one for each stage, add the consumers' parts of dQ by TMA.
+Two writer warps (dQ reduction warps), one for each stage, add the consumers' parts of dQ by TMA.
 Programs add in a fixed order: a semaphore for each tile of queries, in device memory, counts those that have added.
 """
 
@@ -40,7 +40,7 @@ else:
     cp_async = async_copy.async_copy_global_to_shared
 
 # View shared memory with another shape and layout; the method is public since Triton 3.9.
-seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
@@ -56,7 +56,8 @@ def layout_of(columns):
 
 @gluon.jit
 def barrier_arrive(barrier, THREADS: gl.constexpr):
-    # Arrive at a named barrier without waiting. The branch is never taken: ptxas moves no instruction past it.
+    # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
+    # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; barrier.arrive $1, $2; setp.lt.u32 p, $1, 16; @p bra DONE; "
         "nanosleep.u32 20; DONE: mov.u32 $0, 0; }",
@@ -66,8 +67,8 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive_early(barrier, THREADS: gl.constexpr):
-    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it ptxas would issue the
-    # first too late.
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
+    # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
         "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
@@ -90,7 +91,10 @@ def shared_layout(rows, columns, dtype):
 
 @gluon.constexpr_function
 def swizzled_layout(columns):
-    # The layout of fp32 tiles that TMA stores, with neighbouring groups of 16 columns swapped in odd rows.
+    # The layout of fp32 tiles that TMA stores, with neighbouring groups of 16 columns swapped in odd rows, so that
+    # `store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first the
+    # columns of 128 bytes, then rows, then further columns. The 16 in the basis [1, 4 + 16] of bit 0 of the row swaps
+    # the groups; the 4, 8 and 16 are TMA's swizzle of 128 bytes.
     rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
     inside, outside = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, at] for at in (32, 64, 128) if at < columns]
     return gl.SharedLinearLayout(offset_bases=inside + rows + outside, alignment=1024)
@@ -98,7 +102,7 @@ def swizzled_layout(columns):
 
 @gluon.jit
 def groups_of_16(x):
-    # The even and the odd groups of 16 columns. No value changes threads.
+    # The even and the odd groups of 16 columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, x.shape[1] // 32, 2, 16]).permute((0, 1, 3, 2)).split()
 
 
@@ -116,13 +120,13 @@ def store_acc(tile, x, LAYOUT: gl.constexpr):
         .permute((0, 1, 3, 2))
         .reshape([ROWS, x.shape[1]])
     )
-    seen_as(tile, gl.float32, [ROWS, x.shape[1]], swizzled_layout(x.shape[1])).store(transposed)
+    reinterpret(tile, gl.float32, [ROWS, x.shape[1]], swizzled_layout(x.shape[1])).store(transposed)
 
 
 @gluon.jit
 def semaphore_acquire(counter, seen, order):
-    # Wait until `order` programs have added to a tile; `seen` is a value read before. Later TMA operations are ordered
-    # after it.
+    # Wait until `order` programs have added to a tile. `seen` is a value of the counter that was read earlier, or 0: if
+    # it is `order`, nothing is read. Later TMA operations are ordered after the wait.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 now; mov.u32 now, $2; LOOK: setp.eq.u32 p, now, $3; @p bra DONE; "
         "ld.acquire.gpu.global.u32 now, [$1]; bra LOOK; "
@@ -142,7 +146,7 @@ def store_wait_read():
 
 @gluon.jit
 def semaphore_release(counter):
-    # Once all stores that this warp has issued are complete, count one more program, by the first thread.
+    # Wait until all stores that this warp has issued are complete; then lane 0 adds 1 to the counter of programs.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
         "setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
@@ -182,17 +186,18 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_row_vector(start, left, row, full):
-    # Copy one value per key to shared memory, with 0 for keys from `left` on. No thread waits: the copy arrives at the
-    # tile's barrier.
-    at = gl.arange(0, row.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(row, start + at, mask=at < left)
+def load_row_vector(start, rows_left, stage, full):
+    # Copy one value for each row of a tile to shared memory, with 0 for rows from `rows_left` on. No thread waits: the
+    # copy arrives at the tile's barrier.
+    offsets = gl.arange(0, stage.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
+    cp_async(stage, start + offsets, mask=offsets < rows_left)
     async_copy.mbarrier_arrive(full)
 
 
 @gluon.jit
 def fetch_next(counter):
-    # Add 1 to a counter by the first thread of the warp, which gets the value before. Nothing waits for it.
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+    # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }",
@@ -202,7 +207,7 @@ def fetch_next(counter):
 
 @gluon.jit
 def broadcast(ticket):
-    # The first thread's ticket in every thread of the warp.
+    # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
     )
@@ -210,8 +215,8 @@ def broadcast(ticket):
 
 @gluon.jit
 def reset(counter):
-    # The last program to end sets both counters to 0 for the next launch. The second counter counts programs that have
-    # ended.
+    # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
+    # program to end sets both to 0 for the next launch.
     if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -360,7 +365,7 @@ def bwd_producer(
         kv_tiles = gl.cdiv(Nk, BLOCK_KV)
         swizzle_heads = gl.maximum(1, 32768 // Nk)
         first_head = pid // (swizzle_heads * kv_tiles) * swizzle_heads
-        heads_in_group = gl.minimum(swizzle_heads, TILES // kv_tiles - first_head)  # which alternate
+        heads_in_group = gl.minimum(swizzle_heads, TILES // kv_tiles - first_head)  # of the swizzle
         in_group = pid - first_head * kv_tiles
         flat_head = first_head + in_group % heads_in_group
         kv_start = (kv_tiles - 1 - in_group // heads_in_group) * BLOCK_KV

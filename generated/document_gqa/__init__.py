@@ -452,7 +452,7 @@ SIGNATURE = runtime.Signature(
     OPERANDS, 10, (HEAD_DIM_QK, HEAD_DIM_V),
     dims=("B Nq", "B Nk", "B Nq", "B Nq", "B Nq", "B Nq", "B Nk", "B Nk", "B Nk", "B Nk"),
 )
-OPERATORS = runtime.Operators("document_gqa_230e89691442", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("document_gqa_3d06e8d745d6", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward
 DOCUMENTS = OPERATORS.define(
     "documents",

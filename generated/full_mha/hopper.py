@@ -4,7 +4,7 @@ Kernels are warp-specialized. The producer loads tiles by TMA into pipelines in 
 computes 64 rows of queries. Barriers `..._full` say that a stage is full;
 named barriers, from 5 on, or barriers `..._empty`, say that it is free.
 In the backward these rows are of keys.
-A writer warp adds the consumers' parts of dQ by TMA.
+A writer warp (dQ reduction warp) adds the consumers' parts of dQ by TMA.
 Programs add in a fixed order: a semaphore for each tile of queries, in device memory, counts those that have added.
 """
 
@@ -40,7 +40,7 @@ else:
     cp_async = async_copy.async_copy_global_to_shared
 
 # View shared memory with another shape and layout; the method is public since Triton 3.9.
-seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -57,7 +57,8 @@ def layout_of(columns):
 
 @gluon.jit
 def barrier_arrive(barrier, THREADS: gl.constexpr):
-    # Arrive at a named barrier without waiting. The branch is never taken: ptxas moves no instruction past it.
+    # Arrive at a named barrier without waiting. Barrier numbers are below 16, so the branch is always taken and the
+    # nanosleep never runs. ptxas does not know that, and moves no instruction past it.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; barrier.arrive $1, $2; setp.lt.u32 p, $1, 16; @p bra DONE; "
         "nanosleep.u32 20; DONE: mov.u32 $0, 0; }",
@@ -67,8 +68,8 @@ def barrier_arrive(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive_early(barrier, THREADS: gl.constexpr):
-    # The same, but ptxas may move arithmetic past it. The second arrive never runs: without it ptxas would issue the
-    # first too late.
+    # The same, but ptxas may move arithmetic past it. The second arrive never runs, because p (number above 15) is
+    # always false: without it ptxas would issue the first one too late.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.u32 p, $1, 15; barrier.arrive $1, $2; @p barrier.arrive $1, $2; mov.u32 $0, 0; }",
         "=r,r,n", [barrier, THREADS], gl.int32, is_pure=False, pack=1,
@@ -84,26 +85,29 @@ def barrier_sync(barrier, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def moves(numbers):
-    # PTX that moves `numbers` registers, none of which is negative: the branch is never taken.
-    first, *more = range(numbers, 2 * numbers)
+def pinned_moves_ptx(count):
+    # PTX that moves `count` registers, none of which is negative: the branch is always taken, and the nanosleep never
+    # runs. ptxas does not know that, and moves no instruction past the branch.
+    first, *more = range(count, 2 * count)
     any_less = " ".join(
         [f"setp.lt.f32 p, ${first}, 0f00000000;", *(f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in more)]
     )
-    to = " ".join(f"mov.b32 ${i}, ${i + numbers};" for i in range(numbers))
+    to = " ".join(f"mov.b32 ${i}, ${i + count};" for i in range(count))
     return "{ .reg .pred p; " + any_less + " @!p bra DONE; nanosleep.u32 20; DONE: " + to + " }"
 
 
 @gluon.constexpr_function
-def moved(numbers):
-    # The constraints of its outputs and inputs.
-    return ",".join(["=&f"] * numbers + ["f"] * numbers)
+def pinned_moves_constraints(count):
+    # The constraints of the outputs and inputs of `pinned_moves_ptx`.
+    return ",".join(["=&f"] * count + ["f"] * count)
 
 
 @gluon.jit
 def pin_before_wait(x, NUMBERS: gl.constexpr):
-    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past the branch.
-    return gl.inline_asm_elementwise(moves(NUMBERS), moved(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS)
+    # Return x, of which each thread has NUMBERS values, none negative. ptxas moves no instruction past this.
+    return gl.inline_asm_elementwise(
+        pinned_moves_ptx(NUMBERS), pinned_moves_constraints(NUMBERS), [x], gl.float32, is_pure=False, pack=NUMBERS
+    )
 
 
 @gluon.constexpr_function
@@ -114,7 +118,10 @@ def shared_layout(rows, columns, dtype):
 
 @gluon.constexpr_function
 def swizzled_layout(columns):
-    # The layout of fp32 tiles that TMA stores, with neighbouring groups of 16 columns swapped in odd rows.
+    # The layout of fp32 tiles that TMA stores, with neighbouring groups of 16 columns swapped in odd rows, so that
+    # `store_acc` has no bank conflicts. Each basis is the (row, column) to which one bit of the offset leads: first the
+    # columns of 128 bytes, then rows, then further columns. The 16 in the basis [1, 4 + 16] of bit 0 of the row swaps
+    # the groups; the 4, 8 and 16 are TMA's swizzle of 128 bytes.
     rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
     inside, outside = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[0, at] for at in (32, 64, 128) if at < columns]
     return gl.SharedLinearLayout(offset_bases=inside + rows + outside, alignment=1024)
@@ -122,7 +129,7 @@ def swizzled_layout(columns):
 
 @gluon.jit
 def groups_of_16(x):
-    # The even and the odd groups of 16 columns. No value changes threads.
+    # The even and the odd groups of 16 columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, x.shape[1] // 32, 2, 16]).permute((0, 1, 3, 2)).split()
 
 
@@ -140,7 +147,7 @@ def store_acc(tile, x, LAYOUT: gl.constexpr):
         .permute((0, 1, 3, 2))
         .reshape([ROWS, x.shape[1]])
     )
-    seen_as(tile, gl.float32, [ROWS, x.shape[1]], swizzled_layout(x.shape[1])).store(transposed)
+    reinterpret(tile, gl.float32, [ROWS, x.shape[1]], swizzled_layout(x.shape[1])).store(transposed)
 
 
 @gluon.jit
@@ -154,8 +161,8 @@ def semaphore_value(counter):
 
 @gluon.jit
 def semaphore_acquire(counter, seen, order):
-    # Wait until `order` programs have added to a tile; `seen` is a value read before. Later TMA operations are ordered
-    # after it.
+    # Wait until `order` programs have added to a tile. `seen` is a value of the counter that was read earlier, or 0: if
+    # it is `order`, nothing is read. Later TMA operations are ordered after the wait.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 now; mov.u32 now, $2; LOOK: setp.eq.u32 p, now, $3; @p bra DONE; "
         "ld.acquire.gpu.global.u32 now, [$1]; bra LOOK; "
@@ -175,7 +182,7 @@ def store_wait_read():
 
 @gluon.jit
 def semaphore_release(counter):
-    # Once all stores that this warp has issued are complete, count one more program, by the first thread.
+    # Wait until all stores that this warp has issued are complete; then lane 0 adds 1 to the counter of programs.
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; "
         "setp.eq.u32 p, lane, 0; @p red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
@@ -190,14 +197,15 @@ def opaque_zero():
 
 
 @gluon.constexpr_function
-def in_place(numbers):
-    # Constraints of `numbers` registers that are outputs and inputs at once.
-    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)])
+def in_place(count):
+    # Constraints of `count` registers that are outputs and inputs at once.
+    return ",".join(["=f"] * count + [str(i) for i in range(count)])
 
 
 @gluon.jit
 def pin_tile(x):
-    # Return x, a tile without negative values. The branch is never taken: ptxas moves no instruction past it.
+    # Return x, a tile without negative values. So its bits are never -1, the branch is always taken, and the nanosleep
+    # never runs. ptxas does not know that, and moves no instruction past the branch.
     NUMBERS: gl.constexpr = ROWS * x.shape[1] // 128
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 bits; mov.b32 bits, $0; setp.eq.s32 p, bits, -1; @!p bra DONE; "
@@ -208,7 +216,7 @@ def pin_tile(x):
 
 @gluon.jit
 def row_max(x):
-    # The maximum of each row, by four independent partial results in each thread.
+    # The maximum of each row. A thread has two rows, with two independent partial maxima for each.
     partials = gl.max(x.reshape([ROWS, x.shape[1] // 8, 8]), 1)
     return gl.convert_layout(gl.max(partials, 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
 
@@ -218,7 +226,8 @@ PARTIALS = gl.constexpr(8)  # partial sums of each row
 
 @gluon.constexpr_function
 def partials_layout():
-    # The layout of partial sums: two in each of the four threads that have the row.
+    # The layout of partial sums [row, partial]: two in each of the four threads that have the row. As in the layout of
+    # an accumulator, a thread has rows r and r + 8, a warp 16 rows, and the four warps 64.
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
 
@@ -257,7 +266,7 @@ def unpack(x, dtype: gl.constexpr):
 
 @gluon.jit
 def split_halves(x):
-    # The left and the right half of the columns. No value changes threads.
+    # The left and the right half of the columns. Values stay in their threads, so this takes no instruction.
     return x.reshape([ROWS, 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
@@ -289,17 +298,18 @@ def rows_of(x, tile):
 
 
 @gluon.jit
-def load_row_vector(start, left, row, full):
-    # Copy one value per key to shared memory, with 0 for keys from `left` on. No thread waits: the copy arrives at the
-    # tile's barrier.
-    at = gl.arange(0, row.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(row, start + at, mask=at < left)
+def load_row_vector(start, rows_left, stage, full):
+    # Copy one value for each row of a tile to shared memory, with 0 for rows from `rows_left` on. No thread waits: the
+    # copy arrives at the tile's barrier.
+    offsets = gl.arange(0, stage.shape[0], layout=gl.BlockedLayout([1], [32], [1], [0]))
+    cp_async(stage, start + offsets, mask=offsets < rows_left)
     async_copy.mbarrier_arrive(full)
 
 
 @gluon.jit
 def fetch_next(counter):
-    # Add 1 to a counter by the first thread of the warp, which gets the value before. Nothing waits for it.
+    # Lane 0 adds 1 to a counter and gets the value before. This is asynchronous: only `broadcast`, which reads the
+    # value, waits for it.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }",
@@ -309,7 +319,7 @@ def fetch_next(counter):
 
 @gluon.jit
 def broadcast(ticket):
-    # The first thread's ticket in every thread of the warp.
+    # The ticket of lane 0, in every thread of the warp.
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [ticket], gl.int32, is_pure=False, pack=1
     )
@@ -317,8 +327,8 @@ def broadcast(ticket):
 
 @gluon.jit
 def reset(counter):
-    # The last program to end sets both counters to 0 for the next launch. The second counter counts programs that have
-    # ended.
+    # `counter` points to two numbers: the tiles that programs have fetched, and the programs that have ended. The last
+    # program to end sets both to 0 for the next launch.
     if broadcast(fetch_next(counter + 1)) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -467,7 +477,7 @@ def fwd_consumer(
     SCORES: gl.constexpr = layout_of(BLOCK_KV)
     ACC: gl.constexpr = layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    CHAINED: gl.constexpr = partials_layout()
+    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     kv_off = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, SCORES))
     dtype = O.dtype
@@ -495,7 +505,7 @@ def fwd_consumer(
         mbarrier.wait(q_full.index(3 * work_stage + WARP_GROUP), work_phase)
         q = q_smem.index(3 * work_stage + WARP_GROUP).reshape([ROWS, D_QK])
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, CHAINED)
+        l = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
         partial_tiles = kv_end - kv_full_end
         full_tiles = kv_full_end
@@ -526,8 +536,8 @@ def fwd_consumer(
             p = gl.exp2(s * qk_scale - (m_seen * qk_scale)[:, None])
             alpha = gl.exp2((m - m_seen) * qk_scale)
             weights = pack(p, dtype)
-            p_sum = partial_sums(p, CHAINED)
-            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+            p_sum = partial_sums(p, PARTIALS_LAYOUT)
+            soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
             l = p_sum + l * soft_alpha_partials[:, None]
             soft_alpha_acc = gl.convert_layout(alpha, gl.SliceLayout(1, ACC))
             acc = acc * soft_alpha_acc[:, None]
@@ -561,8 +571,8 @@ def fwd_consumer(
                 alpha = gl.exp2((m - m_seen) * qk_scale)
                 soft_halves_left, soft_halves_right = split_halves(s)
                 soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-                p_sum_left = partial_sums(soft_left, CHAINED)
-                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+                p_sum_left = partial_sums(soft_left, PARTIALS_LAYOUT)
+                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
                 l_next_left = p_sum_left + l * soft_alpha_partials[:, None]
                 l_next_left = pin_before_wait(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
@@ -572,7 +582,7 @@ def fwd_consumer(
                 acc = acc_next * soft_alpha_acc[:, None]
                 soft_base_deferred = pin_after_wait(soft_base)
                 soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-                p_sum_right = partial_sums(soft_right, CHAINED)
+                p_sum_right = partial_sums(soft_right, PARTIALS_LAYOUT)
                 l = l_next_left + p_sum_right
                 soft_concat = concat_halves(soft_left, soft_right, SCORES)
                 weights = pack(soft_concat, dtype)
@@ -602,8 +612,8 @@ def fwd_consumer(
                 alpha = gl.exp2((m - m_new) * qk_scale)
                 soft_halves_left, soft_halves_right = split_halves(s)
                 soft_left = gl.exp2(soft_halves_left * qk_scale - rows_of(soft_base, soft_halves_left))
-                p_sum_left = partial_sums(soft_left, CHAINED)
-                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, CHAINED))
+                p_sum_left = partial_sums(soft_left, PARTIALS_LAYOUT)
+                soft_alpha_partials = gl.convert_layout(alpha, gl.SliceLayout(1, PARTIALS_LAYOUT))
                 l_next_left = p_sum_left + l * soft_alpha_partials[:, None]
                 l_next_left = pin_before_wait(l_next_left, 4)
                 acc_next, weights_operand = warpgroup_mma_wait(0, deps=[acc_flight, weights_operand])
@@ -613,7 +623,7 @@ def fwd_consumer(
                 acc = acc_next * soft_alpha_acc[:, None]
                 soft_base_deferred = pin_after_wait(soft_base)
                 soft_right = gl.exp2(soft_halves_right * qk_scale - rows_of(soft_base_deferred, soft_halves_right))
-                p_sum_right = partial_sums(soft_right, CHAINED)
+                p_sum_right = partial_sums(soft_right, PARTIALS_LAYOUT)
                 l = l_next_left + p_sum_right
                 soft_concat = concat_halves(soft_left, soft_right, SCORES)
                 weights = pack(soft_concat, dtype)
@@ -665,7 +675,7 @@ def fwd(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    # Forward: online softmax over key tiles, one program per query tile.
+    # Forward: online softmax over key tiles, for one query tile of a head.
     q_smem = gl.allocate_shared_memory(Q.dtype, [3 * 2, 1, 1, ROWS, D_QK], Q.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [3 * 2, 1], mbarrier.MBarrierLayout())
     k_smem = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_KV, D_QK], K.layout)
@@ -759,7 +769,7 @@ def bwd_producer(
         kv_tiles = gl.cdiv(Nk, BLOCK_KV)
         swizzle_heads = gl.maximum(1, 32768 // Nk)
         first_head = pid // (swizzle_heads * kv_tiles) * swizzle_heads
-        heads_in_group = gl.minimum(swizzle_heads, TILES // kv_tiles - first_head)  # which alternate
+        heads_in_group = gl.minimum(swizzle_heads, TILES // kv_tiles - first_head)  # of the swizzle
         in_group = pid - first_head * kv_tiles
         flat_head = first_head + in_group % heads_in_group
         kv_start = (kv_tiles - 1 - in_group // heads_in_group) * BLOCK_KV
@@ -1319,7 +1329,7 @@ def jvp_consumer(
     SCORES: gl.constexpr = layout_of(BLOCK_KV)
     ACC: gl.constexpr = layout_of(D_V)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)
-    CHAINED: gl.constexpr = partials_layout()
+    PARTIALS_LAYOUT: gl.constexpr = partials_layout()
     q_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
     d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, ACC))
@@ -1361,7 +1371,7 @@ def jvp_consumer(
         mbarrier.wait(tq_full.index(WARP_GROUP), work_stage)  # the phase flips once per work tile, as this stage does
         lse2 = gl.where(lse > float("-inf"), lse * LOG2E, float("inf"))
         acc = gl.full([ROWS, D_V], 0.0, gl.float32, ACC)
-        tlse = gl.full([ROWS, PARTIALS], 0.0, gl.float32, CHAINED)
+        tlse = gl.full([ROWS, PARTIALS], 0.0, gl.float32, PARTIALS_LAYOUT)
         # tiles in order: those before and after the full ones are partial
         for kv_tile in range(kv_end):
             q_remat = q_smem.index(WARP_GROUP + opaque_zero()).reshape([ROWS, D_QK])
@@ -1402,7 +1412,7 @@ def jvp_consumer(
             tscore = ts * scale
             tp = p * tscore
             tp_cast = pack(tp, dtype)
-            tp_sum = partial_sums(tp, CHAINED)
+            tp_sum = partial_sums(tp, PARTIALS_LAYOUT)
             tlse = tlse + tp_sum
             mbarrier.wait(v_full.index(v_stage), v_phase)
             v = v_smem.index(v_stage).reshape([BLOCK_KV, D_V])

@@ -22,8 +22,8 @@ DEVICE_CLASSES = {
     "gfx942": "gfx942",
 }
 
-# kernel -> (device class, bytes per element) -> (most rows of the tiled axis; None for any, tile sizes and launch
-# options)
+# kernel -> (device class, bytes per element) -> configs for rising numbers of rows of the axis that the kernel tiles:
+# (most rows, or None for any number; tile sizes and launch options). A call takes the first config for its rows.
 SCHEDULES = {
     "fwd": {
         ("sm80", 2): (
@@ -126,7 +126,8 @@ SCHEDULES = {
     },
 }
 
-# device classes of devices that are not listed, and of the interpreter; and the interpreter's bytes per element
+# Device classes of CUDA devices that are not in DEVICE_CLASSES, of such HIP devices, and of Triton's interpreter, which
+# takes the configs for INTERPRETED_BYTES bytes per element.
 OTHER_CUDA, OTHER_HIP, INTERPRETED_AS = "any", "gfx942", "any"
 INTERPRETED_BYTES = 2
 
@@ -245,7 +246,7 @@ def fwd(
     TMA: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    # Forward: online softmax over key tiles, one program per query tile.
+    # Forward: online softmax over key tiles, for one query tile of a head.
     pid = tl.program_id(0)
     q_tiles = tl.cdiv(Nq, BLOCK_Q)
     q_start = (pid % q_tiles) * BLOCK_Q

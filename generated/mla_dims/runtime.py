@@ -487,7 +487,7 @@ _KV_HEADS = {"mha": "Hq", "mqa": "1", "gqa": "Hkv"}
 
 
 def kind(x: object) -> str:
-    """Return the kind of an argument, for error texts."""
+    """Return what an argument is, for error texts: a tensor's layout, or the name of a type."""
     if is_dtensor(x):
         return "DTensor"
     if isinstance(x, torch.Tensor):
@@ -501,13 +501,16 @@ def is_watched() -> bool:
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether none of the three is of a tensor subclass, and only autograd may see the call."""
+    """Whether none of the three is of a tensor subclass (except Parameter), and nothing but autograd sees the call."""
     return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
 
 
 def _device_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int | None:
-    """Return the number of the device of three dense tensors of one dtype, -1 if the device has no number; None if they
-    differ in kind or device, are of a tensor subclass, or are negated views."""
+    """Return the number of the device of three tensors, -1 if the device has no number.
+
+    None if they differ in dtype or device, or if one is not dense, is of a tensor subclass other than Parameter, or is
+    a lazily negated view.
+    """
     if not (
         (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
         and q.layout is k.layout is v.layout is torch.strided
@@ -540,7 +543,9 @@ class Rules:
         self.sharing, self.width_qk, self.width_v = sharing, width_qk, width_v
         self.dtypes, self.interpreted = dtypes, interpreted
         self.devices = ("cuda", "cpu") if interpreted else ("cuda",)
-        # Guards of valid tensors, each with the number of their device; and the guard that was made or used last.
+        # A guard (`guard_of`, as torch.compile has them) is a fast check that three tensors are like the valid
+        # tensors from which it was made. Here are all guards, each with the number of the tensors' device, and the one
+        # that was made or used last.
         self.guards: dict[tuple[object, ...], tuple[Callable[..., bool], int]] = {}
         self.last: tuple[Callable[..., bool], int] = (lambda *tensors: False), 0
 
@@ -548,7 +553,10 @@ class Rules:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Shapes | None]:
         """Return q, k and v, cast to the dtype of torch.autocast if that is on; and their shapes if kernels can read
-        them in place, else None.
+        them in place.
+
+        The shapes are None for tensors that the fast check does not accept, and always if a compiler, a tracer, a
+        transform or a dispatch mode sees the call.
 
         Raises:
             ValueError or TypeError: one sentence that names the argument, what it is and what was expected.
@@ -570,8 +578,8 @@ class Rules:
             (q0, q1, q2, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = q.stride(), k.stride(), v.stride()
         except (AttributeError, TypeError, ValueError, RuntimeError):  # not tensors, not 4D, or sparse or nested ones
             return None
-        knows, device = self.last
-        if not knows(q, k, v):
+        guard_passes, device = self.last
+        if not guard_passes(q, k, v):
             looked_up = self._device_of_unknown(q, k, v)
             if looked_up is None:
                 return None
@@ -603,10 +611,11 @@ class Rules:
         if device is None or q.dtype not in self.dtypes or q.device.type not in self.devices:
             return None
         if guard_of is not None and not (q is k or q is v or k is v):  # guards do not support a tensor passed twice
-            about = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad
-            guard = self.guards.get(about)
-            if guard is None or not guard[0](q, k, v):  # it may have been made of a Parameter, or in inference mode
-                guard = self.guards[about] = guard_of(q, k, v), device
+            key = q.dtype, q.device, q.requires_grad, k.requires_grad, v.requires_grad
+            guard = self.guards.get(key)
+            # A guard made from a Parameter, or in inference mode, rejects other tensors with the same key.
+            if guard is None or not guard[0](q, k, v):
+                guard = self.guards[key] = guard_of(q, k, v), device
             self.last = guard
         return device
 
@@ -680,18 +689,22 @@ class Rules:
         return float(scale)
 
 
-def check_number(name: str, x: float, kind_: type, least: int, meaning: str) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a number that the mask or the scores read is invalid."""
-    if isinstance(x, bool) or not isinstance(x, (int, float) if kind_ is float else int):
+def check_number(name: str, x: float, type_: type, least: int, meaning: str) -> None:
+    """Raise ValueError or TypeError, in one sentence, if a scalar input of the mask or the scores is not a `type_`, is
+    below `least`, or is 2**30 or more in absolute value.
+
+    meaning: the input's description, for the sentence.
+    """
+    if isinstance(x, bool) or not isinstance(x, (int, float) if type_ is float else int):
         raise TypeError(
-            f"attention: {name} is a {kind(x)}; expected {'a number' if kind_ is float else 'an int'}: {meaning}"
+            f"attention: {name} is a {kind(x)}; expected {'a number' if type_ is float else 'an int'}: {meaning}"
         )
     if not -(2**30) < x < 2**30 or x < least:
         bounds = f"at least {least}" if x < least else "between -2**30 and 2**30"
         raise ValueError(f"attention: {name} is {x}; expected it to be {bounds}: {meaning}")
 
 
-Sizes = list[Any]  # for each dimension: its length, a tuple of allowed lengths, or None for any length
+ShapePattern = list[Any]  # for each dimension: its length, a tuple of allowed lengths, or None for any length
 
 
 def check_input(
@@ -699,12 +712,16 @@ def check_input(
     name: str,
     x: torch.Tensor,
     dtype: torch.dtype,
-    shape: Sizes,
+    shape: ShapePattern,
     meaning: str,
     more: tuple[torch.dtype, ...] = (),
 ) -> None:
-    """Raise ValueError or TypeError, in one sentence, if a tensor that mask or scores read is invalid. `more`: other
-    allowed dtypes."""
+    """Raise ValueError or TypeError, in one sentence, if a tensor input of the mask or the scores is not a dense tensor
+    of this dtype and shape on q's device.
+
+    meaning: the input's description, for the sentence.
+    more: other allowed dtypes.
+    """
     if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
         raise TypeError(
             f"attention: {name} is a {kind(x)}; expected a dense {dtype} tensor {_shape_text(shape)}: {meaning}"
@@ -719,7 +736,7 @@ def check_input(
         raise ValueError(f"attention: {name} is on {x.device} and q on {q.device}; expected one device")
 
 
-def _shape_text(shape: Sizes) -> str:
+def _shape_text(shape: ShapePattern) -> str:
     lengths = ("any" if n is None else " or ".join(map(str, n)) if isinstance(n, tuple) else str(n) for n in shape)
     return f"[{', '.join(lengths)}]"
 
@@ -734,16 +751,16 @@ _CONVERTED: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 
 
 def take_input(
-    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sizes, meaning: str
+    q: torch.Tensor, name: str, x: torch.Tensor, dtype: torch.dtype, shape: ShapePattern, meaning: str
 ) -> torch.Tensor:
-    """Check an input, and return it as kernels read it: of `dtype`, contiguous, and with dimensions of length 1
-    expanded to the call's.
+    """Check an input, and return it as kernels read it: of `dtype`, made contiguous, then with dimensions of length 1
+    expanded to the call's (stride 0).
 
-    A convertible dtype is converted by an operation that autograd records, so the gradient has the given dtype. Numbers
-    beyond int32 are clamped to the largest or least int32: to refuse them, the host would have to wait for the device.
+    A convertible dtype is converted by an operation that autograd records, so the gradient has the given dtype. int64
+    numbers are clamped to +-(2**31 - 1): to refuse larger ones, the host would have to wait for the device.
     """
     check_input(q, name, x, dtype, shape, meaning, _CONVERTED.get(dtype, ()))
-    # An integer input of the mask is small, and functions derive tensors from all of it.
+    # The functions that derive tensors need the whole input, so it is gathered. Integer inputs of masks are small.
     if is_dtensor(x) and not x.is_floating_point():
         x = x.full_tensor()  # type: ignore[attr-defined]
     if x.dtype == torch.int64 and dtype == torch.int32:
@@ -754,7 +771,7 @@ def take_input(
     return x
 
 
-def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, Sizes]) -> None:
+def check_fields(q: torch.Tensor, plan: Any, **types: tuple[torch.dtype, ShapePattern]) -> None:
     """Raise ValueError or TypeError, in one sentence, if a plan's tensors do not have these dtypes and shapes."""
     for name, (dtype, shape) in types.items():
         check_input(q, f"plan.{name}", getattr(plan, name), dtype, shape, "what attention.plan makes")

@@ -226,5 +226,5 @@ OPERANDS = "Tensor relative_bias, float scale"
 SIGNATURE = runtime.Signature(
     OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq 257",),
 )
-OPERATORS = runtime.Operators("relative_bias_mha_7d4208a4cdcb", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("relative_bias_mha_de33e2b1a82d", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

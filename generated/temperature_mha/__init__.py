@@ -269,5 +269,5 @@ def _jvp(q, k, v, out, lse, tq, tk, tv, temperature, scale, ttemperature):
 
 OPERANDS = "Tensor temperature, float scale"
 SIGNATURE = runtime.Signature(OPERANDS, 1, (HEAD_DIM_QK, HEAD_DIM_V), learned=(0,), summed=True, dims=("Hq",))
-OPERATORS = runtime.Operators("temperature_mha_7ca5fd4acdbf", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
+OPERATORS = runtime.Operators("temperature_mha_becc2f73d3c4", SIGNATURE, _forward, _backward, _jvp, INTERPRETED)
 FORWARD, BACKWARD = OPERATORS.forward, OPERATORS.backward

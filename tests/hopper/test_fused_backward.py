@@ -110,7 +110,7 @@ def test_programs_split_the_query_heads_of_a_group() -> None:
 def test_a_program_has_one_query_head_where_inputs_differ_by_head() -> None:
     """@dkdv_end adds up the results of the programs of a group."""
     text = print_module(lowered("separate"))
-    assert host_lines("separate", "_HEADS", "_parts", "@dkdv_end") == [
+    assert host_lines("separate", "_HEADS", "_partial", "@dkdv_end") == [
         "%DK_HEADS = alloc : T[B, Hq, Nk, D_QK] @hbm",
         "%DV_HEADS = alloc : T[B, Hq, Nk, D_V] @hbm",
         "launch @bwd args(dK=%DK_HEADS, dV=%DV_HEADS)",
@@ -120,7 +120,7 @@ def test_a_program_has_one_query_head_where_inputs_differ_by_head() -> None:
         "%dK_partial = alloc where(splits > 1) otherwise(%dK) : T[B, Hkv, splits, Nk, D_QK] @hbm",
         "%dV_partial = alloc where(splits > 1) otherwise(%dV) : T[B, Hkv, splits, Nk, D_V] @hbm",
         "launch @dkdv args(dK=%dK_partial, dV=%dV_partial)",
-        "%Summed_parts = if then(@sum_partial) where(splits > 1)",
+        "%Summed_partial = if then(@sum_partial) where(splits > 1)",
         "block @sum_partial",
         "launch @dkdv_end args(DK_PARTIAL=%dK_partial, DV_PARTIAL=%dV_partial)",
     ]

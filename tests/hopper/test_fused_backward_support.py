@@ -160,7 +160,7 @@ def test_wide_heads_have_no_kernel_where_registers_would_spill(fields: dict[str,
         ({"score": [{"relative_bias": {"max_distance": 16}}]}, "the gradient of `relative_bias` needs separate sums"),
         (
             {"mask": {"expr": "kv_idx + q_idx <= q_len"}},
-            "it is not known how many tiles of keys come to each tile of queries",
+            "it is not known how many programs add to a tile of dQ before each one",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.verify import verify
-from attngen.verify.automata import Program, Protocol, Step, TileLoop
+from attngen.verify.automata import Protocol, Step, TileLoop, WarpGroupSteps
 from attngen.verify.machine import violation
 from tests.hopper.common import edited_mla_decode
 
@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "loads from where the portable @decode loads",
     ),
     "one half that is not stored": (
-        ("store %O_PARTIAL_head_right[q, right_v] %o_part_right check(q)\n", ""),
+        ("store %O_PARTIAL_head_right[q, right_v] %o_split_right check(q)\n", ""),
         "same-tiles",
         "it stores 0 times at %O_PARTIAL",
     ),
@@ -198,8 +198,8 @@ def exchange(store: tuple[Step, ...], read: tuple[Step, ...], both: tuple[Step, 
     """Two warp groups that exchange tiles: @left does `store` and `read` in alternation, @right `both` for two tiles,
     or `read` for a last tile."""
     programs = (
-        Program("left", (), TileLoop(store, store, odd=read), (), 1),
-        Program("right", (), TileLoop(read, read, pair=both), (), 1),
+        WarpGroupSteps("left", (), TileLoop(store, store, odd=read), (), 1),
+        WarpGroupSteps("right", (), TileLoop(read, read, pair=both), (), 1),
     )
     return Protocol(
         programs, (("P", 1), ("L", 1), ("R", 1)), (("P", ""), ("L", ""), ("R", "")), exchanges=frozenset({"P"})
@@ -228,9 +228,9 @@ def test_a_zeroed_tile_that_another_warp_group_may_read_is_found() -> None:
         load, tail = (Step("producer_load", "K"),), (Step("producer_tail", "K"),)
         left = (Step("consumer_wait", "K"), Step("zero_out_of_bounds", "K"), *STORE, Step("consumer_release", "K"))
         programs = (
-            Program("producer", (), TileLoop(load, load), tail, 1),
-            Program("left", (), TileLoop(left, left), (), 1),
-            Program("right", (), TileLoop(right, right), (), 1),
+            WarpGroupSteps("producer", (), TileLoop(load, load), tail, 1),
+            WarpGroupSteps("left", (), TileLoop(left, left), (), 1),
+            WarpGroupSteps("right", (), TileLoop(right, right), (), 1),
         )
         return Protocol(programs, (("K", 1), ("P", 1)), (("K", ""), ("P", "")))
 
@@ -246,10 +246,10 @@ def test_warp_groups_that_count_iterations_differently_are_found() -> None:
     load, wait = (Step("producer_load", "K"),), (Step("consumer_wait", "K"), Step("consumer_release", "K"))
     loop = TileLoop((), (), odd=wait)
     programs = (
-        Program("producer", (), TileLoop(load, load), (Step("producer_tail", "K"),), 1),
-        Program("left", (), loop, (), 1),
+        WarpGroupSteps("producer", (), TileLoop(load, load), (Step("producer_tail", "K"),), 1),
+        WarpGroupSteps("left", (), loop, (), 1),
     )
     made = Protocol(programs, (("K", 1),), (("K", ""),))
     assert "wait for ever" in violation(made)
-    every = replace(made, programs=(programs[0], replace(programs[1], loop=TileLoop(wait, wait, odd=wait))))
+    every = replace(made, warp_groups=(programs[0], replace(programs[1], loop=TileLoop(wait, wait, odd=wait))))
     assert violation(every) == violation(every, all_orders=True) == ""

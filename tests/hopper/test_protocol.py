@@ -10,7 +10,7 @@ import pytest
 
 from attngen.errors import VerifyError
 from attngen.verify import verify
-from attngen.verify.automata import Program, Protocol, Step, TileLoop
+from attngen.verify.automata import Protocol, Step, TileLoop, WarpGroupSteps
 from attngen.verify.machine import violation
 from attngen.verify.protocol import protocol_of
 from tests.hopper.common import WARP_SPECIALIZED, edited, forward_kernel, lowered
@@ -34,9 +34,9 @@ def test_the_protocol_holds_for_any_number_of_stages(stages: int) -> None:
 def test_the_protocol_holds_for_one_two_and_three_consumers() -> None:
     for instances in (1, 2, 3):
         programs = tuple(
-            replace(p, instances=instances) if p.name == "consumer" else p for p in causal_protocol().programs
+            replace(p, instances=instances) if p.name == "consumer" else p for p in causal_protocol().warp_groups
         )
-        assert violation(replace(causal_protocol(), programs=programs)) == ""
+        assert violation(replace(causal_protocol(), warp_groups=programs)) == ""
 
 
 # Edits of the IR text, and the message of the rule `protocol`.
@@ -107,10 +107,10 @@ def test_a_mistake_in_the_text_is_found(mistake: str) -> None:
         verify(edited("causal_gqa", (old, new)))
 
 
-def with_changed(name: str, part: Callable[[Program], Program]) -> Protocol:
+def with_changed(name: str, part: Callable[[WarpGroupSteps], WarpGroupSteps]) -> Protocol:
     """The protocol of causal_gqa with one warp group changed."""
     return replace(
-        causal_protocol(), programs=tuple(part(p) if p.name == name else p for p in causal_protocol().programs)
+        causal_protocol(), warp_groups=tuple(part(p) if p.name == name else p for p in causal_protocol().warp_groups)
     )
 
 
@@ -189,12 +189,14 @@ def test_an_arrival_may_come_before_its_products_are_issued() -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_ping_pong_order_holds_for_any_number_of_instances_and_stages(instances: int, stages: int) -> None:
     found = protocol_of(forward_kernel(PING_PONG), {"num_stages": stages})
-    assert any(step.kind == "scheduler_barrier" for program in found.programs for step in program.steps)
+    assert any(step.kind == "scheduler_barrier" for program in found.warp_groups for step in program.steps)
     assert (
         violation(
             replace(
                 found,
-                programs=tuple(replace(p, instances=instances) if p.name == "consumer" else p for p in found.programs),
+                warp_groups=tuple(
+                    replace(p, instances=instances) if p.name == "consumer" else p for p in found.warp_groups
+                ),
             )
         )
         == ""
@@ -217,14 +219,16 @@ def ping_pong(
     start, end = (Step("scheduler_barrier", "init"),), (Step("scheduler_barrier", "tail"),)
     loads = TileLoop((Step("producer_load", "K"),), (Step("producer_load", "K"),))
     if not persistent:
-        consumer = Program("consumer", start, TileLoop(body, body), end, instances)
-        producer = Program("producer", (), loads, (Step("producer_tail", "K"),), 1)
+        consumer = WarpGroupSteps("consumer", start, TileLoop(body, body), end, instances)
+        producer = WarpGroupSteps("producer", (), loads, (Step("producer_tail", "K"),), 1)
         return Protocol((producer, consumer), (("K", 1),), (("K", ""),))
     load, wait, release, tail = (
         Step(kind, "W") for kind in ("producer_load", "consumer_wait", "consumer_release", "producer_tail")
     )
-    producer = Program("producer", (load,), loads, (), 1, persistent=True, end=(load, Step("producer_tail", "K"), tail))
-    consumer = Program(
+    producer = WarpGroupSteps(
+        "producer", (load,), loads, (), 1, persistent=True, end=(load, Step("producer_tail", "K"), tail)
+    )
+    consumer = WarpGroupSteps(
         "consumer",
         (),
         TileLoop(body, body),
@@ -257,12 +261,12 @@ def test_all_orders_of_ping_pong_give_the_same_verdict(instances: int, persisten
 
 def test_a_missing_scheduler_barrier_in_one_instance_is_found() -> None:
     """Instance 0 ends without its last sync, which is `tail`; or it syncs at the start and does not arrive."""
-    producer, consumer = ping_pong(2, False).programs
+    producer, consumer = ping_pong(2, False).warp_groups
     for part in (
         replace(consumer, after=()),
         replace(consumer, before=(*consumer.before, Step("scheduler_barrier", "tail"))),
     ):
-        found = violation(replace(ping_pong(2, False), programs=(producer, part)))
+        found = violation(replace(ping_pong(2, False), warp_groups=(producer, part)))
         assert found.endswith(("the last arrival at its scheduler barrier", "can wait for ever"))
 
 
@@ -304,7 +308,7 @@ def test_a_product_of_a_released_tile_is_found() -> None:
 def test_warp_groups_in_different_orders_wait_for_each_other() -> None:
     """V before K, with one stage of each: the producer loads K, and the consumer waits for two K before the first V."""
 
-    def swapped(p: Program) -> Program:
+    def swapped(p: WarpGroupSteps) -> WarpGroupSteps:
         return replace(
             p, loop=TileLoop(*(tuple(reversed(steps)) for steps in (p.loop.first, p.loop.later, p.loop.last)))
         )
@@ -325,8 +329,8 @@ def test_a_stage_too_few_is_found() -> None:
     )
     load = (Step("producer_load", "K_pipeline"), Step("producer_load", "K_pipeline"))
     programs = (
-        Program("producer", (), TileLoop(load, load), (Step("producer_tail", "K_pipeline"),), 1),
-        Program("consumer", (), TileLoop(two, two), (), 2),
+        WarpGroupSteps("producer", (), TileLoop(load, load), (Step("producer_tail", "K_pipeline"),), 1),
+        WarpGroupSteps("consumer", (), TileLoop(two, two), (), 2),
     )
     made = Protocol(programs, (("K_pipeline", 2),), (("K_pipeline", ""),))
     assert violation(made) == "" and "can wait for ever" in violation(replace(made, stages=(("K_pipeline", 1),)))

@@ -251,8 +251,8 @@ def test_a_tile_that_the_producer_does_not_load_is_not_skipped(name: str) -> Non
     """The consumer is changed to skip one tile before its loop, which the producer does not load."""
     made = protocol_of(module_of(name).warp_specialized[0], {"num_stages": 2})
     assert violation(made) == ""
-    programs = (replace(p, before=(*p.before, *p.loop.skip)) if p.name == "consumer" else p for p in made.programs)
-    assert "can wait for ever" in violation(replace(made, programs=tuple(programs)))
+    programs = (replace(p, before=(*p.before, *p.loop.skip)) if p.name == "consumer" else p for p in made.warp_groups)
+    assert "can wait for ever" in violation(replace(made, warp_groups=tuple(programs)))
 
 
 PING_PONG_MISTAKES = {
@@ -286,7 +286,7 @@ def test_all_orders_give_the_same_verdict(mistake: str | None) -> None:
     """Each instance decides by itself, at any time, how many tiles it skips."""
     module = edited_module(lowered(WIDE), MISTAKES[mistake][:2]) if mistake else lowered(WIDE)
     made = protocol_of(module.warp_specialized[0], {"num_stages": 2})
-    assert any(program.loop.skip for program in made.programs)
+    assert any(program.loop.skip for program in made.warp_groups)
     found, shown = violation(made), violation(made, all_orders=True)
     assert bool(found) == bool(shown) == bool(mistake)
 
@@ -296,9 +296,9 @@ def test_a_protocol_without_the_steps_of_hidden_tiles_does_not_show_their_mistak
     made = protocol_of(
         edited_module(lowered(WIDE), MISTAKES["K is not released"][:2]).warp_specialized[0], {"num_stages": 2}
     )
-    assert Step("consumer_wait", "K_pipeline") in next(p.loop.skip for p in made.programs if p.name == "consumer")
-    programs = tuple(replace(p, loop=replace(p.loop, skip=())) for p in made.programs)
-    assert violation(made) and not violation(replace(made, programs=programs))
+    assert Step("consumer_wait", "K_pipeline") in next(p.loop.skip for p in made.warp_groups if p.name == "consumer")
+    programs = tuple(replace(p, loop=replace(p.loop, skip=())) for p in made.warp_groups)
+    assert violation(made) and not violation(replace(made, warp_groups=programs))
 
 
 # ---------------------------------------------------------------------------------------------- results

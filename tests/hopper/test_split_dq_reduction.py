@@ -8,7 +8,7 @@ import pytest
 from attngen.codegen.render import render
 from attngen.errors import VerifyError
 from attngen.verify import verify
-from attngen.verify.automata import Program, Protocol, Step, TileLoop
+from attngen.verify.automata import Protocol, Step, TileLoop, WarpGroupSteps
 from attngen.verify.machine import violation
 from tests.hopper.fused_backward import after_passes, backward, changed, edited, lines, lowered
 
@@ -182,9 +182,9 @@ def test_a_position_in_the_order_that_another_program_has_is_refused() -> None:
 def two_consumers(writers: int, steps: str, stages: int = 2, stores: str = "producer_store") -> Protocol:
     """Two consumers store parts of tiles, and writers do `steps` per iteration; several writers each have a stage."""
 
-    def program(name: str, kinds: str, instances: int) -> Program:
+    def program(name: str, kinds: str, instances: int) -> WarpGroupSteps:
         iteration = tuple(Step(kind, "X") for kind in kinds.split())
-        return Program(name, (), TileLoop(iteration, iteration), (), instances)
+        return WarpGroupSteps(name, (), TileLoop(iteration, iteration), (), instances)
 
     programs = (program("consumer", stores, 2), program("writer", steps, writers))
     return Protocol(programs, (("X", stages),), (("X", ""),), frozenset({"X"}) if writers > 1 else frozenset())

@@ -8,7 +8,7 @@ import pytest
 
 from attngen.heuristics import LISTED, SAMPLED_ROWS
 from attngen.spec import make_spec
-from attngen.tiles.intervals import Scene
+from attngen.tiles.intervals import MaskContext
 from attngen.tiles.sampled import Counted, counted, samples, worth_listing
 
 N = LISTED * SAMPLED_ROWS
@@ -25,12 +25,12 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("scene", [Scene("q", "kv"), Scene("kv", "q")], ids=["rows", "columns"])
-def test_counts_equal_those_of_brute_force(name: str, scene: Scene) -> None:
+@pytest.mark.parametrize("context", [MaskContext("q", "kv"), MaskContext("kv", "q")], ids=["rows", "columns"])
+def test_counts_equal_those_of_brute_force(name: str, context: MaskContext) -> None:
     where = make_spec({"name": "x", "head_dim": 16, "mask": {"expr": TEXTS[name]}}).mask.expression()
     seen = MASKS[name](*np.ogrid[:N, :N]).reshape(SAMPLED_ROWS, LISTED, -1, LISTED)
     some, every = seen.any((1, 3)).sum(), seen.all((1, 3)).sum()
-    found = counted(where, scene, N)
+    found = counted(where, context, N)
     assert samples(where) and (found.all, found.listed, found.listed_partial) == (SAMPLED_ROWS**2, some, some - every)
     assert found.listed <= found.bounded <= found.all and found.listed_partial <= found.bounded_partial
     if name != "columns":  # bounds are not solved for its remainders
@@ -53,4 +53,4 @@ def test_listing_blocks_is_worthwhile_where_bounds_are_loose() -> None:
 
 def test_an_empty_mask_leaves_nothing() -> None:
     where = make_spec({"name": "x", "head_dim": 16, "mask": {"expr": "kv_idx > q_idx + 100000"}}).mask.expression()
-    assert counted(where, Scene("q", "kv"), N) == Counted(SAMPLED_ROWS**2, 0, 0, 0, 0)
+    assert counted(where, MaskContext("q", "kv"), N) == Counted(SAMPLED_ROWS**2, 0, 0, 0, 0)

@@ -17,7 +17,7 @@ from attngen.ir.expr_text import parse
 from attngen.masks.causal import Causal
 from attngen.masks.key_padding import KeyPadding
 from attngen.masks.sliding_window import SlidingWindow
-from attngen.tiles.intervals import Scene
+from attngen.tiles.intervals import MaskContext
 from attngen.tiles.ranges import classify
 from attngen.tiles.tiles import evaluate
 from attngen.transforms.simplify import simplify_condition
@@ -151,7 +151,7 @@ class Problem:
         starts = range(0, self.n[self.program], self.block[self.program])
         facts = tuple(fact for p in self.parts for fact in p.facts)
         opaque = frozenset(str(fact.literal) for fact in facts)
-        exprs = classify(self.where, Scene(self.program, self.loop, others=opaque, facts=facts))
+        exprs = classify(self.where, MaskContext(self.program, self.loop, others=opaque, facts=facts))
         return np.array(
             [[evaluate(e, {**self.values, f"{self.program}_start": x}) for x in starts] for e in exprs], dtype=int
         )

@@ -141,7 +141,7 @@ def test_schedules_that_differ_from_the_models_choice_or_spill_are_rejected(smal
     problem.right["fwd"] = (problem.right["fwd"][0] * 1.5,)
     assert bench.measure(cell, [config], 1) == ["its results differ by 3.3e-01 from those of the model's choice"]
     problem.right["fwd"] = (torch.full_like(problem.right["fwd"][0], float("nan")),)
-    assert bench.measure(cell, [config], 1)[0].startswith("its results are nan away")
+    assert bench.measure(cell, [config], 1)[0].startswith("its results differ by nan")
     monkeypatch.setattr(measure.Launch, "spilled_bytes", 8)
     assert bench.measure(cell, [config], 1) == ["spills 8 bytes"]
 
@@ -184,7 +184,7 @@ class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 driver.set_active(Driver())
-from attngen.ir.kernel import Config
+from attngen.ir.module import Config
 from attngen.tune.measure import Bench
 from attngen.tune.tuner import Cell
 folder, path = map(Path, sys.argv[1:3])

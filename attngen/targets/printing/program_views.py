@@ -66,7 +66,7 @@ class ProgramContext(MemoryContext):
             lines += [f"swizzle_heads = {self.scalar(own.heads)}"] if own.swizzle_rows else []
             lines += [
                 f"first_head = pid // ({many} * {tiles}) * {many}",
-                f"heads_in_group = tl.minimum({many}, tl.num_programs(0) // {tiles} - first_head)  # which alternate",
+                f"heads_in_group = tl.minimum({many}, tl.num_programs(0) // {tiles} - first_head)  # of the swizzle",
                 f"in_group = pid - first_head * {tiles}",
                 "flat_head = first_head + in_group % heads_in_group",
             ]

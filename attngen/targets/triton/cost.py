@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from attngen.devices import CLASSES, DeviceClass
-from attngen.heuristics import MANY_ROWS, REACH, WIDEST_SUM
+from attngen.heuristics import MANY_ROWS, REACH, WIDEST_ACC
 from attngen.ir.dims import unpadded
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Config, Module
@@ -186,7 +186,7 @@ def _is_crammed(module: Module, kernel: Kernel, config: Config, device: DeviceCl
     Smaller instructions have their operands in registers, which have no room for them next to the accumulator.
     """
     on_units = mode(module, config.elem_bytes) != "ieee"
-    return device.reads_shared and on_units and config.columns > WIDEST_SUM and not from_shared(module, kernel, config)
+    return device.reads_shared and on_units and config.columns > WIDEST_ACC and not from_shared(module, kernel, config)
 
 
 @cache

@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 import sympy
 
 from attngen.devices import CLASSES, DeviceClass
-from attngen.heuristics import COMBINED_EACH
+from attngen.heuristics import COMBINE_COLUMNS_PER_THREAD
 from attngen.ir.core import Op
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import Expr, cdiv, symbol
@@ -167,7 +167,11 @@ def _combine_bytes(module: Module, config: Config) -> Expr:
     if config.num_warps > 1:
         return sympy.Integer(4 * config.num_warps)
     width = tile_width(module.head_dim_v)
-    return width * ELEM if 2 * width < COMBINED_EACH * CLASSES[config.device].threads_per_warp else sympy.Integer(0)
+    return (
+        width * ELEM
+        if 2 * width < COMBINE_COLUMNS_PER_THREAD * CLASSES[config.device].threads_per_warp
+        else sympy.Integer(0)
+    )
 
 
 def _made_bytes(kernel: Kernel) -> Expr:

@@ -4,7 +4,7 @@ its masks and modifiers do per score."""
 from __future__ import annotations
 
 from attngen.devices import CLASSES
-from attngen.heuristics import WIDEST_SUM
+from attngen.heuristics import WIDEST_ACC
 from attngen.ir.core import Op
 from attngen.ir.dims import AXIS_DIM
 from attngen.ir.expr import cos, erf, log2, sin
@@ -26,8 +26,8 @@ LONG_FUNCTIONS, LONG_FUNCTION_OPS = (log2, erf, sin, cos), 20
 def infeasible_in_any_family(module: Module, kernel: Kernel) -> str:
     """Return why a kernel of any family cannot be warp-specialized, as the end of a sentence; empty text if nothing
     rules it out."""
-    if (wide := max(module.head_dim_qk, module.head_dim_v)) > WIDEST_SUM and not module.rope:
-        too_wide = f"an accumulator of more than {WIDEST_SUM} columns takes all registers of a consumer"
+    if (wide := max(module.head_dim_qk, module.head_dim_v)) > WIDEST_ACC and not module.rope:
+        too_wide = f"an accumulator of more than {WIDEST_ACC} columns takes all registers of a consumer"
         return f"its head_dim is {wide}, and {too_wide}"
     if kernel.of_entropy:
         return "it computes entropies of queries, or gradients from these (`outputs`)"

@@ -21,8 +21,9 @@ after:   %s_rope_flight = wgmma %q_rope %k_rope over(D_ROPE)
          %s_flight = wgmma %q %k over(D_V) acc(%s_rope_flight)
          %s = wgmma_wait %s_flight
 
-Where two programs share an SM, a consumer does not overlap its own products. Ops that do not need the second product,
-such as the sum of the weights, move before its tile is waited for, where their additions overlap with exponentials:
+Where two CTAs share an SM, the other CTA's products run during a consumer's softmax, so the loop is not
+software-pipelined. There, ops that do not need the second product, such as the sum of the weights, move before the wait
+for its tile, so that their additions overlap with the exponentials:
 
 before:  %v = consumer_wait %V_pipeline
          %acc_flight = wgmma %p_cast %v ...
@@ -64,14 +65,15 @@ class AsyncMMA(Pass):
 
 
 def _issue(kernel: Kernel, op: Op) -> Iterator[Op]:
+    """Replace a dot by its wgmma and, unless another dot continues it, a wgmma_wait."""
     if not isinstance(op, Dot):
         yield op
         return
     a, type_of_a = _operand(kernel, op), kernel.type_of(op.a)
     if a != op.a:
         yield Pack(a, op.a, replace(type_of_a, dtype="T"))
-    chain = [op]  # the products that this one is accumulated onto, and itself
-    while isinstance(before := kernel.op(chain[0].acc or op.name), Dot) and before is not op:
+    chain = [op]  # the products that this one continues, the earliest first, and itself
+    while chain[0].acc and isinstance(before := kernel.op(chain[0].acc), Dot):
         chain.insert(0, before)
     acc = _flight(chain[-2].name) if len(chain) > 1 else op.acc
     yield Wgmma(_flight(op.name), a, op.b, op.over, replace(op.type, space="flight"), acc)

@@ -16,8 +16,9 @@ after:   %l_init = init 0 : f32[BLOCK_Q, PARTIALS] @reg
          %p_sum = partial_reduce %soft.p over(BLOCK_KV) : f32[BLOCK_Q, PARTIALS] @reg
          %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q, PARTIALS] @reg
 
-A kernel is unchanged if its row sums do not start at 0, or are more than linear combinations of row sums: then the
-partial sums would not add up to the row sum.
+A kernel is unchanged if its row sums do not start at 0, or if an iteration updates them by anything but a linear
+combination of row sums without a constant term, such as alpha*l + p_sum: the partial sums would not add up to the row
+sum.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _find_sums(kernel: Kernel, pipelined: PipelinedLoop) -> set[str]:
 
 
 def _field(pipelined: PipelinedLoop, op: Op, body: str) -> str:
-    return pipelined.field(op.name, body) if isinstance(op, Arg) else ""
+    return pipelined.field_of(op.name, body) if isinstance(op, Arg) else ""
 
 
 def _is_linear(kernel: Kernel, op: Op, found: set[str]) -> bool:

@@ -1,35 +1,57 @@
-"""exchange-p: let the two warp groups that split a latent's columns share the weights P: @left computes those of even
-tiles and @right those of odd tiles, and they exchange them through shared memory.
+"""exchange-p: let the two warp groups that split the columns of O share the work of P: @left computes S and P of even
+tiles, @right those of odd tiles, and they exchange P through shared memory, as FlashMLA does.
 
-Before, both computed all scores and weights. For MLA decode.
+For MLA decode. Before, both warp groups computed S and P of all tiles.
 
-before:  warp_group @left ...                                    warp_group @right ...
-           %keys_full_left = loop kv ... body(@step_left)          %keys_full_right = loop kv ... body(@step_right)
+A tile of K has three pieces, each in a pipeline of its own: the left and the right half of the latent's columns, and
+the rotated columns (RoPE). Even and odd tiles have separate pipelines, of one stage each. V is the latent: V of @left
+is the left half of K, and V of @right the right half. The warp group that computes S of a tile waits for all three
+pieces. The other one waits only for its V, after it has received P.
+
+before:  warp_group @left ...
+           %keys_full_left = loop kv ... body(@step_left)
+         warp_group @right ...
+           %keys_full_right = loop kv ... body(@step_right)
+
 after:   warp_group @producer ...
            %copy_keys = pipelined_loop kv partial(...) full(...) step(@copy_even) odd(@copy_odd)
-         warp_group @left ...                                    warp_group @right ...
-           %keys_left = pipelined_loop kv ...                      %keys_right = pipelined_loop kv ...
-             step(@own) odd(@peer)                                   step(@single) pair(@both)
-           producer_store %L_left_pipeline %keys_left_l            producer_store %L_right_pipeline %keys_right_l
-           consumer_wait %L_right_pipeline                         consumer_wait %L_left_pipeline
-         block @own                                              block @both
-           wait for K of an even tile                              wait for K of an odd tile
-           S; release K; softmax                                   S; release K
-           store P, its row maxima and its rescaling               wait for P of the even tile, and its rescaling
-           O += P V; release V                                     O += P V of the even tile; release V
-         block @peer                                               softmax of the odd tile, starting from those maxima
-           wait for P of an odd tile, and its rescaling            store P, its row maxima and its rescaling
-           O += P V; release V                                     O += P V; release V
-                                                                 block @single
-                                                                   the same as @peer, of an even tile
 
-The running maximum passes from tile to tile with P, so no weights have to be rescaled. Each warp group's row sums
-are those of its own tiles, rescaled at every tile, and are added up at the end. An iteration of @right covers two
-tiles: software-pipeline-weights overlaps the softmax of the odd tile with the product of the even one.
+         warp_group @left ...
+           %keys_left = pipelined_loop kv ... step(@own) odd(@peer)
+           producer_store %L_left_pipeline %keys_left_l
+           consumer_wait %L_right_pipeline
+         block @own                         an even tile
+           wait for all of K; S; release the rotated columns
+           mask; zero the rows of both halves past the end; release the right half
+           softmax; store P, the row maxima m and the rescaling factors alpha
+           O = alpha O + P V; release V
+         block @peer                        an odd tile
+           wait for P, m and alpha of @right; wait for V
+           O = alpha O + P V; release P, V
 
-Tiles of K have a pipeline for even tiles and one for odd tiles, each in three pieces with barriers of their own. The
-warp group that computes a tile's scores zeros the rows past the end, because rows of a cache that were never written
-may hold anything.
+         warp_group @right ...
+           %keys_right = pipelined_loop kv ... step(@single) pair(@both)
+           producer_store %L_right_pipeline %keys_right_l
+           consumer_wait %L_left_pipeline
+         block @both                        an even tile and the odd tile after it
+           wait for all of K of the odd tile; S; release the rotated columns
+           wait for P, m and alpha of @left, and for V, of the even tile
+           O = alpha O + P V of the even tile; release P, V
+           mask; zero the rows of both halves past the end; release the left half of the odd tile
+           softmax of the odd tile, whose running maximum starts at that m; store P, m and alpha
+           O = alpha O + P V of the odd tile; release V
+         block @single                      a last even tile without an odd one
+           as @peer, without m
+
+The running maximum passes from tile to tile with P, in the order of tiles, so both warp groups scale P and O alike.
+Each adds up the row sums of its own tiles, rescales them by the alpha of every tile, and adds those of the other at the
+end.
+
+An iteration of @right covers two tiles, so that software-pipeline-weights can overlap the softmax of the odd tile with
+P V of the even one. An iteration of @left covers one tile, and waits for its product.
+
+Rows past the end are zeroed, because rows of a cache that were never written may hold anything. The warp group that
+computes S does it for both halves, before it passes P on.
 """
 
 from __future__ import annotations
@@ -65,7 +87,7 @@ from attngen.targets.hopper.configs.families import with_mla_decode
 from attngen.targets.hopper.configs.mla_decode import OTHER
 from attngen.transforms.base import Pass
 
-PARITY = {"left": "even", "right": "odd"}  # warp group -> the tiles whose weights it computes
+PARITY = {"left": "even", "right": "odd"}  # warp group -> the tiles whose S and P it computes
 ONE = sympy.Integer(1)
 ROW = Type("f32", ("BLOCK_Q",), "sram")
 
@@ -103,14 +125,14 @@ def _exchange(kernel: Kernel) -> Kernel:
         *(Pipeline(f"L_{name}_pipeline", ROW, ONE) for name in PARITY),
     )
     tiles = tuple(Pipeline(_pipeline(op, parity), op.type, ONE) for parity in copies for op in left.keys)
-    query_loads = (ProducerLoad(f"fill_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
+    query_loads = (ProducerLoad(f"load_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
     loop = replace(left.pipelined, name="copy_keys", carry=(), step="copy_even", odd="copy_odd")
     entry, producer = kernel.block("entry"), kernel.block("producer")
     blocks = (
         replace(entry, ops=(*entry.ops, *once, *tiles, *exchanged)),
         replace(
             producer,
-            ops=(*query_loads, loop, *(ProducerTail(f"drain_{pipeline.name}", pipeline.name) for pipeline in tiles)),
+            ops=(*query_loads, loop, *(ProducerTail(f"tail_{pipeline.name}", pipeline.name) for pipeline in tiles)),
         ),
         replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="peer"))),
         replace(kernel.block("right"), ops=tuple(right.warp_group(step="single", pair="both"))),
@@ -154,20 +176,35 @@ class _Side:
     def own(self, body: str) -> Iterator[Op]:
         """The body for a tile whose weights this warp group computes."""
         yield from self._named(
-            body, [*self._carried(), *self._scores(self.parity), *self._weights(), *self._sums(), *self._end()]
+            body,
+            [
+                *self._carried_args(),
+                *self._issue_scores(self.parity),
+                *self._softmax_after_zeroing(),
+                *self._row_sum_and_store_p(),
+                *self._accumulate_and_yield(),
+            ],
         )
 
     def peer(self, body: str) -> Iterator[Op]:
         """The body for a tile whose weights the other warp group computes."""
-        refs = self._after_peer()
+        refs = self._carried_after_peer()
         ends = [(field, refs.get(ref, ref)) for field, ref in self._yields({field: field for field in self.yielded})]
-        yield from self._named(body, [*self._carried(), *self._peer(self.keeps_m), Yield("yield", tuple(ends))])
+        yield from self._named(
+            body, [*self._carried_args(), *self._accumulate_peer(self.keeps_m), Yield("yield", tuple(ends))]
+        )
 
     def both(self, body: str) -> Iterator[Op]:
         """The body for two tiles: the weights of the first are the other warp group's."""
-        refs = self._after_peer()
-        rest = [op.with_operands(refs) for op in (*self._weights(), *self._sums(), *self._end())]
-        yield from self._named(body, [*self._carried(), *self._scores(self.parity), *self._peer(continues=True), *rest])
+        refs = self._carried_after_peer()
+        rest = [
+            op.with_operands(refs)
+            for op in (*self._softmax_after_zeroing(), *self._row_sum_and_store_p(), *self._accumulate_and_yield())
+        ]
+        yield from self._named(
+            body,
+            [*self._carried_args(), *self._issue_scores(self.parity), *self._accumulate_peer(continues=True), *rest],
+        )
 
     def copies(self, name: str, parity: str) -> Iterator[Op]:
         """The producer's loads of a tile.
@@ -182,7 +219,7 @@ class _Side:
             yield Gather(page, replace(op.src, index=index), op.uses, Type("i32", (), "reg"), op.where.xreplace(of_row))
         sides = {f"{name}_v": 1, OTHER[f"{name}_v"]: 2}
         for tile in sorted(self.keys, key=lambda tile: max(sides.get(str(e), 0) for e in tile.src.index)):
-            yield ProducerLoad(f"fill_{_pipeline(tile, parity)}", _pipeline(tile, parity), tile.src, page)
+            yield ProducerLoad(f"load_{_pipeline(tile, parity)}", _pipeline(tile, parity), tile.src, page)
         yield Yield(f"yield_{parity}", ())
 
     def warp_group(self, step: str, odd: str = "", pair: str = "") -> Iterator[Op]:
@@ -192,7 +229,7 @@ class _Side:
         carry = tuple((self._field(field), ref) for field, ref in starts.items() if field != self.m or self.keeps_m)
         merged = replace(self.pipelined, carry=carry, step=step, odd=odd, pair=pair)
         results = {f"{last.name}.{field}": f"{merged.name}.{self._field(field)}" for field in starts}
-        rows = next(f"{last.name}.{field}" for field in starts if self._is_of_rows(field))
+        rows = next(f"{last.name}.{field}" for field in starts if self._is_row_sum(field))
         total, (other,) = f"l_all_{self.name}", (name for name in PARITY if name != self.name)
         dropped = {ref for field, ref in starts.items() if field == self.m and not self.keeps_m}
         queries = {dot.a for dot in self.scores}
@@ -201,10 +238,10 @@ class _Side:
                 yield ConsumerWait(op.name, _pipeline(op), op.type)
             elif op is self.loops[0]:
                 yield merged
-                yield ProducerStore(f"share_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
+                yield ProducerStore(f"store_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
                 yield ConsumerWait(f"l_taken_{self.name}", f"L_{other}_pipeline", ROW)
                 yield LocalLoad(f"l_other_{self.name}", f"l_taken_{self.name}", replace(ROW, space="reg"))
-                yield ConsumerRelease(f"give_l_{self.name}", f"l_taken_{self.name}")
+                yield ConsumerRelease(f"release_l_{self.name}", f"l_taken_{self.name}")
                 uses = (("l_own", results[rows]), ("l_other", f"l_other_{self.name}"))
                 yield Map(total, symbol("l_own") + symbol("l_other"), uses, replace(ROW, space="reg"))
             elif op not in self.loops and op.name not in dropped:
@@ -212,10 +249,10 @@ class _Side:
 
     # ------------------------------------------------------------------ parts of bodies, with names as before the pass
 
-    def _carried(self) -> list[Op]:
+    def _carried_args(self) -> list[Op]:
         return [op for op in self.args if op.name != self.m or self.keeps_m]
 
-    def _scores(self, parity: str) -> Iterator[Op]:
+    def _issue_scores(self, parity: str) -> Iterator[Op]:
         """Issue each product of scores when its piece of the tile arrives. Release the pieces that no other product
         reads."""
         tiles = {op.name: op for op in self.keys}
@@ -225,7 +262,7 @@ class _Side:
             yield Rematerialize(remat, dot.a, self.kernel.type_of(dot.a))
             yield replace(dot, a=remat)
         yield from (
-            ConsumerRelease(f"give_{name}", name)
+            ConsumerRelease(f"release_{name}", name)
             for name in self._read_once()
             if not self.kernel.zeroes_past_end(tiles[name]) and name not in self._halves()
         )
@@ -238,37 +275,39 @@ class _Side:
     def _read_once(self) -> list[str]:
         return [dot.b for dot in self.scores if dot.b != self.product.b]
 
-    def _weights(self) -> Iterator[Op]:
-        """Masks, modifiers and softmax. Rows past the end are zeroed before the other warp group reads the tile."""
+    def _softmax_after_zeroing(self) -> Iterator[Op]:
+        """Masks, modifiers and softmax. Before the softmax, zero the rows of V past the end, because the other warp
+        group reads its half after it has received P; and release that half."""
         before = [
             op
             for op in self.step
             if isinstance(op, (Map, Mask)) and self.soft.name in nx.descendants(self.kernel.graph, op.name)
         ]
         yield from before
-        yield from (ZeroOutOfBounds(f"clear_{name}", name) for name in self._halves())
-        yield from (ConsumerRelease(f"give_{name}", name) for name in self._halves() if name != self.product.b)
+        yield from (ZeroOutOfBounds(f"zero_{name}", name) for name in self._halves())
+        yield from (ConsumerRelease(f"release_{name}", name) for name in self._halves() if name != self.product.b)
         yield self.soft
         yield Pack("weights", self.product.a, Type("T", ("BLOCK_Q", "BLOCK_KV"), "reg"))
 
-    def _sums(self) -> Iterator[Op]:
-        """Update the row sums; then store the weights for the other warp group."""
+    def _row_sum_and_store_p(self) -> Iterator[Op]:
+        """Update the row sums; then store P, with m and alpha, for the other warp group."""
         yield from (op for op in self.step if isinstance(op, Reduce))
-        yield from self._of(self._rows())
+        yield from self._ops_named(self._row_sum())
         soft = self.soft.name
         yield ProducerStore(
-            "share_p", "P_pipeline", "weights", (("M_pipeline", f"{soft}.m"), ("ALPHA_pipeline", f"{soft}.alpha"))
+            "store_p", "P_pipeline", "weights", (("M_pipeline", f"{soft}.m"), ("ALPHA_pipeline", f"{soft}.alpha"))
         )
 
-    def _end(self) -> Iterator[Op]:
-        """The product of the weights and V."""
-        yield from self._of(str(self.product.acc))
+    def _accumulate_and_yield(self) -> Iterator[Op]:
+        """Rescale O, add P V, release V, and yield."""
+        yield from self._ops_named(str(self.product.acc))
         yield replace(self.product, a="weights")
-        yield ConsumerRelease(f"give_{self.product.b}", self.product.b)
+        yield ConsumerRelease(f"release_{self.product.b}", self.product.b)
         yield Yield("yield", tuple(self._yields(self.yielded)))
 
-    def _peer(self, continues: bool) -> Iterator[Op]:
-        """The product of weights that the other warp group has computed.
+    def _accumulate_peer(self, continues: bool) -> Iterator[Op]:
+        """Add P V with the P that the other warp group has computed: read its alpha, rescale the row sums and O, and
+        multiply.
 
         continues: also read its row maxima, from which this warp group's next softmax starts.
         """
@@ -279,7 +318,7 @@ class _Side:
             yield ReadMetadata("m_peer", "M_pipeline", "p_peer", row)
         yield ReadMetadata("alpha_peer", "ALPHA_pipeline", "p_peer", row)
         sums = [op.name for op in self.step if isinstance(op, Reduce)]
-        for op in (*self._of(self._rows()), *self._of(str(product.acc))):
+        for op in (*self._ops_named(self._row_sum()), *self._ops_named(str(product.acc))):
             assert isinstance(op, Map)
             added = {symbol(name): sympy.Integer(0) for name, ref in op.uses if ref in sums}
             uses = tuple(
@@ -294,20 +333,20 @@ class _Side:
         yield ConsumerRelease("release_p_peer", "p_peer")
         yield ConsumerRelease("release_v_peer", "v_peer")
 
-    def _after_peer(self) -> dict[str, str]:
-        """Carried value -> the value after a tile whose weights the other warp group has computed."""
+    def _carried_after_peer(self) -> dict[str, str]:
+        """Carried value -> the value after a tile whose P the other warp group has computed."""
         of_sums = next(field for field, ref in self.yielded.items() if ref == self.product.name)
-        of_rows = next(field for field, ref in self.yielded.items() if ref == self._rows())
-        return {self.m: "m_peer", of_rows: self._peer_of(self._rows()), of_sums: self._peer_of(self.product.name)}
+        of_rows = next(field for field, ref in self.yielded.items() if ref == self._row_sum())
+        return {self.m: "m_peer", of_rows: self._peer_of(self._row_sum()), of_sums: self._peer_of(self.product.name)}
 
-    def _rows(self) -> str:
+    def _row_sum(self) -> str:
         """The row sums that an iteration yields."""
-        return next(ref for field, ref in self.yielded.items() if self._is_of_rows(field))
+        return next(ref for field, ref in self.yielded.items() if self._is_row_sum(field))
 
-    def _is_of_rows(self, field: str) -> bool:
+    def _is_row_sum(self, field: str) -> bool:
         return field != self.m and self.yielded[field] != self.product.name
 
-    def _of(self, ref: str) -> list[Op]:
+    def _ops_named(self, ref: str) -> list[Op]:
         return [op for op in self.step if op.name == ref]
 
     def _yields(self, values: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""hoist-bias: split a bias that is linear in the distance (ALiBi) into a number per column and a number per row, which
-the softmax adds (`shift`).
+"""hoist-bias: split a bias that is linear in the distance (ALiBi) into a term per column, the same in all tiles, and a
+term per row and tile, which the softmax adds (`shift`).
 
 A distance is an integer that changes by one from key to key. Computed per score, it takes a conversion per column of a
 tile and three operations per score; split, it takes one operation per column and one per score.
@@ -14,9 +14,12 @@ after:   %score_step = map expr(-score_scale2) uses(score_scale2=%score_scale2) 
          %masked = mask %score where(kv_idx <= Nk - Nq + q_idx)
          %soft = softmax_step %masked m(%m) shift(%score_row)
 
-Positions count from the tile's first key. Keys whose weights matter are near, so both numbers are small there, and so
-are their rounding errors. An absolute value is dropped if the mask shows only pairs for which its argument has one
-sign.
+Here score_scale2 is -log2(e) times the head's slope. The step is computed before the loop, and so are the terms per
+column where registers hold them (`kept` of scaled_iota); the term per row is computed for each tile.
+
+Both terms count keys from the tile's first one, kv_start. Weights matter mostly for keys near the query: in their tiles
+both terms are small, and so are their rounding errors. An absolute value is dropped if the mask shows only pairs for
+which its argument has one sign.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ def _find_distance(kernel: Kernel, score: Map, masks: list[Mask]) -> tuple[Expr,
         scalar = all(not kernel.type_of(ref).dims for name, ref in score.uses if symbol(name) in rest.free_symbols)
         if len(of_key) != 1 or not scalar or rest.has(QUERY):
             continue
-        distance = _as_sum(of_key[0], conditions)
+        distance = _as_linear(of_key[0], conditions)
         if (
             distance is not None
             and abs(sympy.expand(distance).coeff(KEY)) == 1
@@ -98,9 +101,9 @@ def _find_distance(kernel: Kernel, score: Map, masks: list[Mask]) -> tuple[Expr,
     return None
 
 
-def _as_sum(e: Any, conditions: list[Any]) -> Any:
-    """Return an expression as a sum of integers, or None if it is not one. An absolute value is dropped if its argument
-    has one sign wherever the mask's conditions hold."""
+def _as_linear(e: Any, conditions: list[Any]) -> Any:
+    """Return an expression if it is a linear combination of integers, q_idx among them, else None. An absolute value is
+    dropped if its argument has one sign wherever the mask's conditions hold."""
     if isinstance(e, sympy.Abs):
         inner = e.args[0]
         below = any(implies(part, inner <= 0, "q", "kv") for part in conditions)

@@ -26,13 +26,14 @@ after:   block @entry
 A tile that is loaded once, such as that of Q, has a pipeline of one stage per consumer, which holds that consumer's
 rows. It is filled once, so it is never released.
 
-Row vectors, such as the document ids of keys, are copied next to the tile of K, because consumers would wait longer for
-device memory:
+The producer also copies row vectors, such as the document ids of keys, next to the tile of K. So their latency from
+device memory is hidden, and consumers read them from shared memory:
 
 before:  %k = load %K[...] ; %ids = load %IDS[b, kv]
 after:   %k = consumer_wait %K_pipeline ; %ids = read_metadata %IDS_pipeline tile(%k)
 
-TMA fills buffers whose width is a power of two. Tiles of other widths, such as 192 columns, are stored in pieces:
+Buffers in shared memory have shapes of powers of two in Gluon. Tiles of other widths, such as 192 columns, lie in
+pieces:
 
          %K_pipeline = pipeline stages(num_stages) columns(64) : T[BLOCK_KV, D_QK] @sram
 """
@@ -74,7 +75,7 @@ class InsertPipelines(Pass):
 
 
 def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
-    """piece: columns of a piece of a tile of Q or K; 0 where such a tile is whole."""
+    """Move a kernel's loads to its producer; piece: columns of a piece of a tile of Q or K, 0 where it is whole."""
     blocks = {block.name: block for block in kernel.blocks}
     loads = [(name, op) for name, block in blocks.items() for op in block.ops if isinstance(op, Load) and op.via]
     once = [op for home, op in loads if home == "consumer"]
@@ -86,25 +87,22 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
             Pipeline(f"{op.src.tensor}_pipeline", op.type, stages, each, piece if "D_QK" in op.type.dims else 0)
         )
     loops = [op for op in blocks["consumer"].ops if isinstance(op, Loop)]
-    producer: list[Op] = [ProducerLoad(f"fill_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in once]
+    producer: list[Op] = [ProducerLoad(f"load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in once]
     producer += [replace(loop, name=f"copy_{loop.name}", carry=(), body="copy", tiles=()) for loop in loops]
     streamed = [op for home, op in loads if home != "consumer"]
-    producer += [ProducerTail(f"drain_{op.name}", f"{op.src.tensor}_pipeline") for op in streamed]
-    keys = streamed[0]
+    producer += [ProducerTail(f"tail_{op.name}", f"{op.src.tensor}_pipeline") for op in streamed]
+    first_tile = streamed[0]  # the tile that an iteration loads first: K, or Q in the backward. Metadata comes with it.
     row_vectors = [op for op in kernel.ops() if isinstance(op, Load) and is_row_vector(kernel, op)]
     sources: dict[str, Load] = {}
     for op in row_vectors:  # a mask and a score modifier may read one tensor
         sources.setdefault(op.src.tensor, op)
     for op in sources.values():
-        numbers = replace(op.type, space="sram")
-        pipelines.append(
-            Pipeline(
-                f"{op.src.tensor}_pipeline", numbers, symbol("num_stages"), metadata_of=f"{keys.src.tensor}_pipeline"
-            )
-        )
+        vector = replace(op.type, space="sram")
+        tiles = f"{first_tile.src.tensor}_pipeline"
+        pipelines.append(Pipeline(f"{op.src.tensor}_pipeline", vector, symbol("num_stages"), metadata_of=tiles))
     copied = (*sources.values(), *streamed)
-    instances = (
-        *(ProducerLoad(f"fill_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in copied),
+    copy_ops = (
+        *(ProducerLoad(f"load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in copied),
         Yield("yield_copy", ()),
     )
     made = {
@@ -115,14 +113,14 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
         op.name: ConsumerWait(op.name, f"{op.src.tensor}_pipeline", op.type) for _, op in loads
     }
     replacements |= {
-        op.name: ReadMetadata(op.name, f"{op.src.tensor}_pipeline", keys.name, op.type) for op in row_vectors
+        op.name: ReadMetadata(op.name, f"{op.src.tensor}_pipeline", first_tile.name, op.type) for op in row_vectors
     }
     for block in kernel.blocks:
         if block.name not in made:
             made[block.name] = replace(
                 block, ops=tuple(_with_waits(block.ops, replacements, {op.name for op in streamed}))
             )
-    return replace(kernel, blocks=(*made.values(), Block("copy", instances, about="the tiles of one iteration")))
+    return replace(kernel, blocks=(*made.values(), Block("copy", copy_ops, about="the tiles of one iteration")))
 
 
 def _has_one_stage(kernel: Kernel, tile: Load) -> bool:
@@ -142,7 +140,7 @@ def _with_waits(ops: tuple[Op, ...], replacements: dict[str, Op], streamed: set[
     then. The tile of a product onto which another one is accumulated is kept until the end of the latter, because one
     wait is for both.
     """
-    changed = list(_as_needed([replacements.get(op.name, op) for op in ops]))
+    changed = list(_with_late_reads([replacements.get(op.name, op) for op in ops]))
     tiles = {name: name for name in streamed} | {op.name: op.tile for op in changed if isinstance(op, ReadMetadata)}
     added = {op.acc: op.name for op in changed if isinstance(op, Dot)}
     last: dict[str, str] = {}
@@ -153,30 +151,31 @@ def _with_waits(ops: tuple[Op, ...], replacements: dict[str, Op], streamed: set[
         last |= {tiles[name]: reader for name in op.operands() if name in tiles and not isinstance(op, ReadMetadata)}
     for op in changed:
         yield op
-        yield from (ConsumerRelease(f"give_{name}", name) for name, reader in last.items() if reader == op.name)
+        yield from (ConsumerRelease(f"release_{name}", name) for name, reader in last.items() if reader == op.name)
 
 
-def _as_needed(ops: list[Op]) -> Iterable[Op]:
-    """Move each read of a row vector to where it is first needed. Ops that need a row vector before the wait for its
-    tile move, too."""
-    waiting: dict[str, tuple[Op, set[str]]] = {}  # delayed op -> the op, and the tiles whose row vectors it needs
-    available: set[str] = set()  # tiles that have been waited for
+def _with_late_reads(ops: list[Op]) -> Iterable[Op]:
+    """Defer each read of a row vector to just before the first op that needs it. If that op comes before the
+    consumer_wait of the vector's tile, defer it, too: until an op needs it that comes after this wait."""
+    deferred: dict[str, tuple[Op, set[str]]] = {}  # name of a deferred op -> the op, the tiles whose vectors it needs
+    available: set[str] = set()  # tiles whose consumer_wait has been emitted
 
-    def due(name: str) -> Iterable[Op]:
-        if name in waiting:
-            op, _ = waiting.pop(name)
-            yield from (x for operand in op.operands() for x in due(operand))
+    def emit_deferred(name: str) -> Iterable[Op]:
+        """Emit a deferred op, after the deferred ops that it needs; nothing for any other op."""
+        if name in deferred:
+            op, _ = deferred.pop(name)
+            yield from (x for operand in op.operands() for x in emit_deferred(operand))
             yield op
 
     for op in ops:
         tiles = (
             {op.tile}
             if isinstance(op, ReadMetadata)
-            else set().union(*(waiting[name][1] for name in op.operands() if name in waiting))
+            else set().union(*(deferred[name][1] for name in op.operands() if name in deferred))
         )
         if isinstance(op, ReadMetadata) or tiles - available:
-            waiting[op.name] = op, tiles
+            deferred[op.name] = op, tiles
             continue
-        yield from (x for operand in op.operands() for x in due(operand))
+        yield from (x for operand in op.operands() for x in emit_deferred(operand))
         yield op
         available |= {op.name} if isinstance(op, ConsumerWait) else set()

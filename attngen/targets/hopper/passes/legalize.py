@@ -1,5 +1,5 @@
 """legalize-gluon: make explicit what Gluon needs: conversions between register layouts, values pinned before or after a
-wait, outputs stored by TMA, and one base pointer per tensor and head.
+wait, outputs stored by TMA, and one pointer per tensor and head.
 
 before:  %acc_flight = wgmma %p %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V] @flight
          %acc_next = wgmma_wait %acc_flight keep_alive(%p) : f32[BLOCK_Q, D_V] @reg
@@ -18,16 +18,20 @@ after:   %p_operand = convert_layout %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
   registers.
 - What is computed from a tile in shared memory, such as delta from dO, is computed from a copy in registers
   (`local_load`).
-- ptxas may move arithmetic past a wait that does not name it, so that it would not overlap with the product. Row sums
-  are therefore pinned before the wait (`pin_before_wait`).
-- LLVM may move arithmetic up past a wait. The base of the weights after the wait is therefore hidden from it until
-  then (`pin_after_wait`).
+- ptxas may sink exponentials and row sums below a wgmma wait, because the wait does not read them. They would then not
+  overlap with the product. So row sums are pinned before the wait (`pin_before_wait`): what they are computed from
+  stays there, too.
+- LLVM may hoist exponentials above a wgmma wait for the same reason. So the softmax offset (`base`) that the
+  exponentials after the wait subtract is made opaque there (`pin_after_wait`).
 - TMA stores outputs from shared memory that is no longer needed: the stage of Q, or of V in the backward. They have a
-  pipeline of their own where widths differ, Q is stored in pieces, or the kernel is persistent. If there is room for
-  only half a tile, T[BLOCK_Q, 64], its halves are stored one after the other. A stage is released when TMA has read
-  what is stored from it.
-- Outputs that two programs accumulate (`ordered_accumulate`) are ordered by a semaphore: a consumer acquires it after
-  the previous program, stores all, waits for the stores, and releases it.
+  staging buffer of their own, declared as a pipeline of one stage, where widths differ, Q is stored in pieces, or the
+  kernel is persistent. If there is room for only half a tile, T[BLOCK_Q, 64], its halves are stored one after the
+  other. `tma_store_wait` waits until TMA has read the stage (cp.async.bulk.wait_group.read), and then the stage is
+  released.
+- Outputs that two programs accumulate (`ordered_accumulate`) are ordered by a semaphore. A consumer acquires it after
+  the previous program, stores all tiles by TMA, waits until TMA has read them (`tma_store_wait`), and releases the
+  semaphore. `semaphore_release` itself waits until the stores are complete in device memory (cp.async.bulk.wait_group),
+  before it increments.
 - The address of a head is computed once, in 64 bits.
 """
 
@@ -80,12 +84,15 @@ class LegalizeGluon(Pass):
         converted = (_convert_layouts(kernel) for kernel in pinned)
         return replace(
             module,
-            warp_specialized=tuple(_with_bases(k if is_mla_decode(k) else _store_by_tma(k, module)) for k in converted),
+            warp_specialized=tuple(
+                _with_head_pointers(k if is_mla_decode(k) else _store_by_tma(k, module)) for k in converted
+            ),
         )
 
 
 def _convert_layouts(kernel: Kernel) -> Kernel:
-    """Convert layouts where other threads need a value than those that have it."""
+    """Insert a convert_layout where the layout of a value differs from the one that its user needs, and a local_load
+    where a map reads a tile in shared memory."""
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if isinstance(op, Wgmma) and kernel.type_of(op.a).space == "reg":
@@ -120,30 +127,31 @@ def _convert_layouts(kernel: Kernel) -> Kernel:
 
 
 def _pin(kernel: Kernel) -> Kernel:
-    """Pin row sums before the wait for another product that follows them, and the base of later weights after it.
+    """Pin row sums before the wait for P V that follows them, and the softmax offset of later exponentials after it.
 
-    Kernels of forward mode are excluded: the row sums of tangents may be negative.
+    JVP kernels (forward-mode differentiation) are not changed, because the row sums of tangents may be negative, which
+    pin_before_wait does not allow.
     """
     blocks = []
     for block in kernel.blocks:
         ops: list[Op] = []
-        renamed: dict[str, str] = {}
-        sums = ""  # the last sum over keys that may be moved past a wait
-        before_wait: set[str] = set()  # ops before that wait
+        renamed: dict[str, str] = {}  # value -> the pinned value
+        row_sum = ""  # the latest row sum that is not pinned yet
+        before_wait: set[str] = set()  # ops before the latest wait for P V
         for op in block.ops:
             if isinstance(op, SoftmaxWeights) and op.base.split(".")[0] in before_wait:
                 renamed[op.base] = f"{op.base.replace('.', '_')}_deferred"
                 ops.append(PinAfterWait(renamed[op.base], op.base, kernel.type_of(op.base)))
             if isinstance(op, WgmmaWait) and op.keep_alive:
                 before_wait = {o.name for o in ops}
-            if isinstance(op, WgmmaWait) and (op.keep_alive or _is_of_exchanged_p(kernel, op)) and sums:
-                renamed[sums] = f"{sums}_held"
-                ops.append(PinBeforeWait(renamed[sums], sums, kernel.type_of(sums)))
-                sums = ""
-            sums = (
+            if isinstance(op, WgmmaWait) and (op.keep_alive or _is_of_exchanged_p(kernel, op)) and row_sum:
+                renamed[row_sum] = f"{row_sum}_held"
+                ops.append(PinBeforeWait(renamed[row_sum], row_sum, kernel.type_of(row_sum)))
+                row_sum = ""
+            row_sum = (
                 op.name
                 if isinstance(op, Map) and any(isinstance(kernel.op(r), (PartialReduce, Reduce)) for _, r in op.uses)
-                else sums
+                else row_sum
             )
             ops.append(op.with_operands(renamed))
         blocks.append(replace(block, ops=tuple(ops)))
@@ -151,7 +159,7 @@ def _pin(kernel: Kernel) -> Kernel:
 
 
 def _is_of_exchanged_p(kernel: Kernel, op: WgmmaWait) -> bool:
-    """Whether a product is of weights that another warp group has computed."""
+    """Whether the wait is for a product whose operand P another warp group has computed."""
     issue = kernel.op(op.value)
     wait = kernel.wait_of(issue.a) if isinstance(issue, Wgmma) else None
     pipeline = kernel.op(wait.pipeline) if wait else None
@@ -163,8 +171,8 @@ def _operand(ref: str) -> str:
 
 
 def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
-    """Store outputs of two dimensions by TMA: through a stage that the kernel no longer needs, or through a pipeline of
-    their own."""
+    """Store outputs of two dimensions by TMA: through a stage that the kernel no longer needs, or through a staging
+    buffer of their own."""
     stores = [
         op
         for op in kernel.ops()
@@ -184,26 +192,31 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
         waited[op.value]: op.name for op in kernel.ops() if isinstance(op, ConsumerRelease) and op.value in waited
     }
     accumulations = [op for op in kernel.ops() if isinstance(op, OrderedAccumulate)]
-    ends = [op.semaphore for op in accumulations if op.ends and op.semaphore]  # the last one releases the semaphore
-    bases = [Base(f"{end.tensor}_pair", Access(end.tensor, end.index[:-1]), Type("ptr", (), "reg")) for end in ends]
-    semaphores = [Access(base.name, of.index[-1:]) for base, of in zip(bases, ends)]
+    # The semaphore, at most one, and a pointer to those of the head (here: of the pair of query heads of a program).
+    used = [op.semaphore for op in accumulations if op.ends and op.semaphore]
+    pointers = [Base(f"{of.tensor}_pair", Access(of.tensor, of.index[:-1]), Type("ptr", (), "reg")) for of in used]
+    semaphores = [Access(pointer.name, of.index[-1:]) for pointer, of in zip(pointers, used)]
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if not isinstance(op, Store) or op.name not in names:
             yield op
             return
         if isinstance(op, OrderedAccumulate) and op is accumulations[0] and op.order is not None:
-            yield from (SemaphoreAcquire("follow_pair", of, op.order) for of in semaphores)
+            yield from (SemaphoreAcquire("acquire_semaphore", of, op.order) for of in semaphores)
         yield TmaStore(
-            f"put_{op.value}", op.dst, op.value, names[op.name], op.order if isinstance(op, OrderedAccumulate) else None
+            f"tma_store_{op.value}",
+            op.dst,
+            op.value,
+            names[op.name],
+            op.order if isinstance(op, OrderedAccumulate) else None,
         )
 
     kernel = kernel.rewrite(change)
-    store_waits = [TmaStoreWait(f"flush_{pipeline}", pipeline) for pipeline in dict.fromkeys(names.values())]
-    store_ends = [SemaphoreRelease("raise_pair", of) for of in semaphores]
+    store_waits = [TmaStoreWait(f"tma_store_wait_{pipeline}", pipeline) for pipeline in dict.fromkeys(names.values())]
+    semaphore_releases = [SemaphoreRelease("release_semaphore", of) for of in semaphores]
     last = {
-        "entry": (*bases, *pipelines),
-        "consumer": (*(op for op in store_waits if op.staging not in released), *store_ends),
+        "entry": (*pointers, *pipelines),
+        "consumer": (*(op for op in store_waits if op.staging not in released), *semaphore_releases),
     }
     before = {released[op.staging]: op for op in store_waits if op.staging in released}
     kernel = kernel.rewrite(lambda _, op: [before[op.name], op] if op.name in before else [op])
@@ -238,13 +251,13 @@ def _stage_of(kernel: Kernel, module: Module, op: Store) -> Type:
     return replace(value, dims=(value.dims[0], str(min(found))) if narrow else value.dims, space="sram")
 
 
-def _with_bases(kernel: Kernel) -> Kernel:
+def _with_head_pointers(kernel: Kernel) -> Kernel:
     """Compute one pointer per tensor and head, in the warp group that accesses it: where it is first needed, or before
     the loops."""
     accesses = (op for op in kernel.ops() if isinstance(op, (Load, Store)) and not isinstance(op, OrderedAdd))
     found = [op for op in accesses if (op.dst if isinstance(op, Store) else op.src).axes()]
     made: dict[str, Base] = {}
-    homes: dict[str, str] = {}  # name of a base -> the block that computes it
+    homes: dict[str, str] = {}  # name of a pointer -> the block that computes it
     moved: dict[str, Op] = {}
     for op in found:
         access = op.dst if isinstance(op, Store) else op.src
@@ -260,7 +273,7 @@ def _with_bases(kernel: Kernel) -> Kernel:
             replace(op, dst=Access(name, rows)) if isinstance(op, Store) else replace(op, src=Access(name, rows))
         )
 
-    def insert_bases(block: Block) -> Block:
+    def insert_pointers(block: Block) -> Block:
         ops: list[Op] = [made[name] for name in made if block.name == homes[name] and name in elsewhere]
         for op in block.ops:
             access_op = moved.get(op.name, op)
@@ -278,4 +291,4 @@ def _with_bases(kernel: Kernel) -> Kernel:
         for name in op.operands()
         if name in made and kernel.graph.nodes[op.name]["block"] != homes[name]
     }
-    return replace(kernel, blocks=tuple(map(insert_bases, kernel.blocks)))
+    return replace(kernel, blocks=tuple(map(insert_pointers, kernel.blocks)))

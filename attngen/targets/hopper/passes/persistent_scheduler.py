@@ -1,7 +1,8 @@
 """persistent-scheduler: make the kernel persistent: each program fetches one work tile of the grid after another.
 
-The producer fetches the tiles, passes them to the other warp groups through %Work_pipeline, and runs ahead: it fills
-the pipelines for the next tile while consumers finish the previous one. This gains most where tiles are short.
+The producer fetches the number of each work tile from a counter in device memory, passes its coordinates to the other
+warp groups through %Work_pipeline, and runs ahead: it loads Q, K and V of the next work tile while consumers finish the
+previous one. This gains most where work tiles are short.
 
 before:  block @entry
            (arguments, pipelines)
@@ -35,14 +36,16 @@ after:   block @entry
            reload_tile %Work_pipeline
            store %O[b, h, q, d_v] ...
 
-The pipeline of Q gets a second stage where shared memory has room. Where pipelines leave no room for persistence, each
-tile keeps a program of its own.
+The pipeline of Q gets a second stage where shared memory has room. If shared memory or named barriers do not suffice
+for a stage of Q, a staging buffer of the outputs and %Work_pipeline, the kernel is unchanged: one program per work
+tile.
 
-In the fused backward the writer follows the work tiles, too. K and V are consumed once per tile, and their stages are
+In the fused backward the writer has a work loop, too. K and V are consumed once per work tile, and their stages are
 released by mbarriers, because there are too few named barriers. V is released at the end, because dK and dV leave
-through its stage. Programs with several heads are not persistent: they end half as often, and would gain 0 to 2%.
+through its stage. Kernels whose programs have two query heads are not persistent: a program takes twice as long, so
+starts and ends matter half as much, and persistence would gain 0 to 2%.
 
-In MLA decode a work tile has a range of KV splits of a sequence. Programs compute the number of splits on the device.
+In MLA decode the grid has an axis of KV splits, whose number the programs compute on the device.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ from attngen.targets.hopper.configs.work_tiles import WORK_STAGES
 from attngen.transforms.base import Pass
 
 WORK = "Work_pipeline"
-BODIES = {  # warp group -> the names of its `work_loop` and of its body, and what the body does
+BODIES = {  # warp group -> the name of its `work_loop`, the name of the loop's body, and a sentence about the body
     "producer": ("fetched", "produce", "load what consumers of this tile need"),
     "consumer": ("work", "consume", "what each instance does for its rows of this tile"),
     "left": ("work_left", "consume_left", "the left columns of outputs"),
@@ -103,10 +106,11 @@ class PersistentScheduler(Pass):
 def _make_persistent(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> Kernel:
     """Make a kernel persistent; change: applied to the pipelines that are consumed once per work tile."""
     entry = kernel.block("entry")
-    filled = {op.pipeline for op in kernel.ops() if isinstance(op, ProducerLoad)}
+    loaded = {op.pipeline for op in kernel.ops() if isinstance(op, ProducerLoad)}
+    # Warp group -> pipelines that it consumes once per work tile -> the tile.
     of_warp_groups = {
         warp_group.name: {
-            op.pipeline: op.name for op in warp_group.ops if isinstance(op, ConsumerWait) and op.pipeline in filled
+            op.pipeline: op.name for op in warp_group.ops if isinstance(op, ConsumerWait) and op.pipeline in loaded
         }
         for warp_group in kernel.warp_groups
         if warp_group.warp_group and warp_group.warp_group.rows
@@ -122,9 +126,9 @@ def _make_persistent(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> 
     work = Pipeline(WORK, Type("i32", (), "sram"), sympy.Integer(WORK_STAGES), mbarrier_release=by_mbarrier)
     tails = [op for warp_group in kernel.warp_groups for op in warp_group.ops if isinstance(op, ProducerTail)]
     at_end = [
-        *(ProducerTail(f"drain_{name}", pipeline) for pipeline, name in once.items()),
+        *(ProducerTail(f"tail_{name}", pipeline) for pipeline, name in once.items()),
         *tails,
-        ProducerTail("drain_work", WORK),
+        ProducerTail("tail_work", WORK),
     ]
     warp_groups, bodies = [], []
     for warp_group in kernel.warp_groups:
@@ -138,13 +142,13 @@ def _make_persistent(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> 
             replace(warp_group, ops=(WorkLoop(name, WORK, "tile", body, fetches), *(at_end if fetches else ())))
         )
         bodies.append(Block(body, ops, about=about))
-    known = Block(
+    tile = Block(
         "tile",
         tuple(op for op in entry.ops if not isinstance(op, (Arg, Pipeline))),
         about="scalars of a tile that all warp groups read",
     )
     others = [block for block in kernel.blocks if not block.warp_group and block is not entry]
-    return replace(kernel, blocks=(replace(entry, ops=(*kept, work)), *warp_groups, known, *bodies, *others))
+    return replace(kernel, blocks=(replace(entry, ops=(*kept, work)), *warp_groups, tile, *bodies, *others))
 
 
 def _with_releases(kernel: Kernel, warp_group: Block, once: dict[str, str]) -> Iterator[Op]:
@@ -159,6 +163,6 @@ def _with_releases(kernel: Kernel, warp_group: Block, once: dict[str, str]) -> I
     for op in warp_group.ops:
         yield op
         if op is last:
-            yield from (ConsumerRelease(f"give_{name}", name) for name in once.values() if name not in staging)
-            yield ReloadTile(f"recall_{warp_group.name}", WORK)
-    yield from (ConsumerRelease(f"give_{name}", name) for name in staging)
+            yield from (ConsumerRelease(f"release_{name}", name) for name in once.values() if name not in staging)
+            yield ReloadTile(f"reload_{warp_group.name}", WORK)
+    yield from (ConsumerRelease(f"release_{name}", name) for name in staging)

@@ -14,19 +14,20 @@ before:  warp_group @consumer instances(3) ...   after:  warp_group @consumer in
                                                            scheduler_barrier arrive
            %s = wgmma_wait %s_flight                       %s = wgmma_wait %s_flight
 
-A consumer holds the order from the first product that a body issues to the last. @first and @step hold it once per
-tile, and @skip passes it on without products, so all consumers hold it equally often. @last does not: after it no
-softmax runs that another consumer's products could cover. Which forwards are ordered: three consumers of narrow heads,
-whose softmax takes as long as the products, and two of some wider heads (`forward_schedule.ping_pong_consumers`).
+A consumer has the turn from the first product that a body issues to the last. @first and @step take the turn once per
+tile, and @skip takes it and passes it on without products, so all consumers take it equally often. @last takes no turn:
+after it no softmax runs that another consumer's products could cover. The pass changes forwards with three consumers of
+narrow heads, whose softmax takes as long as the products, and with two of some wider heads: see
+`forward_schedule.ping_pong_consumers`, which decides by measurements.
 
-Consumers of the backward hold the order twice per tile, so that one computes weights and dS while products of the other
+Consumers of the backward take the turn twice per tile, so that one computes weights and dS while products of the other
 run:
 
          wait for Q; scheduler_barrier sync; issue S; wait for dO; issue dP; scheduler_barrier arrive
          wait for S; weights; wait for dP; dS
          scheduler_barrier sync; issue dV; issue dK; issue dQ; scheduler_barrier arrive
 
-A dP that is issued later than S is outside the order.
+If dP is issued after the wait for S (see software-pipeline-gradients), it is issued without the turn.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ class PingPong(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        def is_faster(kernel: Kernel) -> bool:
+        def takes_turns(kernel: Kernel) -> bool:
             return all(ping_pong_consumers(module, config) for config in module.configs(kernel.name, kernel.backend))
 
-        module = with_forward(module, lambda kernel: _in_order(kernel) if is_faster(kernel) else kernel)
-        return with_separate_backward(with_fused_backward(module, _in_order), _in_order)
+        module = with_forward(module, lambda kernel: _with_turns(kernel) if takes_turns(kernel) else kernel)
+        return with_separate_backward(with_fused_backward(module, _with_turns), _with_turns)
 
 
-def _in_order(kernel: Kernel) -> Kernel:
-    loop = next(op for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry)  # that of the consumers
-    # In other kernels, the product of the accumulator is issued together with the scores of the next tile.
+def _with_turns(kernel: Kernel) -> Kernel:
+    loop = next(op for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry)  # the consumers' loop
+    # Two turns per tile in the backward: for products of scores, and for those that accumulate. One turn in the forward
+    # and in the kernel of dV, which is pipelined as the forward is: they issue both kinds of products together.
     twice = kernel.stands_for != FORWARD and not loop.first
     blocks = []
     for block in kernel.blocks:
@@ -70,9 +72,9 @@ def _in_order(kernel: Kernel) -> Kernel:
         if block.name in (loop.first, loop.step):
             ops = tuple(_with_barriers(block, twice))
         elif block.name == loop.skip:
-            ops = (SchedulerBarrier("turn_take_skip", "sync"), SchedulerBarrier("turn_pass_skip", "arrive"), *ops)
+            ops = (SchedulerBarrier("sync_skip", "sync"), SchedulerBarrier("arrive_skip", "arrive"), *ops)
         elif block.name == "consumer":
-            ops = (SchedulerBarrier("turn_start", "init"), *ops, SchedulerBarrier("turn_end", "tail"))
+            ops = (SchedulerBarrier("init_turns", "init"), *ops, SchedulerBarrier("tail_turns", "tail"))
         blocks.append(replace(block, ops=ops))
     return replace(kernel, blocks=tuple(blocks))
 
@@ -80,20 +82,19 @@ def _in_order(kernel: Kernel) -> Kernel:
 def _with_barriers(block: Block, twice: bool) -> Iterator[Op]:
     """Enclose the products that a body issues in `sync` and `arrive`.
 
-    twice: enclose separately the products that are issued before the first wait, and those from the first on that adds
-    to an accumulator.
+    twice: enclose separately the products of scores that are issued before the first wait, and all products from the
+    first one that accumulates.
     """
     products = [op for op in block.ops if isinstance(op, Wgmma)]
-    sums = next(i for i, op in enumerate(products) if op.acc) if twice else 0
+    accumulating = next(i for i, op in enumerate(products) if op.acc) if twice else 0
+    of_scores, others = products[:accumulating], products[accumulating:]
     before_wait = takewhile(lambda op: not isinstance(op, WgmmaWait), block.ops)
-    groups = [group for group in ([op for op in before_wait if op in products[:sums]], products[sums:]) if group]
+    groups = [group for group in ([op for op in before_wait if op in of_scores], others) if group]
     for op in block.ops:
         yield from (
-            SchedulerBarrier(f"turn_take_{n}_{block.name}", "sync") for n, group in enumerate(groups) if op is group[0]
+            SchedulerBarrier(f"sync_{n}_{block.name}", "sync") for n, group in enumerate(groups) if op is group[0]
         )
         yield op
         yield from (
-            SchedulerBarrier(f"turn_pass_{n}_{block.name}", "arrive")
-            for n, group in enumerate(groups)
-            if op is group[-1]
+            SchedulerBarrier(f"arrive_{n}_{block.name}", "arrive") for n, group in enumerate(groups) if op is group[-1]
         )

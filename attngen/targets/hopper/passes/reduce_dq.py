@@ -128,15 +128,15 @@ def _reduce(module: Module, kernel: Kernel) -> Kernel:
                 replace(part, space="flight"),
             )
             yield WgmmaWait(product.name, f"{product.name}_flight", part)
-            yield ConsumerRelease(f"give_{ds_all}", ds_all)
+            yield ConsumerRelease(f"release_{ds_all}", ds_all)
         elif op is add:
-            yield ProducerStore("share_dq", "dQ_pipeline", product.name)
+            yield ProducerStore("store_dq", "dQ_pipeline", product.name)
         elif op in order:
             return  # the writer gets them
         elif op in users:
             if op is users[0]:
                 yield Pack(cast, product.a, ds)
-                yield ProducerStore("share_ds", "dS_pipeline", cast)
+                yield ProducerStore("store_ds", "dS_pipeline", cast)
             yield op.with_operands({product.a: cast})
         else:
             yield op
@@ -160,8 +160,8 @@ def _writer_body(add: OrderedAdd, order: Sequence[Op], tile: Type) -> Block:
         *order,
         ConsumerWait("dq_tile", "dQ_pipeline", tile),
         replace(add, value="dq_tile"),
-        ConsumerRelease("give_dq_tile", "dq_tile"),
-        SemaphoreRelease("raise_turn", add.semaphore),
+        ConsumerRelease("release_dq_tile", "dq_tile"),
+        SemaphoreRelease("release_dq_semaphore", add.semaphore),
         Yield("yield_write", ()),
     )
     return Block("write", ops, about="add the consumers' tiles of dQ to device memory")

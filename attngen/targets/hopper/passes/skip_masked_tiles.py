@@ -1,8 +1,9 @@
-"""skip-masked-tiles: let each consumer skip tiles of keys that its own rows do not see.
+"""skip-masked-tiles: let each instance of the consumer skip tiles of keys that its own rows do not see.
 
 A program visits the tiles of keys that any of its rows sees. Under a causal mask, if a tile of keys is shorter than the
-program tile of queries, the last tiles may be hidden from its upper rows. Their consumer only waits for these tiles and
-releases them (@skip). It also masks fewer tiles: only those that are partial for its own rows (`instance_partial`).
+program tile of queries, the last tiles may be fully masked for its upper rows. The instance with these rows only waits
+for such tiles and releases them (@skip). It also masks fewer tiles: only those that are partial for its own rows
+(`instance_partial`).
 
 before:  warp_group @consumer instances(2) rows(64)
            %keys = pipelined_loop kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end)
@@ -13,12 +14,16 @@ before:  warp_group @consumer instances(2) rows(64)
 after:   warp_group @consumer instances(2) rows(64)
            %keys = pipelined_loop kv partial(kv_full_end .. kv_end) full(0 .. kv_full_end)
              first(@first) step(@step) last(@last) reversed(yes) skip(@skip)
-             instance_partial(... // BLOCK_KV .. cdiv(..., BLOCK_KV))
+             instance_partial((q_start + 1) // BLOCK_KV .. cdiv(q_start + BLOCK_Q, BLOCK_KV))
          warp_group @producer
            pipelined_loop kv partial(...) full(...) step(@copy) reversed(yes)
 
-Partial tiles come in reverse, so that the hidden ones come first, and the producer copies them in the same order. This
-also replaces the ascending order of tiles in forward mode.
+These bounds are those of a causal mask with Nq = Nk, without the clamping at the ends. They are the bounds of the loop,
+kv_full_end .. kv_end, with q_start and BLOCK_Q as the start and number of the instance's rows, not the program's.
+
+Partial tiles come in reverse, so that the skipped ones come first, and the producer loads them in the same order. In
+the JVP kernel (forward-mode differentiation), whose tiles otherwise run in rising order (`in_order`), this order
+replaces it.
 """
 
 from __future__ import annotations
@@ -94,7 +99,7 @@ def _skip(kernel: Kernel) -> Kernel:
 
 
 def as_pipelined_loop(loops: Sequence[Loop | PipelinedLoop]) -> PipelinedLoop:
-    """Merge the loops over both classes of tiles into one."""
+    """Merge the loops over partial and full tiles into one."""
     first = loops[0]
     if isinstance(first, PipelinedLoop):
         return replace(first, in_order=False)
@@ -110,4 +115,4 @@ def _skipped(ops: Sequence[Op]) -> Iterator[Op]:
     for op in ops:
         if isinstance(op, ConsumerWait):
             yield replace(op, name=f"{op.name}_in_skip")
-            yield ConsumerRelease(f"give_{op.name}_in_skip", f"{op.name}_in_skip")
+            yield ConsumerRelease(f"release_{op.name}_in_skip", f"{op.name}_in_skip")

@@ -9,9 +9,12 @@ before:  block @step                               after:  block @step
            wait for V; issue O += P V; wait for O            wait for S; softmax of S
                                                              wait for O; rescale O
 
+So S of a tile and P V of the previous tile are in flight together, and P V runs on during the softmax
+(FlashAttention-3, Algorithm 2).
+
 Ops that do not depend on S, such as generating dropout bits and loading biases, are placed between issue and wait.
-Partial tiles come first: @first masks its tile, so that where only one tile is partial, as under a causal mask, no loop
-body masks any.
+Partial tiles come first, and @first always masks its tile. If only one tile is partial, as under a causal mask with
+Nq = Nk and BLOCK_Q = BLOCK_KV, @step then has no tile to mask. (If BLOCK_Q > BLOCK_KV, see skip-masked-tiles.)
 
 In the separate kernel of dV, which has no softmax, the weights of a tile are computed while dV of the previous tile
 runs.
@@ -68,7 +71,7 @@ class _Parts:
     loaded: list[Op]  # the wait for the first product's tile, and its issue
     early: list[Op]  # ops that depend on no product
     middle: list[Op]  # the wait for the first product, and ops that depend on it
-    late: list[Op]  # ops that depend on the accumulator
+    rescaling: list[Op]  # ops that depend on the accumulator
     second: dict[type[Op], Op]  # consumer_wait, wgmma, wgmma_wait and consumer_release of the second product
     yielded: Yield
 
@@ -79,8 +82,8 @@ class _Parts:
         return found
 
     @property
-    def sums(self) -> str:
-        """The carried argument that the second product adds to."""
+    def acc(self) -> str:
+        """The carried accumulator, to which the second product adds."""
         return next(field for field, ref in self.yielded.values if ref == self.second[WgmmaWait].name)
 
     @property
@@ -109,6 +112,7 @@ def _overlap(kernel: Kernel) -> Kernel:
         tile_indices=indices if keys_pipeline else None,
     )
     results = {f"{loop.name}.{field}": f"{merged.name}.{field}" for loop in loops for field, _ in loop.carry}
+    # The producer's loops stay separate, but the one over partial tiles comes first: its ops take each other's places.
     copying = [op for op in kernel.block("producer").ops if isinstance(op, Loop)]
     reordered = {a.name: b for a, b in zip(copying, sorted(copying, key=lambda loop: loop.cls != "partial"))}
     bodies = {"first": _first(parts), step.name: _step(parts), "last": _last(parts)}
@@ -140,17 +144,20 @@ def _overlap(kernel: Kernel) -> Kernel:
             at = next(
                 i for i, op in enumerate(block.ops) if isinstance(op, ProducerLoad) and op.pipeline == keys_pipeline
             )
-            blocks.append(replace(block, ops=(*block.ops[:at], WriteTileIndex("tell_place", indices), *block.ops[at:])))
+            blocks.append(
+                replace(block, ops=(*block.ops[:at], WriteTileIndex("write_index", indices), *block.ops[at:]))
+            )
         else:
             blocks.append(replace(block, ops=tuple(reordered.get(op.name, op) for op in block.ops)))
     return replace(kernel, blocks=tuple(blocks))
 
 
 def _pipeline_with_indices(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[Op]) -> str:
-    """Return the name of K's pipeline if the indices of listed tiles are passed along with the tiles, else empty text.
+    """Return the name of K's pipeline if the producer passes the indices of listed tiles along with K, else empty text.
 
-    They are where only masks of partial tiles need them. The tile has to be released after these masks, which holds
-    where the last of them reads a row vector of the tile.
+    It does if the only ops that need a tile's position are masks of partial tiles, and nothing is loaded for a tile
+    except row vectors. K has to be released after the last of these masks, because an index is read only before that:
+    this holds if the mask also reads a row vector that comes with K.
     """
     reads = [op for op in ops if isinstance(op, ReadMetadata)]
     of_positions = [op for op in ops if any(mentions(e, PLACE) for e in op.expressions)]
@@ -165,10 +172,13 @@ def _pipeline_with_indices(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[
         kernel.op(reads[0].tile),
         [op for op in ops if isinstance(op, ConsumerRelease) and op.value == reads[0].tile],
     )
-    kept = [ops.index(op) for op in releases] > [max(map(ops.index, of_positions))]
+    is_kept = bool(releases) and ops.index(releases[0]) > max(map(ops.index, of_positions))
     return (
         wait.pipeline
-        if kept and isinstance(wait, ConsumerWait) and all(len(loop.ranges) == 1 for loop in loops) and len(loops) == 2
+        if is_kept
+        and isinstance(wait, ConsumerWait)
+        and all(len(loop.ranges) == 1 for loop in loops)
+        and len(loops) == 2
         else ""
     )
 
@@ -186,19 +196,19 @@ def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts:
     first = next(op for op in ops if isinstance(op, Wgmma) and not op.acc)
     s = next(op for op in ops if isinstance(op, WgmmaWait) and op.value == first.name)
     yielded = next(op for op in ops if isinstance(op, Yield))
-    sums = next(field for field, ref in yielded.values if ref == awaited.name)
+    acc = next(field for field, ref in yielded.values if ref == awaited.name)
     graph = kernel.graph
-    of_s, of_sums = nx.descendants(graph, s.name) | {s.name}, nx.descendants(graph, sums)
-    given = {op.name for op in ops if isinstance(op, ConsumerRelease) and op.value == first.b}
-    late = {op.name for op in ops if isinstance(op, ReadMetadata) and set(graph.successors(op.name)) <= of_s}
+    of_s, of_acc = nx.descendants(graph, s.name) | {s.name}, nx.descendants(graph, acc)
+    releases = {op.name for op in ops if isinstance(op, ConsumerRelease) and op.value == first.b}
+    reads = {op.name for op in ops if isinstance(op, ReadMetadata) and set(graph.successors(op.name)) <= of_s}
     rest = [op for op in ops if not isinstance(op, (Arg, Yield)) and op not in of_second.values()]
     loaded = [op for op in rest if op is first or op.name == first.b]
     return _Parts(
         {op.name: op for op in ops if isinstance(op, Arg)},
         loaded,
-        early=[op for op in rest if op not in loaded and op.name not in of_s | of_sums | given | late],
-        middle=[op for op in rest if op.name in of_s | given | late and op.name not in of_sums],
-        late=[op for op in rest if op.name in of_sums],
+        early=[op for op in rest if op not in loaded and op.name not in of_s | of_acc | releases | reads],
+        middle=[op for op in rest if op.name in of_s | releases | reads and op.name not in of_acc],
+        rescaling=[op for op in rest if op.name in of_acc],
         second=of_second,
         yielded=yielded,
     )
@@ -207,7 +217,7 @@ def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts:
 def _carried(parts: _Parts) -> tuple[tuple[str, str], ...]:
     """The values that an iteration yields: the accumulator without the product that is left to the next iteration, and
     that product's operand."""
-    values = [(field, str(parts.issue.acc) if field == parts.sums else ref) for field, ref in parts.yielded.values]
+    values = [(field, str(parts.issue.acc) if field == parts.acc else ref) for field, ref in parts.yielded.values]
     return (*values, ("weights", parts.weights))
 
 
@@ -217,18 +227,18 @@ def _step(parts: _Parts) -> Iterable[Op]:
     wait, issue, product_wait, release = (
         parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease)
     )
-    weights = {parts.weights: "weights", str(parts.issue.acc): parts.sums}
-    summed = {parts.sums: product_wait.name}
+    previous = {parts.weights: "weights", str(parts.issue.acc): parts.acc}  # the previous tile's weights, and its sum
+    added = {parts.acc: product_wait.name}
     args = [*parts.args.values(), _weights_arg(parts, "weights")]
-    late = [op.with_operands(summed) for op in parts.late]
-    second = [issue.with_operands(weights), product_wait.with_operands(weights)]
-    yield from (*args, *parts.loaded, wait, second[0], *parts.early, *parts.middle, second[1], release, *late)
-    yield replace(parts.yielded, values=_carried(parts)).with_operands(summed)
+    rescaling = [op.with_operands(added) for op in parts.rescaling]
+    second = [issue.with_operands(previous), product_wait.with_operands(previous)]
+    yield from (*args, *parts.loaded, wait, second[0], *parts.early, *parts.middle, second[1], release, *rescaling)
+    yield replace(parts.yielded, values=_carried(parts)).with_operands(added)
 
 
 def _first(parts: _Parts) -> Iterable[Op]:
     """The prologue: the first tile, without the second product."""
-    ops = [*parts.args.values(), *parts.loaded, *parts.early, *parts.middle, *parts.late]
+    ops = [*parts.args.values(), *parts.loaded, *parts.early, *parts.middle, *parts.rescaling]
     yield from _renamed([*ops, replace(parts.yielded, values=_carried(parts))], "first")
 
 
@@ -237,16 +247,16 @@ def _last(parts: _Parts) -> Iterable[Op]:
     wait, issue, product_wait, release = (
         parts.second[kind] for kind in (ConsumerWait, Wgmma, WgmmaWait, ConsumerRelease)
     )
-    weights = {parts.weights: "weights", str(parts.issue.acc): parts.sums}
+    previous = {parts.weights: "weights", str(parts.issue.acc): parts.acc}
     ops = [
         *parts.args.values(),
         _weights_arg(parts, "weights"),
         wait,
-        issue.with_operands(weights),
-        product_wait.with_operands(weights),
+        issue.with_operands(previous),
+        product_wait.with_operands(previous),
         release,
     ]
-    values = tuple((field, ref if field == parts.sums else field) for field, ref in parts.yielded.values)
+    values = tuple((field, ref if field == parts.acc else field) for field, ref in parts.yielded.values)
     yield from _renamed([*ops, replace(parts.yielded, values=values)], "last")
 
 

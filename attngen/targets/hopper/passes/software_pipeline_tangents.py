@@ -1,5 +1,5 @@
-"""software-pipeline-tangents: order the loop body of forward mode so that weights are computed while the products of
-tangents of scores run, and tangents of weights while the accumulators are updated.
+"""software-pipeline-tangents: order the loop body of the JVP kernel (forward-mode differentiation) so that weights are
+computed while the products of tangents of scores run, and tangents of weights while the accumulators are updated.
 
 A consumer then has a product in flight whenever it computes, and until the last product of an iteration is issued, only
 ops that need a product's result wait for it. `tX` is the tangent of X.

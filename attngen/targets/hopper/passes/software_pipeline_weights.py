@@ -11,7 +11,10 @@ before:  block @both                               after:  block @both
            masks and softmax of the odd tile                 wait for O; release P; release V
            store P; issue O += P V; wait for O               store P; issue O += P V; wait for O
 
-legalize-gluon pins the row sums before the wait, because no compiler moves past it what they are computed from.
+The order of ops does not bind ptxas, which could sink the exponentials below the wait. So legalize-gluon pins the row
+sums above the wait: the exponentials, from which the sums are computed, then stay above it, too.
+
+Nothing moves from one iteration to another: the overlap is between the two tiles of an iteration.
 """
 
 from __future__ import annotations

@@ -3,18 +3,20 @@
 A tile is partial if any part of the mask cuts it, but one bound alone cuts most partial tiles: under a window, the
 oldest key that a row sees cuts the first tiles, and the newest the last. A comparison and a select per score take a
 quarter of the instructions of a tile's softmax. The test whether a bound cuts a tile (`unswitch`) is one comparison per
-tile, with the consumer's own rows.
+tile and instance, with the instance's own rows (BLOCK_Q and q_start are these).
 
 before:  %masked = mask %s where(kv_idx >= q_idx - 1023 and kv_idx <= q_idx)
 after:   %masked_1 = mask %s where(kv_idx >= q_idx - 1023) unswitch(BLOCK_Q + q_start - 1024 > kv_start)
          %masked = mask %masked_1 where(kv_idx <= q_idx) unswitch(BLOCK_KV + kv_start > q_start + 1)
 
-Parts of the condition whose tiles are not known from positions, such as comparisons of data, form one mask, the last.
-Some masks stay whole, because their parts would need more registers than there are (`forward_schedule.splits_mask`).
+Positions do not tell which tiles are cut by some conjuncts of the condition, such as comparisons of data. These form
+one mask without `unswitch`, the last. Some masks stay whole, because their parts would need more registers than there
+are (`forward_schedule.splits_mask`).
 
-In the backward, a mask that applies in all tiles, such as every fourth key of a window, becomes two: first the parts
-that cut any tile, then, under one test, the parts that are known to cut few. A mask that applies only in partial tiles
-gets a mask per bound if there are two, as for a window, and one for the ends of the tensors; otherwise it stays whole.
+In the backward, a mask that applies in all tiles, such as every fourth key of a window, becomes two: first the
+conjuncts that may cut any tile, then, under one `unswitch`, those that cut few tiles. A mask that applies only in
+partial tiles gets a mask per bound if there are two, as for a window, and one for the ends of the tensors; otherwise it
+stays whole.
 """
 
 from __future__ import annotations
@@ -53,16 +55,16 @@ def _split(module: Module, kernel: Kernel) -> Kernel:
 
 
 def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
-    """Split a mask into several in sequence: one for each part of the condition that cuts known tiles, then one for the
+    """Split a mask into several in sequence: one for each conjunct that has an unswitch condition, then one for the
     others."""
     data = data_of(kernel, op)
     # `x < min(a, b)` is one comparison, and so one part.
     parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
     bounds = {part: cut for part in parts if (cut := unswitch_condition(part, data)) is not None}
     others = [part for part in parts if part not in bounds]
-    together = not bounds or (not others and len(set(bounds.values())) == 1)  # no part can be skipped by itself
+    inseparable = not bounds or (not others and len(set(bounds.values())) == 1)  # no part can be skipped by itself
     if (
-        together
+        inseparable
         or sum(_differs_by_row(kernel, op, part) for part in parts) < 2
         or not splits_mask(module, kernel, op, [*bounds], others)
     ):
@@ -71,8 +73,8 @@ def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
 
 
 def _in_pieces(op: Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[Mask]:
-    """Make a mask for each piece of the condition, in sequence, with its unswitch condition. What is known about data
-    stays with the piece that has none."""
+    """Make a mask for each piece of the condition, in sequence. pieces: pairs (condition, unswitch condition or None).
+    The piece without one reads data, so it keeps the mask's `known`."""
     made: list[Mask] = []
     for number, (where, cut) in enumerate(pieces, 1):
         name, value = op.name if number == len(pieces) else f"{op.name}_{number}", made[-1].name if made else op.value

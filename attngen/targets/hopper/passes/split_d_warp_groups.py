@@ -1,7 +1,8 @@
-"""split-d-warp-groups: split the columns of a latent (head_dim of V) between two consumer warp groups.
+"""split-d-warp-groups: split the columns of the O accumulator between two consumer warp groups, @left and @right.
 
-The accumulator of 64 rows and 512 columns would fill the registers of a warp group; half of its columns leave room for
-scores. For MLA decode. Both warp groups still compute all weights; exchange-p changes that.
+For MLA decode, where V is the latent, whose columns are also the first columns of K. An accumulator of 64 rows and all
+512 columns would fill the registers of a warp group; half of its columns leave room for scores. Both warp groups still
+compute S and P of all tiles; exchange-p changes that.
 
 before:  warp_group @consumer instances(1) rows(64) ...
            %keys_full = loop kv ranges(...) carry(m=%m_init, l=%l_init, acc=%acc_init) body(@step) cls(full)
@@ -67,8 +68,8 @@ def _split(kernel: Kernel) -> Kernel:
 
 
 def _of_side(blocks: tuple[Block, ...], side: str) -> tuple[tuple[Op, ...], ...]:
-    """The ops of blocks for half of the columns, with names that end in the side. Only the left warp group stores the
-    row sums."""
+    """The ops of blocks for one half of the columns, with names that end in `_left` or `_right`. Only the left warp
+    group stores the row sums."""
     suffix, first = f"_{side.removesuffix('_v')}", next(iter(SIDES))
     stored = [
         [op for op in block.ops if side == first or not isinstance(op, Store) or WHOLE in map(str, op.dst.index)]

@@ -2,9 +2,9 @@
 the other adds.
 
 A writer takes about as long for a tile as consumers take to compute one: it waits for the semaphore, has TMA add, and
-waits until TMA has added. A writer that falls behind stays behind, and delays all programs that come later in the
-semaphore's order. With two instances, each has the time of two tiles, and can acquire the semaphore before the tile is
-there, so the semaphore need not be read ahead. For the fused backward.
+waits until the sums are in device memory (semaphore_release). A writer that falls behind stays behind, and delays all
+programs that come later in the semaphore's order. With two instances, each has the time of two tiles, and can acquire
+the semaphore before the tile is there, so the semaphore need not be read ahead. For the fused backward.
 
 before:  warp_group @writer instances(1) ...
            %write_total = pipelined_loop q ... step(@write)
@@ -82,7 +82,7 @@ def _round_robin(kernel: Kernel) -> Kernel:
     add = _add(kernel)
     pipeline = _sums(kernel, add)
     assert add.semaphore is not None and add.order is not None
-    body, acquire = kernel.block_of(add).name, SemaphoreAcquire("follow_dq", add.semaphore, add.order)
+    body, acquire = kernel.block_of(add).name, SemaphoreAcquire("acquire_dq_semaphore", add.semaphore, add.order)
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if isinstance(op, PipelinedLoop) and op.step == body:

@@ -1,8 +1,10 @@
 """split-softmax: compute the exponentials of a tile in two halves, and wait for the product P V of the previous tile
 between them.
 
-The product takes about as long as half of the exponentials. So its accumulator is rescaled, and weights are packed,
-while the other half is computed. This gains 3 to 7% at head_dim 128.
+The product takes about as long as half of the exponentials. So it runs during the left half, and is done when the right
+half starts. The rescaling of its accumulator then comes before the right half, and its multiplications overlap with
+exponentials. The weights of both halves are packed at the end. Together with defer-row-reduction, this made the forward
+3 to 7% faster at head_dim 128 than the kernel without both (a prototype; docs/perf-log.md, section 26).
 
 before:  %soft = softmax_step %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q, BLOCK_KV] @reg
          %p_cast = pack %soft.p : T[BLOCK_Q, BLOCK_KV] @reg
@@ -74,15 +76,15 @@ class _Parts:
     """The ops of @step that the split concerns."""
 
     softmax: SoftmaxStep
-    sum: Reduce  # of its weights
-    total: Map  # the new sums of rows
-    term: str  # what `total` calls the sum of weights
+    sum: Reduce  # the sum of its weights along each row
+    total: Map  # the updated row sums
+    term: str  # the symbol of `sum` in the expression of `total`
     dropped: Dropout | None  # dropout of the weights, if only it and their sum read them
 
 
 def _split(module: Module, kernel: Kernel) -> Kernel:
     steps = [op.step for op in kernel.ops() if isinstance(op, PipelinedLoop)]
-    short = any(row.block_kv < LEAST_KEYS for row in module.configs(kernel.name, kernel.backend))
+    short = any(config.block_kv < LEAST_KEYS for config in module.configs(kernel.name, kernel.backend))
     parts = _parts(kernel, kernel.block(steps[0]).ops) if steps and not short else None
     if parts is None:
         return kernel
@@ -108,8 +110,13 @@ def _parts(kernel: Kernel, ops: Sequence[Op]) -> _Parts | None:
 
 
 def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
-    """Order the body: ops that do not need the whole weights, up to the wait, with the left half; those after the wait;
-    the right half; the others."""
+    """Return the ops of the body in their new order:
+
+    1. The ops that do not need the whole weights, in the order that they have. In place of the softmax come its row
+       statistics and the left half. The wait for the product, the release of V and the rescaling come after it.
+    2. The right half, and both halves concatenated.
+    3. The ops that need the whole weights, such as the pack.
+    """
     concatenated = {f"{parts.softmax.name}.p": f"{parts.softmax.name}_concat"}
     of_weights = {
         name for name in nx.descendants(kernel.graph, parts.softmax.name) if _needs_weights(kernel, parts, name)

@@ -1,8 +1,11 @@
 """warp-specialize: split a kernel into warp groups, and choose its config.
 
-A producer warp loads tiles. Consumer warp groups, each with 64 rows of the program tile (M of one wgmma), compute.
-Scalars and loop bounds are computed in @entry, before the warp groups start, because all of them need these. The
-producer is still empty: insert-pipelines gives it the loads.
+The producer, one warp, loads tiles. The consumer computes: it has one instance of four warps per 64 rows of the program
+tile (M of one wgmma). Scalars and loop bounds are computed in @entry, before the warp groups start, because every warp
+group reads them. The producer is still empty: insert-pipelines gives it the loads.
+
+In the blocks of the consumer, BLOCK_Q is from here on the 64 rows of one instance, not the 128 of the config (see
+ir/pipe.py).
 
 before:  kernel @fwd program_axis(q) grid(...)
          block @entry
@@ -18,6 +21,9 @@ after:   kernel @fwd program_axis(q) grid(...)
          schedule @fwd
            sm90 bytes=2 rows>512 : BLOCK_Q=128 BLOCK_KV=128 num_warps=4 num_stages=3 TMA=1 backend=hopper
 
+The last line is the config: on sm90, calls with 16-bit tensors and more than 512 rows of the program axis, here
+queries, run this kernel with these tiles. Other calls run the portable kernel.
+
 The fused backward has a third warp group, @writer, a warp that adds tiles of dQ to device memory. A second config, for
 long sequences, has a kernel of its own, @fwd_long, that also stands in for @fwd.
 
@@ -32,8 +38,8 @@ before:  %total = loop g ranges(0 .. group) carry(dk=%dk_init) body(@group) cls(
 after:   %q_end = map expr(cdiv(Nq, BLOCK_Q))
          %queries_full = loop q ranges(0 .. q_end) carry(dk_step=%dk_init) body(@step) cls(full) heads(0 .. group)
 
-Tiles of V and O whose width is not a power of two are padded to the next one, as D_V_PAD, because registers hold powers
-of two.
+Tiles of V and O whose width is not a power of two are padded to the next one, as D_V_PAD, because values in registers
+have shapes of powers of two in Gluon.
 """
 
 from __future__ import annotations
@@ -79,7 +85,7 @@ def _specialize(module: Module, specialization: Specialization, chosen: tuple[Co
     warp_specialized = [
         _warp_specialized(
             kernel,
-            _instances(module, config, kernel.program_axis),
+            _consumer_instances(module, config, kernel.program_axis),
             ctas_per_sm(module, config) if name == FORWARD else 1,
         )
         for config in chosen
@@ -87,20 +93,24 @@ def _specialize(module: Module, specialization: Specialization, chosen: tuple[Co
     longer = [
         replace(k, name=f"{name}_long", of=name, about=f"{k.about} For long sequences.") for k in warp_specialized[1:]
     ]
-    schedules = [(of, (*has, chosen[0]) if of == name else has) for of, has in module.schedules]
+    schedules = [
+        (scheduled, (*configs, chosen[0]) if scheduled == name else configs) for scheduled, configs in module.schedules
+    ]
     schedules += [(k.name, (config,)) for k, config in zip(longer, chosen[1:], strict=True)]
     return replace(
         module, warp_specialized=(*module.warp_specialized, warp_specialized[0], *longer), schedules=tuple(schedules)
     )
 
 
-def _instances(module: Module, config: Config, program_axis: str) -> int:
-    """Number of consumer warp groups under a config: one per 64 rows of the program tile."""
+def _consumer_instances(module: Module, config: Config, program_axis: str) -> int:
+    """Number of instances of the consumer under a config: one per 64 rows of the program tile."""
     instances, rest = divmod(config.rows_of(program_axis), ROWS)
     if rest or instances not in REGISTERS:
         expected = " or ".join(str(ROWS * n) for n in REGISTERS)
-        size = f"{config.block_q}{', as the mask lists such blocks' * bool(module.blocks)}"
-        raise BuildError(("schedule", "block_q"), f"is {size}; expected {expected} on the backend hopper")
+        listed = ", the size of the blocks that the mask lists" if module.blocks else ""
+        raise BuildError(
+            ("schedule", "block_q"), f"is {config.block_q}{listed}; expected {expected} on the backend hopper"
+        )
     return instances
 
 
@@ -124,10 +134,11 @@ def _merge_head_loop(kernel: Kernel) -> Kernel:
     return whole.rewrite(lambda _, op: inside if op is loop else [op.with_operands(results)])
 
 
-def _warp_specialized(kernel: Kernel, instances: int, programs: int) -> Kernel:
+def _warp_specialized(kernel: Kernel, instances: int, ctas: int) -> Kernel:
+    """Split a kernel into warp groups; ctas: CTAs per SM."""
     entry = kernel.block("entry").ops
     rest = tuple(op for op in entry if not is_shared(op))
-    consumer, producer = SHARED_REGISTERS if programs > 1 else REGISTERS[instances]
+    consumer, producer = SHARED_REGISTERS if ctas > 1 else REGISTERS[instances]
     warp_groups: tuple[Block, ...] = (
         Block("producer", (), warp_group=WarpGroup(1, 1, producer)),
         Block("consumer", rest, warp_group=WarpGroup(instances, 4, consumer, ROWS)),
@@ -136,4 +147,4 @@ def _warp_specialized(kernel: Kernel, instances: int, programs: int) -> Kernel:
         warp_groups += (Block("writer", (), warp_group=WarpGroup(1, 1, WRITER_REGISTERS)),)
     shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")
-    return replace(kernel, backend=NAME, ctas_per_sm=programs, blocks=(shared, *warp_groups, *bodies))
+    return replace(kernel, backend=NAME, ctas_per_sm=ctas, blocks=(shared, *warp_groups, *bodies))

@@ -23,7 +23,8 @@ from attngen.targets.hopper.configs.common import SCORE_DIMS
 from attngen.targets.hopper.configs.fused_backward import is_signed
 from attngen.targets.printing.context import KernelContext, transposed
 
-_LAYOUTS = {"scores": "SCORES", "acc": "ACC", "partials": "CHAINED", "operand": "OPERAND"}  # IR -> generated constant
+# The layouts of the IR, and the constants of generated code that hold them.
+_LAYOUTS = {"scores": "SCORES", "acc": "ACC", "partials": "PARTIALS_LAYOUT", "operand": "OPERAND"}
 
 
 class SoftmaxContext(KernelContext):
@@ -113,4 +114,4 @@ class SoftmaxContext(KernelContext):
         }
 
     def _partial_reduce(self, op: PartialReduce, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value), "layout": "CHAINED"}
+        return {"var": self.var(op.name), "value": self.var(op.value), "layout": "PARTIALS_LAYOUT"}

@@ -142,7 +142,7 @@ class StoreContext(PipelineContext):
         found = [
             (part, at, f"pieces.index({i % room})") for i, (part, at) in enumerate(zip(self._parts(op.value), places))
         ]
-        seen = f"pieces = seen_as({stage}, dtype, [{room}, 1, 1, {shape}], {op.dst.tensor}.layout)"
+        seen = f"pieces = reinterpret({stage}, dtype, [{room}, 1, 1, {shape}], {op.dst.tensor}.layout)"
         return {"seen": seen, "groups": [found[at : at + room] for at in range(0, len(found), room)], "shape": shape}
 
     def _reuse_comment(self, op: TmaStore) -> str:

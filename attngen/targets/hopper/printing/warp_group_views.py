@@ -164,8 +164,8 @@ class WarpGroupContext(WgmmaContext):
             lines.append(
                 "OPERAND_OF_PARTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PARTS, k_width=2)"
             )
-        if "CHAINED" in words:
-            lines.append("CHAINED: gl.constexpr = partials_layout()")
+        if "PARTIALS_LAYOUT" in words:
+            lines.append("PARTIALS_LAYOUT: gl.constexpr = partials_layout()")
         if f"{self.own}_off" in words or (f"{self.own}_idx" in words and not self.places_rows):
             lines.append(f"{self.own}_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         if f"{self.own}_rows" in words:

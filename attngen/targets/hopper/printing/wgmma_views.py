@@ -87,7 +87,7 @@ class WgmmaContext(StoreContext):
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)
         del text["shape"]
-        layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "ACC", ("D_QK",): "ACC", (PARTIALS,): "CHAINED"}
+        layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "ACC", ("D_QK",): "ACC", (PARTIALS,): "PARTIALS_LAYOUT"}
         layouts |= {(dim,): "ACC" for dim in SIDES.values()}
         layout = layouts.get(op.type.unpadded[1:], "SCORES")
         rows, *columns = self._dims(op.type.dims)
