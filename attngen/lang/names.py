@@ -102,8 +102,12 @@ _MADE += (
     "k kept keys l left list m needed new next o operand out partial partials place q rank remat right rope row rows "
 )
 _MADE += "scale scale2 seen skip step sum sums v weights words"
+# Ops without a result, which have names in the IR only: what they do, and to which values, blocks or tiles.
+_OPS = "load release tail reload acquire sync arrive store tma_store zero write yield"
+_OPERANDS = f"{_MADE} d[koqsv] t[koqv] delta lse2 semaphore consumer tile total queries group copy write in"
 _OF_PIPELINES = "[a-z0-9_]*_smem|stride_[a-z0-9_]*|(t?[qkvo]|d[oqs]|work)_(loads|empty|full|phase|stage)"
-VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_PIPELINES})"
+_OF_OPS = f"({_OPS.replace(' ', '|')})(_({_OPERANDS.replace(' ', '|')}|[0-9]+))+"
+VALUE = f"(?:({_VALUES.replace(' ', '|')})(_({_MADE.replace(' ', '|')}|[0-9]+))*|{_OF_PIPELINES}|{_OF_OPS})"
 
 
 def name_problem(name: Any) -> str | None:

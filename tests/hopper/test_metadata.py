@@ -159,8 +159,8 @@ def test_names_of_helpers_in_kernels_are_reserved() -> None:
         ]
     for name in (
         "score_column",
-        "tell_place",
-        "fill_k",
+        "release_k",
+        "load_k",
         "work",
         "ids_smem",
         "k_stage",
