@@ -12,7 +12,7 @@ import torch
 from attngen.conformance.cases import Case, heads_for
 from attngen.conformance.oracle import relative_error
 from attngen.conformance.result import KEYS
-from tests.helpers import FEW, KINDS, built
+from tests.helpers import CUDA, FEW, KINDS, built
 from tests.helpers import spec as spec_of
 from tests.test_numerics import SEQUENCES, alone, problem, run, small
 
@@ -80,6 +80,9 @@ class Guarded:
 
 def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
     """Guard every buffer that calls of a generated module allocate."""
+    module.runtime.no_rows(
+        torch.device("cuda", 0) if CUDA else torch.device("cpu")
+    )  # made once, before torch is patched
     guarded = Guarded()
     monkeypatch.setattr(torch, "empty", guarded.empty)
     monkeypatch.setattr(torch, "empty_like", guarded.empty_like)
