@@ -207,8 +207,8 @@ MUTATIONS = (
     Mutation(
         "the scheduler barrier is not passed on",
         "attngen/targets/hopper/passes/ping_pong.py",
-        "            if op is group[-1]\n",
-        "            if op is group[-1] and n\n",
+        "enumerate(groups) if op is group[-1]\n",
+        "enumerate(groups) if op is group[-1] and n\n",
         "tests/hopper -k ping_pong",
     ),
     Mutation(
