@@ -51,18 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Lowering verifies the last module only, and the record of numerics counts, except in nightly runs."""
     push = "not nightly" in config.option.markexpr and " or " not in config.option.markexpr
     pipeline.VERIFY_EACH = not push
+    recorded = record.read()
+    seed = record.commit() if push and not config.option.write_record else None
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         config.stash[PROVED] = worker["proved"]
     else:
         shutil.rmtree(record.ROOT / ".pytest_cache" / "lowered", ignore_errors=True)  # of earlier runs
-        use = push and not CUDA and not config.option.write_record
-        config.stash[PROVED] = record.proved(record.read(), record.commit()) if use else {}
+        config.stash[PROVED] = record.proved(recorded, seed) if seed and not CUDA else {}
     if config.option.write_record and not CUDA:
         config.stash[RECORDER] = record.Recorder()
         config.stash[RECORDER].watch()
-    seed = record.commit() if push and not config.option.write_record else None
-    record.use_reports(record.read(), seed, config.stash.get(RECORDER, None))
+    record.use_reports(recorded, seed, config.stash.get(RECORDER, None))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -73,7 +73,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: Any) -> None:
-    """Take what a worker has recorded."""
+    """Take the tests and compile reports that a worker has recorded."""
     if RECORDER in node.config.stash:
         tests, reports = getattr(node, "workeroutput", {}).get("record", ({}, {}))
         node.config.stash[RECORDER].tests |= tests

@@ -1,5 +1,5 @@
-"""The record: which tests of numerics passed with which generated code, and what compilers said of kernels, so that a
-push need not do all of it again.
+"""The record: the tests of numerics that passed, with digests of the code that they ran, and compile reports of
+kernels. With it, a push need not run and compile everything again.
 
 A test marked `numerics` launches kernels of generated modules in Triton's interpreter and compares the results with
 naive attention. Its outcome depends on the code of these modules, on the code of the test, its helpers and the oracle,
@@ -7,12 +7,12 @@ and on the versions of torch and Triton. `pytest --write-record` (`make nightly`
 tests/record.json: digests of modules and of tests' files, and for each test that passed the modules whose kernels it
 launched.
 
-`pytest` then skips a test if all of that is as recorded, except one test in SHARE, which the commit draws. A test that
-is not in the record, or whose module changed, runs. Comments and docstrings do not count. On a GPU, and in a nightly
-run, nothing is skipped.
+`pytest` then skips a test if all of that is as recorded, except one test in 16, selected by the commit's hash. A test
+that is not in the record, or whose module changed, runs. Comments and docstrings do not count. On a GPU, and in a
+nightly run, nothing is skipped.
 
 Tests that compile kernels ahead of time call `compile_all` here. It returns the recorded compile reports of the same
-sources by the same Triton, except one in SHARE, and compiles the others. What a test checks of them is always checked.
+sources by the same Triton, except one in 16, and compiles the others. The checks of a test always run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -31,14 +30,14 @@ import numpy
 import pytest
 import torch
 
+from attngen.certify.certificate import checked_out, sampled
 from attngen.targets.common.base import CompileReport
 
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).parent / "record.json"
-SHARE = 16  # one test in so many runs although the record proves it
 GENERATED = ROOT / "generated"
-# What every test of numerics depends on besides its own file: helpers, the harness, the oracle, and what specs, masks
-# and score modifiers say of themselves.
+# The code that every test of numerics depends on besides its own file: helpers, the harness, the oracle, and the specs,
+# masks and score modifiers, which have the oracle's formulas.
 COMMON = (
     ROOT / "tests" / "helpers.py",
     *(
@@ -77,7 +76,7 @@ def module_digest(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what computes in the interpreter."""
+    """The versions of the packages that compute in the interpreter."""
     import triton  # not sooner: it asks for TRITON_INTERPRET, which conftest sets
 
     return {"torch": torch.__version__, "triton": triton.__version__, "numpy": numpy.__version__}
@@ -106,18 +105,11 @@ def imported(file: Path) -> list[Path]:
     return sorted(found)
 
 
-def drawn(names: Iterable[str], seed: str) -> set[str]:
-    """The tests among `names` that run although the record proves them: one in SHARE, others for each seed."""
-    return {n for n in names if int(hashlib.sha256(f"{seed} {n}".encode()).hexdigest(), 16) % SHARE == 0}
-
-
+@cache
 def commit() -> str:
-    """A seed for `drawn`: the commit that is checked out; without git, a digest of the record."""
-    try:
-        asked = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return hashlib.sha256(RECORD.read_bytes()).hexdigest()
+    """The seed that selects what runs although the record proves it: the commit that is checked out; without git, a
+    digest of the record."""
+    return checked_out(ROOT) or hashlib.sha256(json.dumps(read(), sort_keys=True).encode()).hexdigest()
 
 
 def number(which: int) -> int:
@@ -129,8 +121,8 @@ def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:
     """The tests that need not run, each with the digests of modules that it is to build itself: none for most.
 
     A module under generated/ stands in the record by its name, and has to have the recorded digest now. One that the
-    test builds stands there by its digest, with which `built_again` compares what the test builds. `seed` draws the
-    tests that run nevertheless; None draws none.
+    test builds stands there by its digest, with which `built_again` compares the built module. `seed` selects the tests
+    that run nevertheless; None selects none.
     """
     if record.get("versions") != versions():
         return {}
@@ -141,7 +133,7 @@ def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:
         committed = [module for module in used if not module.startswith("#")]
         if name.partition("::")[0] in files and current.issuperset(committed):
             found[name] = [module[1:] for module in used if module.startswith("#")]
-    for name in drawn(found, seed) if seed else ():
+    for name in sampled(found, seed) if seed else ():
         del found[name]
     return found
 
@@ -214,20 +206,20 @@ class Recorder:
         return self._digests[folder]
 
 
-# What `compile_all` returns without compiling, by the digest of a job; and what notes the others.
+# The reports that `compile_all` returns without compiling, by the digest of a job; and the recorder of the others.
 _reports: dict[str, Any] = {}
 _recorder: Recorder | None = None
 
 
 def use_reports(record: dict[str, Any], seed: str | None, recorder: Recorder | None) -> None:
-    """Let `compile_all` return recorded reports, of no job if `seed` is None, and note to `recorder` what it
+    """Let `compile_all` return recorded reports, or none if `seed` is None, and give `recorder` the reports that it
     compiles."""
     global _recorder
     _recorder = recorder
     _reports.clear()
     if seed is not None and record.get("versions") == versions():
         _reports.update(record["reports"])
-        for digest in drawn(_reports, seed):
+        for digest in sampled(_reports, seed):
             del _reports[digest]
 
 

@@ -132,22 +132,32 @@ def known(
 
 
 def sampled_jobs(jobs: Iterable[Job], seed: str) -> set[str]:
-    """Return the digests of one job in SHARE, and of at least one. Different seeds select different jobs, so all are
-    selected in time."""
-    digests = sorted({job.digest for job in jobs}, key=lambda digest: short_digest(f"{seed} {digest}"))
-    return set(digests[: ceil(len(digests) / SHARE)])
+    """Return the digests of the jobs that a seed selects; see `sampled`."""
+    return sampled({job.digest for job in jobs}, seed)
+
+
+def sampled(names: Iterable[str], seed: str) -> set[str]:
+    """Return one name in SHARE, and at least one. Different seeds select different names, so all are selected in
+    time."""
+    shuffled = sorted(names, key=lambda name: short_digest(f"{seed} {name}"))
+    return set(shuffled[: ceil(len(shuffled) / SHARE)])
 
 
 def commit(folder: Path, jobs: Iterable[Job]) -> str:
     """Return a seed for `sampled_jobs`: the commit that is checked out in `folder`; without git, a digest of all
     jobs."""
+    return checked_out(folder) or short_digest(sorted({job.digest for job in jobs}))
+
+
+def checked_out(folder: Path) -> str:
+    """Return the commit that is checked out in `folder`; empty text without git."""
     try:
         found = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
         )
         return found.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return short_digest(sorted({job.digest for job in jobs}))
+        return ""
 
 
 def reason(module: Module, kernel: Kernel, config: Config, report: CompileReport) -> str:
