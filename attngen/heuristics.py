@@ -1,4 +1,4 @@
-"""Constants that control what is generated, each with its source, grouped by topic."""
+"""Constants that control the generated code, each with its source, grouped by topic."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ calls that fall back."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from attngen.errors import AttngenError
 from attngen.integrations.transformers import attend as attends
 from attngen.integrations.transformers import register
 from attngen.integrations.transformers.mask import mask_of
+from tests import transformers_models
 from tests.conftest import CUDA
 from tests.helpers import ROOT
 from tests.transformers_models import (
@@ -34,14 +34,7 @@ from tests.transformers_models import (
     run,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use an empty module cache, so that modules are built from this source, once for all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        register()
-        yield
+cache = transformers_models.cache  # a fixture
 
 
 @pytest.mark.parametrize("name", MODELS)

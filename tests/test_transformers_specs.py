@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from attngen.integrations.transformers import register
 from attngen.integrations.transformers.ahead import specs_for
 from attngen.integrations.transformers.formula import Formula
 from attngen.spec import parse_spec
+from tests import transformers_models
 from tests.transformers_models import (
     DEVICE,
     HEADS,
@@ -34,14 +34,7 @@ from tests.transformers_models import (
     run,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use an empty module cache, so that modules are built from this source, once for all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        register()
-        yield
+cache = transformers_models.cache  # a fixture
 
 
 def command(*words: str) -> None:

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 
+from attngen.integrations.transformers import register
 from tests.conftest import CUDA
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Use an empty module cache, so that modules are built from this source, once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        register()
+        yield
+
 
 Tensor = torch.Tensor
 DEVICE = "cuda" if CUDA else "cpu"

@@ -203,7 +203,7 @@ def _figure(panels: Sequence[Panel], rows: Sequence[str], draw: Any, results: Re
 
 
 def _drawn(size: tuple[float, float], paint: Callable[[Figure], dict[str, Any]], results: Results, note: str) -> str:
-    """Return a figure of a size in inches, as SVG. `paint` draws its axes, and returns the handles of its legend by
+    """Return a figure of a size in inches, as SVG. `paint` fills its axes, and returns the handles of its legend by
     their texts."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""A digest of attngen's own files, which determine what is generated."""
+"""A digest of attngen's own files, which determine the generated code."""
 
 from __future__ import annotations
 
