@@ -414,7 +414,7 @@ def test_a_rule_is_broken_by_its_edit(rule: str, old: str, new: str, reason: str
 def test_a_program_gives_what_derive_says() -> None:
     text = print_module(target("document_gqa"))
     with pytest.raises(
-        VerifyError, match="host-structure.*it gives DOCUMENT_KV, .*; expected DOCUMENT_Q, DOCUMENT_KV, "
+        VerifyError, match="host-structure.*it returns DOCUMENT_KV, .*; expected DOCUMENT_Q, DOCUMENT_KV, "
     ):
         verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q, DOCUMENT_KV", "values(DOCUMENT_KV"))))
     with pytest.raises(

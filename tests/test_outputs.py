@@ -173,7 +173,7 @@ def test_wrong_calls_are_refused(device: str) -> None:
         ({"outputs": ["lse", "lse"]}, "`outputs` names an output twice; expected each once"),
         (
             {"outputs": ["max_score"], "cache": "contiguous", "backward": False},
-            "asks for `max_score`, which calls over a cache",
+            "asks for `max_score`, which calls with a cache do not return",
         ),
         (
             {"outputs": ["key_mass"], "cache": {"paged": {}}, "backward": False},

@@ -195,7 +195,7 @@ def test_explain_says_what_parts_cost() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_dim": 520}, "has 520 columns; expected at most 512, or `kv: {latent: ...}` beside it"),
+        ({"head_dim": 520}, "is 520; expected at most 512, or `kv: {latent: ...}` as well"),
         ({"schedule": {"order": "kv_outer"}}, "holds dK and dV whose head_dims are at most 256 together"),
         (
             {"schedule": {"backend": "hopper"}},

@@ -109,10 +109,10 @@ def parse(text: str, where: str = "expression") -> Any:
         value = sympy.nan
     except RecursionError:
         raise IRError(f"{where}: `{shown}` is nested too deeply") from None
-    if value.has(sympy.nan, sympy.zoo):
+    if value.has(sympy.nan, sympy.zoo, sympy.I):
         raise IRError(
-            f"{where}: `{shown}` has no value: it divides by zero, subtracts infinities, or mixes numbers and "
-            "conditions"
+            f"{where}: `{shown}` has no value: it divides by zero, subtracts infinities, takes the "
+            "logarithm of a negative number, or mixes numbers and conditions"
         )
     return value
 
