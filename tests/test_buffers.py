@@ -3,6 +3,7 @@ and rows that are too far apart are copied."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,14 @@ class Guarded:
             assert (buffer[self.MARGIN + size :] == fill).all(), "written past a buffer's end"
 
 
+def without_storage(
+    empty_strided: Callable[..., torch.Tensor], shape: Any, strides: Any, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    """Generated modules call torch.empty_strided only for the form of a TMA descriptor, on torch's `meta` device."""
+    assert device == "meta"
+    return empty_strided(shape, strides, dtype=dtype, device=device)
+
+
 def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
     """Guard every buffer that calls of a generated module allocate."""
     module.runtime.no_rows(
@@ -90,8 +99,8 @@ def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
     monkeypatch.setattr(torch, "zeros_like", lambda x: guarded.empty_like(x).zero_())
     monkeypatch.setattr(torch, "full_like", lambda x, value: guarded.empty_like(x).fill_(value))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **options: guarded.new_empty(x, *size, **options))
-    for name in ("empty_strided", "empty_permuted"):
-        monkeypatch.setattr(torch, name, None)  # generated modules do not use these
+    monkeypatch.setattr(torch, "empty_strided", partial(without_storage, torch.empty_strided))
+    monkeypatch.setattr(torch, "empty_permuted", None)  # generated modules do not use it
     for device in ("cuda", "cpu"):
         monkeypatch.setattr(module.runtime, f"empty_{device}", partial(guarded.empty_strided, device=device))
     return guarded

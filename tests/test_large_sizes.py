@@ -87,11 +87,12 @@ def test_more_than_2_31_elements(device: str) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, return_lse=True)
     grads = torch.autograd.grad(out, leaves, grad)
-    ends = [x[-1:, -2:].detach().clone().requires_grad_() for x in leaves]
+    last = (slice(2, 3), slice(-512, None))  # as many heads as take the same backward kernels as all of them
+    ends = [x[last].detach().clone().requires_grad_() for x in leaves]
     out_end, lse_end = attention(*ends, return_lse=True)
-    grads_end = torch.autograd.grad(out_end, ends, grad[-1:, -2:].clone())
+    grads_end = torch.autograd.grad(out_end, ends, grad[last].clone())
     for whole, end in zip((out, lse, *grads), (out_end, lse_end, *grads_end)):
-        assert whole[-1:, -2:].equal(end)
+        assert whole[last].equal(end)
 
 
 @pytest.mark.gpu
