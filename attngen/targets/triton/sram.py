@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import sympy
@@ -278,9 +279,13 @@ def in_loop(kernel: Kernel, op: Op) -> bool:
     return bool(kernel.graph.nodes[op.name]["block"] not in ("entry", *walked))
 
 
-@lru_cache(maxsize=256)  # recent configs, which are queried again
 def sram_bytes(module: Module, kernel: Kernel, config: Config) -> int:
     """Shared-memory bytes of one program under a config."""
+    return _sram_bytes(module, kernel, replace(config, max_rows=None, measured=False))
+
+
+@lru_cache(maxsize=10_000)  # the configs of a few modules, which are queried again for other numbers of rows
+def _sram_bytes(module: Module, kernel: Kernel, config: Config) -> int:
     return int(evaluate(row_formula(module, kernel, config), sizes(module, config)))
 
 
