@@ -88,7 +88,7 @@ def context(module: Module) -> dict[str, Any]:
         "signs": any(is_signed(module, kernel) for kernel in module.warp_specialized),
         "floors": any(view.words & {"floor_div", "floor_mod"} for view in views),
         "casts": any(view.words & {"to_floor", "to_int", "to_round"} for view in views),
-        "halves": any("halves" in view.words for view in views),
+        "splits_halves": any("split_halves" in view.words for view in views),
         "in_parts": any(len(tile) > 2 for view in views for tile in view.described),
         "kernels": [{**vars(view), **partitions(view)} for view in views],
     }
