@@ -258,6 +258,11 @@ class Kernel:
         return frozenset(found)
 
     @cached_property
+    def stored(self) -> frozenset[str]:
+        """The tensors that the kernel stores to."""
+        return frozenset(self.accessed(op)[0].name for op in self.ops() if isinstance(op, Store))
+
+    @cached_property
     def rewriting(self) -> frozenset[str]:
         """The blocks in which a tensor is both loaded and stored."""
         arg = {op.name: op.src.tensor if isinstance(op, Base) else op.name for op in self.ops()}

@@ -7,7 +7,8 @@ after:   %kv_needed_end = map expr(min(Nk, document_end_greatest)) uses(...) : i
 The weight of a hidden score is 0, but 0 times NaN or infinity is NaN. So no weight may be multiplied with a row that is
 in no visible pair, such as a row past the last packed sequence. The range has the data-dependent bounds from which
 classify-tiles derived the loop's range, and its check replaces the check against the tensor's end. Bounds that follow
-from sizes are left out, and so are bounds that only exclude rows of other programs' pairs.
+from sizes are left out, and so are bounds that only exclude rows of other programs' pairs. A load from a tensor that
+the kernel also stores to is not limited: an accumulator that is rewritten in HBM keeps its other rows.
 
 Warp-specialized kernels are created earlier and keep their loads: TMA checks only the ends of tensors.
 """
@@ -84,4 +85,9 @@ def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, Map | N
 
 def limitable(kernel: Kernel, op: Op) -> bool:
     """Whether a load reads matrix operands along the loop's axis with a bounds check there."""
-    return isinstance(op, Load) and kernel.loop_axis in dict(op.check) and op.type.dtype not in ("b1", "i32")
+    return (
+        isinstance(op, Load)
+        and kernel.loop_axis in dict(op.check)
+        and op.type.dtype not in ("b1", "i32")
+        and kernel.accessed(op)[0].name not in kernel.stored
+    )

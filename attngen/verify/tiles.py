@@ -177,7 +177,7 @@ def out_of_bounds_keys(module: Module, kernel: Kernel) -> Iterator[str]:
 
 def load_rows(module: Module, kernel: Kernel) -> Iterator[str]:
     """A load that is limited to a range of rows (`needed`) loads all rows in visible pairs of the program tile, and
-    none past the end."""
+    none past the end. The kernel does not store to its tensor, where rows outside the range would be lost."""
     bodies = {loop.body for loop in kernel.loops if loop.cls != "all" and loop.var == kernel.loop_axis}
     extent = symbol(AXIS_EXTENT[kernel.loop_axis])
     for body, op in ((b.name, op) for b in kernel.blocks for op in b.ops if isinstance(op, Load) and op.needed):
@@ -185,6 +185,8 @@ def load_rows(module: Module, kernel: Kernel) -> Iterator[str]:
             expected = f"one range, in a loop over tiles, of a load that checks {kernel.loop_axis}"
             yield f"%{op.name} is limited to rows; expected {expected}"
             continue
+        if (tensor := kernel.accessed(op)[0].name) in kernel.stored:
+            yield f"%{op.name} is limited to rows of {tensor}, which the kernel also stores; expected all of its rows"
         ((first, end),) = op.needed
         least_row, last_end = needed_rows(kernel, body) or (sympy.Integer(0), extent)
         if not _le(kernel, kernel.resolve(first), least_row) or not _le(kernel, last_end, kernel.resolve(end)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from attngen.errors import VerifyError
 from attngen.ir.module import Module
 from attngen.ir.ops import Load
 from attngen.ir.parser import parse_module
@@ -14,7 +15,10 @@ from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.transforms.limit_loads import LimitLoads
-from tests.helpers import SPECS, changes, target
+from attngen.verify import verify
+from tests.helpers import SPECS, changes, edit, target
+
+SHIFTED = {"expr": "kv_idx <= q_idx + far", "params": {"far": {"scalar": "int"}}}
 
 
 def before(mask: Any, **more: Any) -> Module:
@@ -49,6 +53,7 @@ def test_keys_past_a_length_are_not_loaded() -> None:
     ]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("mask", "more", "found"),
     [
@@ -72,6 +77,11 @@ def test_keys_past_a_length_are_not_loaded() -> None:
                 "jvp": ["k", "v", "tk", "tv"],
             },
         ),
+        (
+            SHIFTED,
+            {"schedule": {"order": "kv_outer"}},
+            {"fwd": ["q"], "bwd": ["q", "do", "lse2", "delta"], "jvp": ["k", "v", "tk", "tv"]},
+        ),
         ("causal", {"cache": "contiguous", "backward": False}, {}),
         (
             {"sliding_window": {"left": 30, "right": 0}},
@@ -89,6 +99,17 @@ def test_which_loads_are_limited(mask: Any, more: dict[str, Any], found: dict[st
 @pytest.mark.parametrize("name", SPECS)
 def test_warp_specialized_kernels_have_no_limits(name: str) -> None:
     assert not limits(replace(target(name), kernels=target(name).warp_specialized))
+
+
+def test_an_accumulator_in_hbm_is_not_limited() -> None:
+    """Its rows outside the range would be loaded as zeros, and stored."""
+    module = LimitLoads().run(before(SHIFTED, schedule={"order": "kv_outer"}))
+    text = print_module(module)
+    load = next(line for line in text.splitlines() if "%acc = load" in line and "check(q if partial)" in line)
+    limited = load.replace("check(q if partial)", "check(q if partial) needed(q_needed_first .. Nq)")
+    reason = "%acc is limited to rows of O_ACC, which the kernel also stores; expected all of its rows"
+    with pytest.raises(VerifyError, match=reason):
+        verify(parse_module(edit(text, (load, limited))))
 
 
 def test_the_limits_print_and_parse() -> None:
