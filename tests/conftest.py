@@ -23,7 +23,7 @@ import torch
 from attngen.conformance.interpreter import check_interpreter, lighten
 from attngen.errors import AttngenError
 from attngen.lowering import pipeline
-from tests import record
+from tests import record, share
 
 # SymPy's caches are large and stay; the default thresholds would spend a tenth of the time on looking through them.
 gc.set_threshold(50_000, 20, 100)
@@ -40,6 +40,8 @@ except AttngenError as error:
 
 
 PROVED = pytest.StashKey[dict[str, list[str]]]()  # tests that the record proves
+CHANGED = pytest.StashKey[list[str]]()  # specs whose committed modules are not those in the record
+SEED = pytest.StashKey["str | None"]()  # selects the cases of tests marked `share`; None runs all of them
 RECORDER = pytest.StashKey[record.Recorder]()  # of a run that writes the record
 
 
@@ -48,17 +50,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lowering verifies the last module only, and the record of numerics counts, except in nightly runs."""
+    """Lowering verifies the last module only, the record of numerics counts, and shares of tests are selected, except
+    in nightly runs. All cases of tests that are named one by one run."""
     push = "not nightly" in config.option.markexpr and " or " not in config.option.markexpr
     pipeline.VERIFY_EACH = not push
     recorded = record.read()
     seed = record.commit() if push and not config.option.write_record else None
     worker = getattr(config, "workerinput", None)
     if worker is not None:
-        config.stash[PROVED] = worker["proved"]
+        config.stash[PROVED], config.stash[CHANGED] = worker["proved"], worker["changed"]
     else:
         shutil.rmtree(record.ROOT / ".pytest_cache" / "lowered", ignore_errors=True)  # of earlier runs
         config.stash[PROVED] = record.proved(recorded, seed) if seed and not CUDA else {}
+        config.stash[CHANGED] = record.changed(recorded) if seed and not CUDA else []
+    named = any("::" in str(argument) for argument in config.args)
+    config.stash[SEED] = None if named or CUDA else seed
     if config.option.write_record and not CUDA:
         config.stash[RECORDER] = record.Recorder()
         config.stash[RECORDER].watch()
@@ -67,8 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give a worker of pytest-xdist the tests that the record proves: to find them takes seconds."""
+    """Give a worker of pytest-xdist the tests that the record proves and the specs that changed: to find them takes
+    seconds."""
     node.workerinput["proved"] = node.config.stash[PROVED]
+    node.workerinput["changed"] = node.config.stash[CHANGED]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -154,6 +162,8 @@ def _spec_of(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     proved = config.stash[PROVED]
     done = [i for i in items if i.get_closest_marker("numerics") and proved.get(i.nodeid) == []]
+    if seed := config.stash[SEED]:
+        done += share.not_selected(items, seed, _SPECS, config.stash[CHANGED])
     if done:
         config.hook.pytest_deselected(items=done)
         found = set(map(id, done))

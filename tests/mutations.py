@@ -7,7 +7,7 @@
 A mistake is one edit. The modules of `specs` are built again from the edited sources, as its author would do, so that
 the test that compares generated/ with specs/ does not catch it. Then `tests` run, which are among those that a push
 runs; if they pass, the modules of all specs are built and all tests of a push run. A mistake that they pass too is
-printed, and the run fails.
+printed, and the run fails. Tests marked `share`, of which a push runs only some cases, do not count.
 """
 
 from __future__ import annotations
@@ -378,7 +378,10 @@ def copied(folder: Path) -> None:
 
 def failed(folder: Path, *arguments: str) -> str:
     """The first test that fails in a folder; empty if all pass. A collection that fails counts as a failure."""
-    done = python(folder, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments)
+    every_push = ("-m", "not nightly and not share")
+    done = python(
+        folder, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *every_push, *arguments
+    )
     if done.returncode in (0, 5):  # 5: no test was selected
         return ""
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]

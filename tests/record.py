@@ -49,9 +49,13 @@ COMMON = (
 
 
 def code_digest(text: str) -> str:
-    """A digest of Python source without comments, docstrings and layout: 16 hexadecimal digits."""
+    """A digest of Python source without comments, docstrings, layout, and the marks `share` of tests: 16 hexadecimal
+    digits."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            of_share = [d for d in node.decorator_list if ast.unparse(d).startswith("pytest.mark.share(")]
+            node.decorator_list = [d for d in node.decorator_list if d not in of_share]
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
             del node.body[0]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
@@ -73,6 +77,12 @@ def module_digest(folder: Path) -> str:
     for path in sorted(path for path in folder.glob("*.py") if path.name != "hopper.py"):
         found.update(f"{path.name} {_text_digest(path.read_text(encoding='utf-8'))}\n".encode())
     return found.hexdigest()[:16]
+
+
+@cache
+def committed_digest(name: str) -> str:
+    """`module_digest` of a committed module."""
+    return module_digest(GENERATED / name)
 
 
 def versions() -> dict[str, str]:
@@ -126,7 +136,7 @@ def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:
     """
     if record.get("versions") != versions():
         return {}
-    current = {name for name, digest in record["modules"].items() if module_digest(GENERATED / name) == digest}
+    current = {name for name, digest in record["modules"].items() if committed_digest(name) == digest}
     files = {file for file, digest in record["files"].items() if test_digest(file) == digest}
     found = {}
     for name, used in record["tests"].items():
@@ -136,6 +146,16 @@ def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:
     for name in sampled(found, seed) if seed else ():
         del found[name]
     return found
+
+
+def changed(record: dict[str, Any]) -> list[str]:
+    """The names of committed modules that are not those in the record."""
+    recorded = record.get("modules", {})
+    return [
+        folder.name
+        for folder in sorted(GENERATED.iterdir())
+        if (folder / "kernels.py").is_file() and recorded.get(folder.name) != committed_digest(folder.name)
+    ]
 
 
 def read() -> dict[str, Any]:
@@ -151,7 +171,7 @@ def write(tests: dict[str, list[str]], reports: dict[str, Any]) -> None:
     names = sorted({module for used in tests.values() for module in used if not module.startswith("#")})
     record = {
         "versions": versions(),
-        "modules": {name: module_digest(GENERATED / name) for name in names},
+        "modules": {name: committed_digest(name) for name in names},
         "files": {file: test_digest(file) for file in sorted({name.partition("::")[0] for name in tests})},
         "tests": dict(sorted(tests.items())),
         "reports": dict(sorted(((old["reports"] if old.get("versions") == versions() else {}) | reports).items())),

@@ -117,6 +117,7 @@ def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None
     assert error == "error: --heads 6 is not a multiple of --kv-heads 4\n"
 
 
+@pytest.mark.share(4)
 def test_explain_counts_the_tiles_that_bounds_and_block_lists_leave(project: Path, attngen: Cli) -> None:
     """It does so for masks of positions, and says whether kernels use bounds or lists."""
     loose = "abs(q_idx // 64 % 8 - kv_idx // 64 % 8) < 1"
@@ -145,6 +146,7 @@ def test_explain_says_why_no_kernel_is_warp_specialized(project: Path, attngen: 
     assert "On sm90 the kernel @fwd has no config for hopper" in (tmp_path / "x.html").read_text()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
 )
@@ -160,6 +162,7 @@ def test_explain_defines_every_name_and_fits_a_screen(project: Path, attngen: Cl
     )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
 )

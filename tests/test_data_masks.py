@@ -110,6 +110,7 @@ def on(inputs: dict[str, Any], device: str) -> dict[str, Any]:
     return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("name", "size"),
     [(n, s) for n in SPECS for s in (SIZES if CUDA or n == "pairs" else SIZES[:1])],

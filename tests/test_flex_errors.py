@@ -271,6 +271,7 @@ READS: dict[str, Any] = {  # of score, batch, head, query and key, in calls of 2
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", READS)
 def test_reads_out_of_bounds_are_refused_if_pytorch_refuses_them(name: str) -> None:
     """Other reads give PyTorch's results. Some of the tensors are shorter than the call in a dimension."""

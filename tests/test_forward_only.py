@@ -75,6 +75,7 @@ def lowered(name: str) -> Any:
     return list(stages(spec(name)))[-1][1]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_results_are_those_of_naive_attention(name: str, folder: Path, device: str) -> None:
     """The only results are outputs and LSE; a second run gives the same bits."""
@@ -86,6 +87,7 @@ def test_results_are_those_of_naive_attention(name: str, folder: Path, device: s
         assert repeats(built(name, folder), spec(name), case, "fp16", device, 0)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["causal", "learned", "kv_outer", "data"])
 def test_it_is_the_forward_of_a_module_that_has_one(name: str) -> None:
     """It has the same kernels except those of gradients, and its text gives the same files."""

@@ -140,6 +140,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str, device: str, tmp_path: Any) -> None:
     spec = make_spec({"name": "variant", "head_dim": 32, "dtype": "fp16", **VARIANTS[name]})

@@ -56,6 +56,7 @@ def spec_of(kind: str) -> Any:
     return make_spec({"name": "large", "head_dim": 32, "dtype": "fp32", **KINDS[kind], "schedule": schedule})
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("scale", [30.0, 3e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_naive(kind: str, scale: float, device: str) -> None:

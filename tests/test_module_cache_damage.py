@@ -115,6 +115,7 @@ def damage_entry(kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.Monk
 DAMAGES = ["cut", "altered", "garbage", "gone", "folder", "link", "dangling", "loop", "pipe", "huge", "unreadable"]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_damage_is_repaired(
     kind: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
@@ -162,6 +163,7 @@ def write_bytecode(path: Path, flag: Path, unchecked: bool) -> None:
     target.write_bytes(importlib.util.MAGIC_NUMBER + header + code)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("unchecked", [False, True])
 def test_bytecode_is_never_used(
     unchecked: bool, tmp_path: Path, device: str, rendered: list[str], monkeypatch: pytest.MonkeyPatch

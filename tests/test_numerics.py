@@ -303,6 +303,7 @@ def test_rows_that_see_nothing(name: str, n_q: int, n_kv: int, pattern: str, dev
 # ---------------------------------------------------------------------------------------- heads that share tiles
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("sharing", ["gqa", "mqa"])
 @pytest.mark.parametrize("n_q", [1, 5, 17, 63, 64])
 def test_few_queries_of_heads_that_differ(sharing: str, n_q: int, device: str, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def words(element: ET.Element) -> str:
 # ---------------------------------------------------------------------------------------------- the file
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_loads_nothing(name: str) -> None:
     for element in tree(name).iter():
@@ -110,6 +111,7 @@ def test_the_page_has_the_spec_every_pass_and_the_code(name: str) -> None:
     )
 
 
+@pytest.mark.share(4)
 def test_texts_are_escaped() -> None:
     nasty = "</pre><script>alert('&amp;')</script>"
     steps = [(name, replace(module, mask=nasty)) for name, module in lowered("causal_mqa").items()]
@@ -351,6 +353,7 @@ def test_the_page_has_the_arguments() -> None:
     assert "    kv_lengths: torch.Tensor,\n" in words(section) and "    scale: float | None = None,\n" in words(section)
 
 
+@pytest.mark.share(4)
 def test_auxiliary_kernels_are_explained() -> None:
     sentence = "@packed, in place of @fwd where Hkv &lt; Hq and Nq &lt; 64. Forward of few queries:"
     assert html("causal_mqa").count(sentence) == 2 and sentence not in html("local_global_dropout_mha")
@@ -364,6 +367,7 @@ def test_auxiliary_kernels_are_explained() -> None:
 # ---------------------------------------------------------------------------------------------- formulas
 
 
+@pytest.mark.share(4)
 def test_formulas_and_specs_fit_the_page() -> None:
     """Lines may break between <math> elements, which are short, and lines of specs are wrapped."""
     for name in ("window_gqa", "chunked_gqa", "causal_padding_gqa"):
@@ -409,6 +413,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return int(caught.value.code or 0), *capsys.readouterr()
 
 
+@pytest.mark.share(8)
 def test_the_command_writes_the_page_that_every_process_makes(tmp_path: Path) -> None:
     path = tmp_path / "out.html"
     sizes = ("--seq", "4096", "--batch", "2", "--heads", "8")

@@ -230,6 +230,7 @@ def specs() -> tuple[Spec, ...]:
 # ---------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.share(8)
 def test_derivatives_are_those_of_torch() -> None:
     """Derivatives by the score itself and by every gradient input equal PyTorch's."""
     count = learned = 0

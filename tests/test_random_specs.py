@@ -165,6 +165,7 @@ def _outcomes(specs: list[Data], held: Held, device: str) -> Outcomes:
                 yield data, error
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("number", CI_SEEDS)
 def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> None:
     found = list(outcomes(number, CI_SPECS, device))
@@ -186,6 +187,7 @@ def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> No
 CAUSAL: Data = {"name": "drawn", "head_dim": 16, "mask": "causal"}
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "mask",
     [
@@ -240,6 +242,7 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dev
 TF32: Data = {"dtype": "fp32", "fp32_precision": "tf32"}
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("more", [{}, TF32], ids=["16-bit", "tf32"])
 @pytest.mark.parametrize(("kernel", "wrong"), [("fwd", "(out|lse)"), ("dq", "dq"), ("dkdv", "d[kv]")])
 def test_a_wrong_kernel_is_found(

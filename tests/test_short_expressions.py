@@ -200,6 +200,7 @@ def test_random_short_expressions_build(seed: int) -> None:
     build(*random_expression(seed))
 
 
+@pytest.mark.share(4)
 def test_a_mask_with_many_cases_is_noted() -> None:
     """The note is there if comparisons are left unsolved, or if bounds of tiles are too long, also with an argument of
     the call in them."""

@@ -61,6 +61,7 @@ def locks_of_this_process() -> int:
     return len(sweep._lock)
 
 
+@pytest.mark.share(8)
 def test_processes_share_a_lock() -> None:
     """Two large cases at the same time would not fit on a device."""
     with sweep.processes(1) as pool:
@@ -126,6 +127,7 @@ def test_other_bits_in_a_second_run_fail(tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 cases, 1 above the bar." in page([table], device)
 
 
+@pytest.mark.share(8)
 def test_calls_with_a_cache_are_on_the_page_and_fail_if_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:

@@ -127,6 +127,7 @@ assert built.attention(q, k, v).equal(attention(q, k, v)) and attngen.load("gene
 """
 
 
+@pytest.mark.share(4)
 def test_installed_commands_work_without_the_checkout(run: Run, tmp_path: Path) -> None:
     assert run("attngen", "--version") == f"{__version__}\n"
     assert run("attngen", "new", "mine").splitlines() == ["specs/mine.yaml", "next: attngen build specs/mine.yaml"]

@@ -58,6 +58,7 @@ def run(
     )
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_naive_attention(name: str) -> None:
     few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]

@@ -92,6 +92,7 @@ def test_gradients_of_wide_heads_lie_in_column_pieces() -> None:
     assert "            kv_idx = kv_start + gl.arange(" in masked and text.count("kv_idx = ") == 1
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", CASES)
 def test_named_barriers_are_distinct(name: str) -> None:
     """Barriers of the stages of each pipeline, of parts of tiles, and of ping-pong order have distinct numbers for each

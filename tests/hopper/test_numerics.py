@@ -41,6 +41,7 @@ def compare_with_naive(
     must_be_equal(found, {key: expected[key] for key in ("out", *spec.outputs)}, name)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_results_are_those_of_naive_attention(name: str) -> None:
     for seed in range(6):

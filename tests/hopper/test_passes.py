@@ -345,6 +345,7 @@ def test_pipelines_that_leave_no_shared_memory_keep_a_program_per_tile() -> None
     assert made is before
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_the_ir_of_each_module_round_trips(name: str) -> None:
     text = print_module(lowered(name))

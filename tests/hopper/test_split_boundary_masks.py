@@ -72,6 +72,7 @@ def test_each_bound_of_a_window_becomes_a_mask_with_an_unswitch_condition() -> N
     ) == print_module(made)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("mask", "unswitched"),
     [
@@ -90,6 +91,7 @@ def test_masks_are_split_where_only_some_parts_cut_a_tile(mask: Any, unswitched:
     assert [op.unswitch is not None for op in masks(lowered_with(mask))] == unswitched
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("mask", "dim"),
     [
@@ -239,6 +241,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", COMPUTED)
 def test_results_are_those_of_naive_attention(name: str, dim: int) -> None:
@@ -270,6 +273,7 @@ PRINTED = (
 )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", PRINTED)
 def test_masks_of_many_parts_are_printed_as_python(mask: Any, dim: int) -> None:

@@ -32,6 +32,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("new", [0, 1])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_compiled_call_gives_the_bits_of_an_eager_call(name: str, new: int) -> None:

@@ -245,6 +245,7 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
         np.testing.assert_allclose(found["LSE"][b : b + 1], lse.numpy(), atol=near)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("step", ["build", "split-kv", "target"])
 def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None:

@@ -447,6 +447,7 @@ HARD: list[Mask] = [
 ]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mask", HARD, ids=range(len(HARD)))
 def test_masks_in_several_parts_are_lowered(mask: Mask) -> None:
     lower(make_spec({"name": "hard", "heads": {"sharing": "gqa"}, "head_dim": 64, "dtype": "fp16", "mask": mask}))

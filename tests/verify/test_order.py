@@ -139,6 +139,7 @@ def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, 
     return found
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(mask: str) -> None:
     kernel, generator = fused(mask), torch.Generator().manual_seed(0)
@@ -165,6 +166,7 @@ def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(ma
             )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
