@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, lru_cache
 
 import sympy
 
@@ -78,7 +79,8 @@ def mode(module: Module, elem_bytes: int) -> str:
     return ELEMENTS[of_size([*module.dtypes, *ELEMENTS], elem_bytes)].products or module.precision
 
 
-def sizes(module: Module, config: Config) -> dict[str, int]:
+@lru_cache(maxsize=10_000)  # the configs of a few modules, each of which several formulas take
+def sizes(module: Module, config: Config) -> Mapping[str, int]:
     """Return the values that a config gives to the symbols of formulas."""
     return {
         **{dim: getattr(config, field) for dim, field in TILED.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -113,7 +114,7 @@ def _compiled(e: Expr) -> tuple[list[str], Any]:
     return names, sympy.lambdify([symbol(n) for n in names], e, modules=[functions, "math"])
 
 
-def evaluate(e: Expr, values: dict[str, Any]) -> Any:
+def evaluate(e: Expr, values: Mapping[str, Any]) -> Any:
     """Return the value of an IR expression for these values of its symbols."""
     names, function = _compiled(e)
     return function(*map(values.__getitem__, names))
