@@ -126,6 +126,7 @@ def test_a_cache_that_cannot_be_written_gets_one_sentence(tmp_path: Path, monkey
         attngen.build(SPEC)
 
 
+@pytest.mark.share(8)
 def test_two_modules_of_one_name_can_be_used_together(device: str) -> None:
     """They can be called, compiled into one graph, and pickled."""
     causal, full = attngen.build(SPEC), attngen.build({**SPEC, "mask": "none"})

@@ -72,7 +72,7 @@ def test_any_mask_of_blocks(name, kind, device):
     assert result.ok, str(result)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_plan_gives_the_same_bits(name, device):
     size = spec_of(name).mask.blocks().size
@@ -122,7 +122,7 @@ def test_the_global_corner_of_unequal_lengths():
     assert scores.tolist() == [[False, False, True, False], [False, False, False, True]]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("block", [16, 32, 256])
 @pytest.mark.parametrize(
     "other", ["causal", {"sliding_window": {"left": 70, "right": 20}}, {"key_padding": {}}], ids=str

@@ -81,6 +81,7 @@ def test_build_writes_a_module_and_says_so(project: Path, attngen: Cli) -> None:
     )
 
 
+@pytest.mark.share(8)
 def test_the_summary_is_never_truncated(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     long = (
         f"name: {'n' * 60}\nhead_dim: {{qk: 192, v: 128}}\n"
@@ -255,7 +256,7 @@ def test_tune_without_a_gpu_says_what_it_needs(project: Path, attngen: Cli) -> N
     assert sizes in attngen("tune", "--all", "--whole-grid", "5", code=1)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tune_makes_a_table_from_results_without_a_gpu(project: Path, attngen: Cli) -> None:
     from attngen.schedule.table import read_table
@@ -285,6 +286,7 @@ def run(*args: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.share(4)
 def test_test_shows_each_case(project: Path) -> None:
     (project / "specs" / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\nmask: causal\n")
     (project / "specs" / "typo.yaml").write_text(WRONG["typo"][0])
@@ -295,7 +297,7 @@ def test_test_shows_each_case(project: Path) -> None:
     assert len(cases) >= 5 and all(line.endswith(" ok") for line in cases)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_test_shows_each_gradient_and_refuses_a_numpy_that_the_interpreter_cannot_use(project: Path) -> None:
     (project / "specs" / "small.yaml").write_text(
         "name: small\nhead_dim: 16\ndtype: fp16\nscore: [sink, temperature]\n"
@@ -347,7 +349,7 @@ main(["test", "specs/small.yaml"])
     assert sentence in refused.stdout + refused.stderr and "test_" not in refused.stdout
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_build_does_not_import_torch(project: Path) -> None:
     code = """
 import sys

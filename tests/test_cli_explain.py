@@ -19,6 +19,7 @@ PASSES = (
 )  # fmt: skip
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", PASSES)
 def test_dump_after_each_pass_parses_back(project: Path, attngen: Cli, name: str) -> None:
     from attngen.ir.parser import parse_module
@@ -117,7 +118,7 @@ def test_explain_counts_for_the_sizes_given(project: Path, attngen: Cli) -> None
     assert error == "error: --heads 6 is not a multiple of --kv-heads 4\n"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_explain_counts_the_tiles_that_bounds_and_block_lists_leave(project: Path, attngen: Cli) -> None:
     """It does so for masks of positions, and says whether kernels use bounds or lists."""
     loose = "abs(q_idx // 64 % 8 - kv_idx // 64 % 8) < 1"
@@ -146,7 +147,7 @@ def test_explain_says_why_no_kernel_is_warp_specialized(project: Path, attngen: 
     assert "On sm90 the kernel @fwd has no config for hopper" in (tmp_path / "x.html").read_text()
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
 )
@@ -162,7 +163,7 @@ def test_explain_defines_every_name_and_fits_a_screen(project: Path, attngen: Cl
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
 )
@@ -184,6 +185,7 @@ def test_theory_prints_every_theorem_and_fits_a_screen(project: Path, attngen: C
     assert "roof" not in output
 
 
+@pytest.mark.share(8)
 def test_theory_counts_for_a_model(project: Path, attngen: Cli) -> None:
     (project / "specs" / "llama.yaml").write_text("name: llama\nhead_dim: 128\nmask: causal\nheads: {sharing: gqa}\n")
     output = attngen("explain", "specs/llama.yaml", "--theory", "--model", "llama-70b", "--seq", "131072")

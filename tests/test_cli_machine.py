@@ -135,7 +135,7 @@ def completions(words: str, folder: Path) -> list[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout.split()
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_shells_complete_commands_and_specs(project: Path) -> None:
     for path in ("specs/goat.yaml", "specs/other.yaml", "elsewhere/its.yaml"):
         (project / path).parent.mkdir(exist_ok=True)

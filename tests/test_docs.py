@@ -64,7 +64,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_excerpts_of_ir_are_real() -> None:
     modules = [
         *lowered("causal_mqa").values(),
@@ -211,7 +211,7 @@ def test_yaml_is_a_spec(page: str) -> None:
         parse_spec(block)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("page", EXECUTED_PAGES)
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, as one program, in the root of the project; each compares its results with

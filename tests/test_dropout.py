@@ -68,6 +68,7 @@ def test_the_rate_is_p(p):
         assert abs(zscore(keep[:, :, q::16, kv::16], p)) < 5
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("dropped", [1, 100, 125, 256 * 26 + 3, 65536 - 40])
 def test_the_rate_is_met_to_a_65536th(dropped):
     """Thresholds between the 256 of a byte are met by all weights, and by every group of 16 queries."""
@@ -86,6 +87,7 @@ def test_rows_and_columns_are_binomial(p):
         assert abs(spread - 1) < 5 * math.sqrt(2 / len(sums))
 
 
+@pytest.mark.share(8)
 def test_scores_of_a_word_share_a_byte():
     """(q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated by 1 / 257 at this rate; other pairs of a call of
     Philox are not."""
@@ -196,6 +198,7 @@ def test_gradients_at_any_rate(name, p, device):
     assert result.ok, str(result)
 
 
+@pytest.mark.share(8)
 def test_the_mask_does_not_depend_on_tiles(device, tmp_path):
     """A schedule with other tiles drops the same weights."""
     text = print_module(target(DROPPING[0]))

@@ -17,7 +17,7 @@ from tests.helpers import ROOT, SPECS, built, module_of, target
 RANKS = 2
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_two_processes_give_the_results_of_one(tmp_path: Path) -> None:
     """Outputs, LSE and gradients of q, k, v and gradient inputs are equal for nine kinds of specs; shardings that are
     not supported get one sentence each."""

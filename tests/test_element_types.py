@@ -120,6 +120,7 @@ def test_a_wrong_spec_gets_one_sentence(change: dict[str, Any], sentence: str) -
 # ---------------------------------------------------------------------------------------------- IR
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("dtype", "result"), [("fp16_wide", "f32"), ("fp32_short", "fp16")])
 def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) -> None:
@@ -185,6 +186,7 @@ def test_a_backward_in_a_type_that_has_none_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- results
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", ROWS)
 def test_results_are_those_of_naive_attention(name: str, dtype: str, tmp_path: Path, device: str) -> None:
@@ -214,6 +216,7 @@ def test_tracers_know_the_type_of_outputs(dtype: str, tmp_path: Path, device: st
     assert compiled(q, k, v).equal(module.attention(q, k, v)) and compiled(q, k, v).dtype == TORCH[dtype]
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", [n for n in SPECS if n != "dropout"])
 @pytest.mark.parametrize("dtype", ["fp16_wide", "fp32_short", "fp16_raised"])
 def test_the_executor_runs_it(name: str, dtype: str) -> None:

@@ -91,7 +91,7 @@ def operators() -> set[str]:
     return {x for x in torch._C._dispatch_get_all_op_names() if x.startswith("attngen::flex_")}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_of_300_functions_few_modules_stay(few: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "MOST", 20)
     monkeypatch.setattr(store, "MOST", 50)
@@ -123,7 +123,7 @@ def test_of_300_functions_few_modules_stay(few: list[str], monkeypatch: pytest.M
     assert list(api._RECENT) == held
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_what_is_forgotten_is_freed_and_comes_from_the_disk(few: list[str]) -> None:
     inputs, functions, before = qkv(), [shifted(by) for by in (0, 1, 2)], operators()
     outputs = [attngen.flex_attention(*inputs, score_mod=function) for function in functions]
@@ -143,6 +143,7 @@ def test_what_is_forgotten_is_freed_and_comes_from_the_disk(few: list[str]) -> N
     assert len(operators() - before) == 6 and len(api._RECENT) == 2
 
 
+@pytest.mark.share(8)
 def test_a_backward_needs_no_cache(few: list[str]) -> None:
     inputs = qkv()
     out = attngen.flex_attention(*inputs, score_mod=shifted(0))
@@ -153,7 +154,7 @@ def test_a_backward_needs_no_cache(few: list[str]) -> None:
     assert is_right(0, out, inputs)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_what_a_graph_or_a_caller_has_stays(few: list[str]) -> None:
     inputs = qkv()
     first, second = shifted(0), shifted(1)
@@ -177,7 +178,7 @@ def test_what_a_graph_or_a_caller_has_stays(few: list[str]) -> None:
     assert attngen.build({"name": "mine", "head_dim": 16, "mask": "causal"}) is module
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_threads_forget_and_import_at_once(few: list[str]) -> None:
     inputs, functions, wrong = qkv(), [shifted(by) for by in (0, 1, 2)], []
 
@@ -199,7 +200,7 @@ def test_threads_forget_and_import_at_once(few: list[str]) -> None:
     assert wrong == [] and len(few) == 3 and len(api._RECENT) == 2
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_plans_of_block_masks_go_with_their_modules(few: list[str]) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 

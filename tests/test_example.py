@@ -35,7 +35,7 @@ def train(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", ["causal_mqa", "causal_gqa", "mla_dims"])
 def test_a_module_trains_as_naive_attention_does(tmp_path: Path, name: str) -> None:
     path = tmp_path / "loss.csv"
@@ -49,7 +49,7 @@ def test_a_module_trains_as_naive_attention_does(tmp_path: Path, name: str) -> N
         assert 4 < float(ours) < 7  # an untrained model has ln(256) = 5.5
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
     data = tmp_path / "text.txt"
     data.write_text("attention " * 100)
@@ -58,7 +58,7 @@ def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[-1] < 3 < losses[0], done.stderr
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "args, error",
     [

@@ -52,7 +52,7 @@ def compare_with_oracle(mod: Mod, sizes: Sizes, device: str) -> None:
 CASES = [(name, case.sizes) for name, mod in MODS.items() for case in mod.tests[-1:]]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(32)
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=[name for name, _ in CASES])
 def test_functions_of_attention_gym(name: str, sizes: Sizes, device: str) -> None:
     compare_with_oracle(MODS[name], sizes, device)
@@ -83,7 +83,7 @@ def test_long_masks_by_compiled_kernels(name: str) -> None:
         assert relative_error(found, right) <= 2 * relative_error(half, right)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_functions_are_traced_once_and_again_when_they_change(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[int] = []
     monkeypatch.setattr(pairs, "trace", lambda *mods: traced.append(1) or trace(*mods))
@@ -116,7 +116,7 @@ SCORES_WITHOUT_S: dict[str, Any] = {  # scores that do not use the product of q 
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SCORES_WITHOUT_S)
 def test_scores_that_do_not_use_s(name: str, device: str) -> None:
     """Gradients of q and k are 0, and the other gradients are right."""
@@ -151,7 +151,7 @@ def test_scores_that_do_not_use_s(name: str, device: str) -> None:
         attngen.spec_from_mods(score)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("kind", ["documents", "stripes"])
 def test_a_soft_cap_of_a_modified_score(kind: str, device: str) -> None:
     """The spec of Gemma 2's soft cap over ALiBi builds a module with the right output and gradients."""
@@ -189,6 +189,7 @@ SCORES: dict[str, Any] = {  # functions of a score, the positions of query and k
 }
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_with_reciprocals_and_conditional_reads(name: str, device: str) -> None:
     q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
@@ -213,7 +214,7 @@ SHIFTS: dict[str, Any] = {  # masks of 4 heads
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SHIFTS)
 def test_masks_that_shift_by_a_value(name: str, device: str) -> None:
     q, k, v = inputs(Sizes(1, 4, 4, 70, 70), device)
@@ -284,7 +285,7 @@ def test_functions_are_traced_again_when_a_number_that_they_read_changes() -> No
         assert text is not None and text.endswith("<= 4")
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_partials_and_callables(device: str) -> None:
     class Window:
         def __init__(self, size: int) -> None:
@@ -303,7 +304,7 @@ def test_partials_and_callables(device: str) -> None:
         assert relative_error(attngen.flex_attention(q, k, v, block_mask=mask), right) < 1e-6
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_block_masks(device: str) -> None:
     """The function alone describes a mask that create_block_mask made; lists that hide more, or show more, are
     respected."""
@@ -343,7 +344,7 @@ def test_products_of_rows_extend_head_dim(device: str) -> None:
     assert relative_error(attngen.flex_attention(q, k, v, made.score_mod, scale=0.3, enable_gqa=True), right) < 1e-6
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 def test_a_second_process_takes_the_module_from_the_cache(device: str) -> None:
     """Other captured tensors change nothing about it; neither the compiler nor its dependencies are imported."""
     code = (
@@ -365,7 +366,7 @@ def test_a_second_process_takes_the_module_from_the_cache(device: str) -> None:
     assert (again.returncode, again.stdout) == (0, "set()\n"), again.stderr
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_tracing_imports_nothing_of_pytorchs_compiler() -> None:
     """That import would take longer than the rest of a call whose module is in the cache."""
     code = (
@@ -424,7 +425,7 @@ def test_largest_scores(device: str) -> None:
             assert relative_error(aux.lse[seen], right_lse[seen] * math.log(2)) < 1e-6
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_method_is_traced_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python makes a new method object at each access. The method of another object is traced, too."""
 

@@ -19,7 +19,7 @@ from tests.flex_common import Tensor, cumulative_score, inputs, lower_triangle
 cache = flex_common.cache  # a fixture
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_score_that_does_not_use_s_in_a_graph(device: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return attngen.flex_attention(q, k, v, _distances)
@@ -49,7 +49,7 @@ def check_same_bits(function: Any, graph: Any, *leaves: Tensor) -> None:
         assert a.equal(b)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_call_in_a_graph_follows_changes_of_captured_values(device: str) -> None:
     """Values of tensors, tensors, numbers and lengths change; bits are those of calls outside of torch.compile."""
     slope, window, factor = torch.rand(2, device=device, requires_grad=True), 5, 0.5
@@ -76,6 +76,7 @@ def test_a_call_in_a_graph_follows_changes_of_captured_values(device: str) -> No
     check_same_bits(function, graph, *inputs(Sizes(1, 2, 2, 33, 33), device), slope)
 
 
+@pytest.mark.share(8)
 def test_lengths_are_symbols_of_a_graph_if_functions_capture_no_tensors(device: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -90,7 +91,7 @@ def test_lengths_are_symbols_of_a_graph_if_functions_capture_no_tensors(device: 
     assert counter.frame_count == 2
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_functions_with_the_same_code_are_distinguished_in_a_graph(device: str) -> None:
     def within(size: int, first: Tensor) -> Any:
         return lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() <= size) | (first[kv_idx] > 0)
@@ -110,7 +111,7 @@ def test_functions_with_the_same_code_are_distinguished_in_a_graph(device: str) 
         assert graph(q, k, v, mask).equal(function(q, k, v, mask))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_methods_and_block_masks_in_a_graph(device: str) -> None:
     """The graph has parameters and numbers of the object of a method, and the lists of a block mask that say more than
     its function."""
@@ -148,7 +149,7 @@ NO_BLOCK_MASK_REASON = (
 )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_calls_that_cannot_be_in_a_graph_say_why_and_run_outside(device: str) -> None:
     class Hidden:
         tables = {"first": torch.rand(2, device=device)}

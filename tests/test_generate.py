@@ -42,7 +42,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_served_tokens_are_those_of_the_whole_sequence() -> None:
     done = run()
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_served_tokens_are_those_of_the_whole_sequence() -> None:
     assert done.stdout.count("are those of the whole sequence") == 3  # with pages, with SDPA, with drafted trees
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -56,7 +56,7 @@ def _interpreted_configs(kernels: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPECS)
 def test_its_configs_ask_for_no_features_of_devices(name: str) -> None:
     """Flags of configs ask for loads by descriptors, conversion instructions, or dependent launches."""
@@ -83,7 +83,7 @@ def test_its_configs_have_the_tiles_of_a_device_class(name: str) -> None:
             assert tiles[0] == tiles[1]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("backward", [{}, {"backward": {"deterministic": False}}, {"backward": False}], ids=str)
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_calls_with_a_cache_run_with_any_backward(
@@ -97,7 +97,7 @@ def test_calls_with_a_cache_run_with_any_backward(
         assert result.ok, str(result)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
 @pytest.mark.parametrize("cache", CACHES[::3], ids=str)
 @pytest.mark.parametrize("others", ["sm90", "sm80"])
@@ -153,7 +153,7 @@ def test_numpy_does_not_warn_of_rows_without_keys_or_of_large_scores() -> None:
     assert (out[:, :, :20] == 0).all()
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
 @pytest.mark.parametrize("name", ["causal_dropout_mqa", "padding_mha"])
 def test_results_are_the_same_to_the_bit(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

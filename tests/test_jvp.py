@@ -47,6 +47,7 @@ def cases() -> list[Any]:
     return [pytest.param(n, s, id=f"{n}-{s[0]}x{s[1]}-{s[2]}") for n, s in found]
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("name", "shape"), cases())
 def test_against_naive(name: str, shape: tuple[int, int, str], device: str) -> None:
     result = run_case(built(name), spec_of(name), small(name, *shape), dtypes(name)[0], device, tangents=True)
@@ -66,6 +67,7 @@ def test_bf16(device: str) -> None:
     assert result.ok, str(result)
 
 
+@pytest.mark.share(8)
 def test_tangents_of_16_bits_do_not_overflow_beside_fp32(device: str) -> None:
     """A small weight times a large tangent does not overflow, before and after its cast to fp16."""
     spec = make_spec({"name": "both", "head_dim": 32, "dtype": ["fp16", "fp32"]})
@@ -140,7 +142,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str, device: str, tmp_path: Any) -> None:
     spec = make_spec({"name": "variant", "head_dim": 32, "dtype": "fp16", **VARIANTS[name]})

@@ -58,7 +58,7 @@ def compare(sample: Sample, expression: Expression, places: list[tuple[int, int,
 PLACES = st.lists(st.tuples(*(st.integers(0, n - 1) for n in SHAPE)), min_size=4, max_size=4)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @settings(max_examples=150, deadline=None)
 @given(masks(), PLACES)
 def test_random_masks(sample: Sample, places: list[tuple[int, int, int, int]]) -> None:

@@ -83,6 +83,7 @@ def attempt(text: Any) -> None:
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.share(8)
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=40) | st.lists(st.sampled_from(WORDS), max_size=14).map("".join) | LATIN)
 @example("9" * MAX_TEXT)
@@ -134,6 +135,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("text", HEAVY.values(), ids=HEAVY)
 def test_heavy_expressions_end(text: str) -> None:
     """Expressions near the limits, of the kinds that are slowest in sympy, end in time."""

@@ -338,7 +338,7 @@ def doc(module: Any) -> str:
     return str(module.attention.__doc__ or module.attention.__call__.__doc__)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_the_language_gained(name: str, device: str, tmp_path: Path) -> None:
     """Lengths leave partial tiles, and queries are fewer than keys."""

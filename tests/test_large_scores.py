@@ -56,7 +56,7 @@ def spec_of(kind: str) -> Any:
     return make_spec({"name": "large", "head_dim": 32, "dtype": "fp32", **KINDS[kind], "schedule": schedule})
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("scale", [30.0, 3e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_naive(kind: str, scale: float, device: str) -> None:
@@ -116,6 +116,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("score", [8e2, 8e4, 8e6])
 @pytest.mark.parametrize("kind", CACHES)
 def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:

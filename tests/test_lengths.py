@@ -52,6 +52,7 @@ def inputs(documents: int, rows: int, device: str) -> dict[str, torch.Tensor]:
     return {name: x.to(device) for name, x in found.items()}
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("documents", "rows"), [(1, 1), (3, 7), (16, 2), (33, 64), (0, 5), (5, 0)])
 @pytest.mark.parametrize("planned", [False, True])
 def test_one_module_takes_any_length(documents: int, rows: int, planned: bool, module: Any, device: str) -> None:
@@ -87,6 +88,7 @@ def test_a_call_gives_no_length_and_a_wrong_shape_is_refused(module: Any, device
     assert "starts: torch.int32 or torch.int64 [any], a parameter of the spec." in module.attention.__doc__
 
 
+@pytest.mark.share(8)
 def test_lengths_are_symbols_of_compiled_graphs(module: Any, device: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -173,6 +175,7 @@ def test_a_warp_specialized_kernel_takes_lengths() -> None:
         compare_with_naive(module, "lengths", seed, of=spec)
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [

@@ -275,6 +275,7 @@ def test_integers_may_have_64_bits(name: str, other: dict[str, torch.dtype], bui
     assert built(name).attention(q, k, v, **{**inputs, **wide}).equal(built(name).attention(q, k, v, **inputs))
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("name", "learned", "dtype"), [("sinks", "sink", torch.float16), ("dense", "bias", torch.float32)]
 )

@@ -218,7 +218,7 @@ def test_a_bias_may_hide_keys(built: Built, device: str) -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("what", ODD)
 def test_odd_arguments(what: str, built: Built, device: str) -> None:
     name, size, given = ODD[what]

@@ -25,6 +25,7 @@ from tests.module_cache_common import SPEC, UNPICKLE, forget_loaded, is_right, s
 cache, compiled, rendered = module_cache_common.cache, module_cache_common.compiled, module_cache_common.rendered
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty", "more", "receipt"])
 def test_a_damaged_module_is_built_again(
     damage: str, cache: Path, device: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
@@ -115,7 +116,7 @@ def damage_entry(kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.Monk
 DAMAGES = ["cut", "altered", "garbage", "gone", "folder", "link", "dangling", "loop", "pipe", "huge", "unreadable"]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_damage_is_repaired(
     kind: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
@@ -163,7 +164,7 @@ def write_bytecode(path: Path, flag: Path, unchecked: bool) -> None:
     target.write_bytes(importlib.util.MAGIC_NUMBER + header + code)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("unchecked", [False, True])
 def test_bytecode_is_never_used(
     unchecked: bool, tmp_path: Path, device: str, rendered: list[str], monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ print(module.__file__, "attngen.codegen.render" in sys.modules)
 """
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_one_of_many_processes_compiles(cache: Path) -> None:
     command = [sys.executable, "-c", CONCURRENT_BUILD.format(spec=SPEC)]
     started = [
@@ -96,7 +96,7 @@ attngen.build({spec!r})
 """
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_later_build_uses_nothing_of_a_killed_one(cache: Path, device: str, compiled: list[str]) -> None:
     script(KILLED_BUILD.format(spec=SPEC), kill=True)
     (left,) = cache.glob(".mine_*")
@@ -142,7 +142,7 @@ print(failed)
 """
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 def test_processes_and_threads_build_repair_and_clear_concurrently(
     tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda name: module_of(variant(name), tmp_path_factory.mktemp("outputs") / "outputs"))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_against_naive(name: str, sizes: tuple[int, int], modules: Any, device: str) -> None:
@@ -132,7 +132,7 @@ def test_a_column_of_weights_sums_to_the_queries_that_see_a_key(device: str) -> 
     torch.testing.assert_close(key_mass[..., -1], last.detach(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_operators_and_compiled_calls(device: str) -> None:
     """Schemas, fake implementations and autograd of all operators are right. A compiled call is one graph, and gives
     the same bits and gradients."""
@@ -209,7 +209,7 @@ def variables(spec: Spec) -> set[str]:
     }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", ["grouped, causal", "a sink, which all rows see"])
 def test_names_that_outputs_bring_are_reserved(name: str) -> None:
     """Inputs of masks and modifiers are variables of kernels and host programs, too, and must not collide."""
@@ -228,7 +228,7 @@ def test_the_lse_is_always_among_outputs_and_their_order_says_nothing() -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("score", [[], ["alibi"], [{"softcap": 5.0}], ["sink"]])
 def test_the_largest_score_comes_from_warp_specialized_kernels_too(score: list[Any]) -> None:
     """They keep the running maximum as portable kernels do, wherever they compute the row terms of scores."""

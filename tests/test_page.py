@@ -61,7 +61,7 @@ def words(element: ET.Element) -> str:
 # ---------------------------------------------------------------------------------------------- the file
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_loads_nothing(name: str) -> None:
     for element in tree(name).iter():
@@ -111,7 +111,7 @@ def test_the_page_has_the_spec_every_pass_and_the_code(name: str) -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_texts_are_escaped() -> None:
     nasty = "</pre><script>alert('&amp;')</script>"
     steps = [(name, replace(module, mask=nasty)) for name, module in lowered("causal_mqa").items()]
@@ -280,6 +280,7 @@ def test_a_second_picture_shows_an_edge_beyond_the_first_elements() -> None:
     assert np.array_equal(blocks.seen, (abs(q - k) <= 2) | (q < 1) | (k < 1)) and 0 < np.sum(blocks.seen) < SIDE**2
 
 
+@pytest.mark.share(8)
 def test_rendered_elements_equal_visible_ones() -> None:
     for picture in Sample(DATA).pictures:
         rendered = [s.attributes for s in picture.drawing.shapes if s.attributes["class"] == "full"]
@@ -353,7 +354,7 @@ def test_the_page_has_the_arguments() -> None:
     assert "    kv_lengths: torch.Tensor,\n" in words(section) and "    scale: float | None = None,\n" in words(section)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_auxiliary_kernels_are_explained() -> None:
     sentence = "@packed, in place of @fwd where Hkv &lt; Hq and Nq &lt; 64. Forward of few queries:"
     assert html("causal_mqa").count(sentence) == 2 and sentence not in html("local_global_dropout_mha")
@@ -367,7 +368,7 @@ def test_auxiliary_kernels_are_explained() -> None:
 # ---------------------------------------------------------------------------------------------- formulas
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_formulas_and_specs_fit_the_page() -> None:
     """Lines may break between <math> elements, which are short, and lines of specs are wrapped."""
     for name in ("window_gqa", "chunked_gqa", "causal_padding_gqa"):
@@ -413,7 +414,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return int(caught.value.code or 0), *capsys.readouterr()
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_command_writes_the_page_that_every_process_makes(tmp_path: Path) -> None:
     path = tmp_path / "out.html"
     sizes = ("--seq", "4096", "--batch", "2", "--heads", "8")

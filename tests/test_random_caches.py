@@ -30,7 +30,7 @@ def _hold(number: int, count: int, device: str) -> list[Data]:
     return [data for data, what in found if what == "built"]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("number", ON_PUSH)
 def test_each_spec_with_a_cache_is_right_or_gets_one_sentence(number: int, device: str) -> None:
     built = _hold(number, FEW, device)

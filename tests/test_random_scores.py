@@ -230,7 +230,7 @@ def specs() -> tuple[Spec, ...]:
 # ---------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_derivatives_are_those_of_torch() -> None:
     """Derivatives by the score itself and by every gradient input equal PyTorch's."""
     count = learned = 0
@@ -258,6 +258,7 @@ def test_derivatives_are_those_of_torch() -> None:
     assert count >= 300 and learned >= 100
 
 
+@pytest.mark.share(8)
 def test_what_kernels_compute_has_the_same_value() -> None:
     """Expressions in base two, with common subexpressions computed once, have the same values, and can be printed and
     parsed as IR."""

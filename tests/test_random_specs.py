@@ -165,7 +165,7 @@ def _outcomes(specs: list[Data], held: Held, device: str) -> Outcomes:
                 yield data, error
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("number", CI_SEEDS)
 def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> None:
     found = list(outcomes(number, CI_SPECS, device))
@@ -187,7 +187,7 @@ def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> No
 CAUSAL: Data = {"name": "drawn", "head_dim": 16, "mask": "causal"}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "mask",
     [
@@ -242,7 +242,7 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dev
 TF32: Data = {"dtype": "fp32", "fp32_precision": "tf32"}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("more", [{}, TF32], ids=["16-bit", "tf32"])
 @pytest.mark.parametrize(("kernel", "wrong"), [("fwd", "(out|lse)"), ("dq", "dq"), ("dkdv", "d[kv]")])
 def test_a_wrong_kernel_is_found(
@@ -260,6 +260,7 @@ def test_a_wrong_kernel_is_found(
         outcome({**CAUSAL, **more}, tmp_path / "x.yaml", device)
 
 
+@pytest.mark.share(8)
 def test_a_text_that_gives_another_module_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:

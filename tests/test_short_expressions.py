@@ -200,7 +200,7 @@ def test_random_short_expressions_build(seed: int) -> None:
     build(*random_expression(seed))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_mask_with_many_cases_is_noted() -> None:
     """The note is there if comparisons are left unsolved, or if bounds of tiles are too long, also with an argument of
     the call in them."""
@@ -225,6 +225,7 @@ def test_a_mask_that_is_too_long_builds_once_shortened() -> None:
     lower(make_spec(spec_of("mask", "abs(2*kv_idx - q_idx) <= 1 and all(i, 8, abs(h - 1) + abs(h - 8) >= i)")))
 
 
+@pytest.mark.share(8)
 def test_a_proof_does_not_depend_on_earlier_proofs() -> None:
     """A statement that takes too many steps is not proven, whether its parts are cached or not."""
     a = parse(" + ".join(f"min(q_start * {n}, kv_start + {n})" for n in range(2, 16)))

@@ -94,7 +94,7 @@ def test_the_table_of_variants_links_to_the_page_of_each() -> None:
     assert [path.stem for path in spec_files()] == SPECS
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_the_page_of_a_spec_has_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the spec, a picture, maps of tiles, the signature and the code, and links to the page of `attngen explain
     --html`."""
@@ -163,7 +163,7 @@ def test_ci_builds_the_site() -> None:
 # ---------------------------------------------------------------------------------------------- the notebook
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     """The notebook runs from top to bottom, in its own process, on the CPU."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "ATTNGEN_CACHE_DIR": str(tmp_path)}

@@ -53,7 +53,7 @@ def attended(attend: Any, x: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch
     return found
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> None:

@@ -78,7 +78,7 @@ def study(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, s
     return out, train(*options, "--data", data, "--out", out)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_module_learns_as_naive_attention_does(study: tuple[Path, str]) -> None:
     out, printed = study
     results = json.loads((out / "results.json").read_text())
@@ -96,7 +96,7 @@ def test_a_module_learns_as_naive_attention_does(study: tuple[Path, str]) -> Non
     assert float(rows[3][-1]) == curves["naive", 0][2]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 def test_the_page_says_what_the_results_say(
     examples: tuple[ModuleType, ModuleType], study: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -176,7 +176,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_dropout_trains_and_checkpointing_changes_nothing(data: Path, modules: Path) -> None:
     runs = []
     for more in ([], ["--checkpoint"]):

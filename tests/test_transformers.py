@@ -37,7 +37,7 @@ from tests.transformers_models import (
 cache = transformers_models.cache  # a fixture
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_agree_with_their_eager_attention(name: str) -> None:
     """Logits and all gradients agree in fp32, for sequences of one length, padded on both sides, and packed, without a
@@ -81,7 +81,7 @@ def test_errors_in_bf16_are_at_most_twice_those_of_eager(name: str) -> None:
             assert relative_error(x, right) <= 2 * relative_error(y, right)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("name", [*DECODERS, "t5"])
 def test_models_generate_the_same_tokens(name: str) -> None:
     """Tokens are the same with dynamic and static caches, with padding on the left, and with windows and chunks shorter
@@ -105,7 +105,7 @@ def test_models_generate_the_same_tokens(name: str) -> None:
         assert torch.equal(*answers)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_training_curves_agree_with_eager() -> None:
     """Losses of four steps of a Gemma 2 agree, with padded batches and gradient checkpointing."""
     losses: dict[str, list[float]] = {}
@@ -147,7 +147,7 @@ def test_kernels_apply_the_dropout_of_the_configuration() -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_starts_of_packed_sequences_are_used() -> None:
     """cu_seq_lens_q gives the starts of sequences. Other implementations read it only for FlashAttention's kernels."""
     model = made("mistral")
@@ -167,7 +167,7 @@ def test_starts_of_packed_sequences_are_used() -> None:
         model(ids.repeat(2, 1), use_cache=False, **of_starts)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_autocast_computes_in_its_type(name: str) -> None:
     """With fp32 weights and bf16 products, errors are at most twice those of eager attention under autocast."""
@@ -180,7 +180,7 @@ def test_autocast_computes_in_its_type(name: str) -> None:
         assert relative_error(x, right) <= 2 * relative_error(y, right)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_torch_compile_runs_around_layers() -> None:
     model = made("mistral")
     call, counted = next(calls("mistral", N))
@@ -191,6 +191,7 @@ def test_torch_compile_runs_around_layers() -> None:
     assert relative_error(found[0], expected[0]) < 1e-5 and relative_error(found[1], expected[1]) < 1e-5
 
 
+@pytest.mark.share(8)
 def test_image_spans_of_a_mask_are_traced() -> None:
     """For Gemma 3's images a user's mask function is combined with the causal one."""
     model = made("gemma3")

@@ -43,7 +43,7 @@ def command(*words: str) -> None:
     assert done.value.code == 0
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_specs_for_a_configuration_are_those_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model runs only modules that were built from the specs of `attngen specs-for`."""
     model = made("gpt_oss")
@@ -161,7 +161,7 @@ def test_different_layers_have_specs_with_different_names() -> None:
     assert names[0].startswith("layer_window_4096_packed_padded_softcap_50_bias_sink_")
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_folder_that_is_registered_later_is_used_and_a_missing_module_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

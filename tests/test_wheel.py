@@ -77,6 +77,7 @@ def run(environment: Path, tmp_path: Path) -> Run:
     return found
 
 
+@pytest.mark.share(8)
 def test_the_wheel_has_only_the_package_and_its_templates(released: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(released[0]).namelist()
     templates = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "templates").rglob("*.jinja"))
@@ -127,7 +128,7 @@ assert built.attention(q, k, v).equal(attention(q, k, v)) and attngen.load("gene
 """
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 def test_installed_commands_work_without_the_checkout(run: Run, tmp_path: Path) -> None:
     assert run("attngen", "--version") == f"{__version__}\n"
     assert run("attngen", "new", "mine").splitlines() == ["specs/mine.yaml", "next: attngen build specs/mine.yaml"]

@@ -295,7 +295,7 @@ def test_the_decode_grid_covers_the_sizes_and_fits_in_memory() -> None:
     assert max(concurrent) <= 60 * 2**30  # cells whose first calls run at the same time
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_run_measures_cells_with_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run uses child processes and Triton's interpreter: our results agree with naive attention, and have
     figures."""
@@ -403,6 +403,7 @@ def test_the_decode_table() -> None:
     )
 
 
+@pytest.mark.share(8)
 def test_the_decode_plots() -> None:
     found = plots.plots(example_results())
     assert list(found) == ["decode-rate.svg", "decode-bars.svg"] and found == plots.plots(example_results())

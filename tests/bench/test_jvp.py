@@ -12,7 +12,7 @@ from tests.bench import fakes
 from tests.helpers import spec as spec_of
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", ["full_mha", "softcap_window_gqa"])
 def test_each_peer_with_a_jvp_has_a_line(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

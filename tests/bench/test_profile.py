@@ -206,7 +206,7 @@ def test_flash_2_is_predicted_to_move_every_tensor_once() -> None:
     assert moved.l2_read > 10 * moved.dram_read
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_flash_1_is_predicted_to_move_queries_and_sums_for_every_tile_of_keys() -> None:
     n, found = 4096, {}
     for order, tile, module in variants(make_spec({"name": "x", "head_dim": 64, "mask": "none"}), (32, 64)):
@@ -289,7 +289,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "profile", run_plan)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_the_command_prints_a_table_and_writes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,7 +356,7 @@ def test_a_spec_whose_bytes_depend_on_data_is_refused(capsys: pytest.CaptureFixt
     assert "padding_mha reads `key_padding`, on which the bytes that move depend" in capsys.readouterr().err
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_both_loop_orders_are_profiled_where_the_spec_allows_both() -> None:
     assert [(order, tile) for order, tile, _ in variants(spec("causal_fa1"), ())] == [
         ("q_outer", None),

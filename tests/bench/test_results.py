@@ -260,7 +260,7 @@ def test_a_wrong_command_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_run_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

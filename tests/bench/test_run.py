@@ -53,7 +53,7 @@ def line(results: Results, peer: str, n: int = 24) -> Line:
     return found
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_spec_without_a_backward_has_figures_of_the_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient inputs are passed like other inputs, and its peers run without gradients, too."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -126,7 +126,7 @@ def test_a_backward_that_runs_out_of_memory_leaves_the_figures_of_the_forward(re
     assert late.why == "memory: out of memory"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_peer_that_cannot_be_compiled_or_captured_lacks_those_host_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +155,7 @@ def test_a_cell_that_a_peer_refuses_is_not_run(results: Results) -> None:
         assert (line(results, "refuses", n).figures, line(results, "refuses", n).why) == ({}, "not today")
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("grid", ["specs", "flex"])
 def test_the_preparation_of_masks_is_measured_on_request(
     grid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +173,7 @@ def test_the_preparation_of_masks_is_measured_on_request(
     }  # fmt: skip
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_cell_sets_options_of_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our results agree with those of a peer that reads the same inputs; with dropout nothing is compared."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -199,7 +199,7 @@ def test_a_cell_sets_options_of_its_calls(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["drops", "naive"].why == "no dropout" and "differs" not in found["drops", "ours"].figures
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_functions_for_flex_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`attngen.flex_attention` agrees with naive attention under the oracle, for a mask that reads data and for a score
     with a gradient input."""

@@ -70,7 +70,7 @@ def program(source: str) -> str:
     return ast.dump(tree)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_no_line_of_a_module_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken lines have the same syntax tree as the unbroken ones."""
     count, changed = 0, Counter[str]()

@@ -197,7 +197,7 @@ def by_claim(found: list[Theorem], start: str) -> Theorem:
     return theorem
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_emitted_schedule_has_the_order_for_every_variant(name):
     for theorem in (*emitted(target(name), "sm90"), *work(target(name)), *memory(target(name))):
@@ -210,7 +210,7 @@ def test_every_theorem_holds():
             assert theorem.holds, (theorem.claim, theorem.limits)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_emitted_schedule_has_the_order_on_every_device_class(cls):
     for theorem in emitted(target("full_mha"), cls):

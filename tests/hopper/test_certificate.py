@@ -151,7 +151,7 @@ def built(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     yield str(spec), ["--target", "sm90", "--jobs", "1", "--out", str(tmp_path / "generated")]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_verify_certifies_warp_specialized_configs(
     built: tuple[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

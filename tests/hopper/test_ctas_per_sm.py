@@ -132,7 +132,7 @@ def test_a_consumer_never_overlaps_its_products_with_its_own_softmax() -> None:
 # ---------------------------------------------------------------------------------------------- the choice
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 def test_narrow_heads_have_two_ctas_per_sm_where_registers_suffice() -> None:
     shared = [
         "causal_mqa",
@@ -291,7 +291,7 @@ def test_an_invalid_kernel_header_does_not_parse(old: str, new: str) -> None:
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (1, 17), (33, 65), (65, 33), (0, 5), (5, 0)])
 def test_ragged_sizes_and_empty_rows(lengths: tuple[int, int]) -> None:
     for name in (NAME, "sinks_window_gqa"):

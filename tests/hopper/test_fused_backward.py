@@ -58,7 +58,7 @@ def run(
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_naive_attention(name: str) -> None:
     few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]
@@ -134,6 +134,7 @@ def test_names_of_gradients_in_the_host_program_are_reserved() -> None:
         assert name_problem(name), name
 
 
+@pytest.mark.share(8)
 def test_the_sizes_of_a_call_select_the_fused_or_the_separate_kernels() -> None:
     text = print_module(lowered("wide"))
     enough = "Nk >= 1024 and Nq >= 1024 and B*Hq*Nk >= 480*num_sms"

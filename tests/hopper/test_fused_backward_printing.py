@@ -92,7 +92,7 @@ def test_gradients_of_wide_heads_lie_in_column_pieces() -> None:
     assert "            kv_idx = kv_start + gl.arange(" in masked and text.count("kv_idx = ") == 1
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", CASES)
 def test_named_barriers_are_distinct(name: str) -> None:
     """Barriers of the stages of each pipeline, of parts of tiles, and of ping-pong order have distinct numbers for each
@@ -124,6 +124,7 @@ def test_warp_groups_use_at_most_the_registers_of_a_program() -> None:
     assert sum(groups(kernel)) <= lane_registers(kernel, row)
 
 
+@pytest.mark.share(8)
 def test_programs_of_one_head_fetch_their_tiles() -> None:
     """A program fetches each tile, also the first, when it starts the tile, because other tiles wait for it."""
     text = render(lowered("wide_causal"))["hopper.py"].partition("\ndef bwd_producer(")[2]

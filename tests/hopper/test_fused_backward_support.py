@@ -127,7 +127,7 @@ def test_a_spec_cannot_select_the_backend_for_a_kernel_that_cannot_be_warp_speci
         ).run(before)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -154,7 +154,7 @@ def test_wide_heads_have_no_kernel_where_registers_would_spill(fields: dict[str,
     assert reason in " ".join(unspecialized(made, module["dce"]))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -172,7 +172,7 @@ def test_explain_gives_the_reason_for_the_separate_kernels(fields: dict[str, Any
     assert reasons == [f"No kernel computes all gradients in one pass: {reason}."]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -195,7 +195,7 @@ def test_values_per_score_that_tma_cannot_load_have_no_kernel(fields: dict[str, 
     assert reason in " ".join(unspecialized(made, lower(made, "dce")))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_row_vectors_of_queries_fit_next_to_tiles(head_dim: int) -> None:
     for many in (1, 2, 3):
@@ -212,7 +212,7 @@ def test_row_vectors_of_queries_fit_next_to_tiles(head_dim: int) -> None:
             )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

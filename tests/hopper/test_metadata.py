@@ -73,6 +73,7 @@ def test_metadata_is_read_next_to_the_mask_while_products_run() -> None:
     assert print_module(parse_module(text)) == text
 
 
+@pytest.mark.share(8)
 def test_a_lookup_by_metadata_waits_for_the_tile() -> None:
     """The start of a document is read at the document's id, which is metadata of the tile: after the wait for the tile,
     and before its release."""
@@ -94,7 +95,7 @@ IDS = {"expr": "ids[b, q_idx] == ids[b, kv_idx]", "params": {"ids": {"tensor": [
 DATA = {"all_of": ["causal", IDS]}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_indices_of_listed_tiles_are_metadata_of_the_tiles() -> None:
     warp_specialized = lowered_with(DATA).warp_specialized[0]
     text = print_kernel(warp_specialized)
@@ -117,7 +118,7 @@ BIAS = {"expr": "s + far[b, kv_idx]", "params": {"far": {"tensor": ["B", "Nk"], 
 BLOCKS = {"block_sparse": {"block": 128}}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("mask", [BLOCKS, {"all_of": ["causal", BLOCKS]}], ids=["blocks", "causal"])
 def test_tile_indices_are_no_metadata_where_the_tile_is_released_before_its_mask(mask: object) -> None:
     """Only the score reads metadata of the tile, and the mask needs only positions."""
@@ -142,7 +143,7 @@ def test_a_mask_and_a_score_may_read_one_tensor() -> None:
     compare_with_naive(module, "asked", 1, of=of)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_names_of_helpers_in_kernels_are_reserved() -> None:
     printed = [
         render(lowered("causal_mha"))["hopper.py"],
@@ -175,7 +176,7 @@ def test_names_of_helpers_in_kernels_are_reserved() -> None:
         assert name_problem(name), name
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPECS)
 def test_variables_of_kernels_are_reserved(name: str) -> None:
     """A parameter with such a name would be overwritten, or read in place of the variable."""
@@ -240,7 +241,7 @@ TWO = {
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("mask", "score"),
@@ -380,7 +381,7 @@ def test_hoist_bias_splits_a_distance_into_rows_and_columns() -> None:
     assert print_module(parse_module(print_module(made))) == print_module(made)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
@@ -400,7 +401,7 @@ def test_other_biases_are_not_split(mask: str, score: object) -> None:
     assert not any(isinstance(op, ScaledIota) for op in module.warp_specialized[0].ops())
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("mask", ["kv_idx <= q_idx", "kv_idx >= q_idx", "kv_idx < q_idx and kv_idx > 3"])
 @pytest.mark.parametrize("distance", ["q_idx - kv_idx", "kv_idx - q_idx"])
 def test_a_mask_fixes_the_sign_of_a_distance(mask: str, distance: str) -> None:

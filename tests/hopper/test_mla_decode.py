@@ -257,7 +257,7 @@ OTHERS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_and_caches(name: str) -> None:
     module = lowered_variant(name)
@@ -267,7 +267,7 @@ def test_other_masks_and_caches(name: str) -> None:
     assert "def decode_right(" in files["hopper.py"] and '("sm90", 2, "hopper")' in files["kernels.py"]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

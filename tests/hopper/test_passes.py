@@ -306,6 +306,7 @@ def test_ping_pong_puts_scheduler_barriers_around_the_products_of_each_body() ->
     assert all(before.block(name) == made.block(name) for name in unchanged)
 
 
+@pytest.mark.share(8)
 def test_the_specs_with_ping_pong_order() -> None:
     """These are three consumers of narrow heads, and two consumers of wider heads with dropout, with a head_dim over
     128, or where all tiles visit the same number of keys."""
@@ -345,7 +346,7 @@ def test_pipelines_that_leave_no_shared_memory_keep_a_program_per_tile() -> None
     assert made is before
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_the_ir_of_each_module_round_trips(name: str) -> None:
     text = print_module(lowered(name))

@@ -100,7 +100,7 @@ def edited(name: str, kernel: str, *changes: tuple[str, str]) -> Module:
 HEADS_OF_GROUP = "(group*split) // splits .. (group*split + group) // splits"
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_specs_with_separate_backward_kernels() -> None:
     assert [name for name in SPECS if any(target(name).stand_ins(kernel) for kernel in SEPARATE_BACKWARD)] == [
         "causal_d256"
@@ -238,7 +238,7 @@ def test_legalize_gluon_loads_the_tile_for_delta_to_registers() -> None:
     assert added[-2:] == ["tma_store %dQ[b, h, q, d_qk] %dq_out staging(%Q_pipeline)", "tma_store_wait %Q_pipeline"]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -375,6 +375,7 @@ def test_wrong_ir_is_refused_with_a_reason(mistake: str) -> None:
         verify(edited(name, kernel, *changes))
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", [*CASES, *PORTABLE_DQ])
 def test_the_protocol_of_every_kernel_is_proven(name: str) -> None:
     for kernel in (k for k in lowered(name).warp_specialized if k.name in SEPARATE_BACKWARD):
@@ -412,7 +413,7 @@ def run(name: str, seed: int, lengths: Any = None) -> tuple[Mapping[str, Any], M
     return execute(module, call.of_module(spec_for(name)), call.tiles, DOUBLE), naive(spec_for(name), call)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", [*CASES, *PORTABLE_DQ])
 def test_results_are_those_of_naive_attention(name: str) -> None:
     few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]

@@ -329,7 +329,7 @@ def test_results_are_those_of_naive_attention(name: str, skipping: list[int]) ->
     assert set(range(instances - 1)) <= set(skipping)  # all except the last instance, whose rows see the most
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (1, 17), (33, 65), (65, 33), (40, 40), (0, 5), (5, 0), (70, 3)])
 @pytest.mark.parametrize("name", [WIDE, TWO_CTAS, "three instances"])
 def test_ragged_sizes_and_empty_rows(name: str, lengths: tuple[int, int]) -> None:

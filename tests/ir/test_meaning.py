@@ -194,7 +194,7 @@ def test_masked_scores_are_read_only_for_weights() -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("sharing", ["mha", "mqa", "gqa"])
 def test_every_sharing_of_heads_is_compared_with_the_header(sharing: str) -> None:
     """Inputs are indexed by query head and by K/V head, in kernels over queries, over keys and with pack-GQA."""

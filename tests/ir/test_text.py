@@ -19,6 +19,7 @@ from tests.helpers import ROOT, edit, portable, target
 # ---------------------------------------------------------------------------------------------- modules
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("path", sorted((ROOT / "generated").glob("*/schedule.ir")), ids=lambda p: p.parent.name)
 def test_committed_text_is_a_fixed_point(path):
     text = path.read_text()

@@ -37,6 +37,7 @@ def test_lengths_are_read_32_or_128_at_a_time(sequences: int) -> None:
     assert result.ok, str(result)
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("sequences", [1, 260])
 def test_parts_are_joined_in_several_turns(sequences: int, tmp_path: Path) -> None:
     """1,200 keys in splits of 64 are 19 splits. An iteration combines sixteen of them, or eight in a call with many
@@ -84,6 +85,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("what", MASKS)
 def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
     cache = "contiguous" if what in ("none", "alibi", "padding", "bias") else {"paged": {"page_size": 16}}
@@ -143,7 +145,7 @@ def _grown(module: ModuleType, made: Spec, steps: int, page: int) -> None:
         assert torch.equal(grown.float().nan_to_num(7.0), at_once.float().nan_to_num(7.0))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cache_that_grows_gives_the_bits_of_one_that_is_whole(name: str) -> None:
     cache = spec(name).cache
@@ -232,6 +234,7 @@ def test_bits_do_not_depend_on_other_sequences() -> None:
         assert torch.equal(module.attention.with_kvcache(call.q[b : b + 1], *call.caches, **alone), together[b : b + 1])
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("n_q", [1, 4, 60])
 def test_pages_before_a_window_are_not_read(n_q: int, tmp_path: Path) -> None:
     """Neither are their entries in the page table: no program has the tiles before all windows, and the bits stay the

@@ -173,6 +173,7 @@ def test_bounds_of_splits_have_32_bits() -> None:
     assert "int64" in to_triton(other + portion(hi - lo, i, parts), lambda name: (name, ()))
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", CACHED)
 def test_names_of_functions_that_split_kv_are_reserved(name: str) -> None:
     """Inputs in a mask's bounds are arguments of these functions and of `combine`, and would shadow their variables."""
@@ -245,7 +246,7 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
         np.testing.assert_allclose(found["LSE"][b : b + 1], lse.numpy(), atol=near)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("step", ["build", "split-kv", "target"])
 def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None:

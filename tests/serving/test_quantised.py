@@ -78,7 +78,7 @@ def test_kernels_store_the_next_numbers(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- calls
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("cache", "change"),
     [
@@ -261,7 +261,7 @@ def test_rules_of_heads(kernel: str, old: str, new: str, said: str) -> None:
     assert said in str(error.value)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -53,7 +53,7 @@ def test_keys_past_a_length_are_not_loaded() -> None:
     ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("mask", "more", "found"),
     [

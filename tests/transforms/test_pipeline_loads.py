@@ -63,7 +63,7 @@ def test_stages_that_do_not_fit_are_refused():
         verify(PipelineLoads(num_stages=8).run(before))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_decode_kernel_has_the_most_stages_with_which_two_programs_fit_an_sm():
     """Tiles of 64 keys have three buffers with 16 rows and two with 64; tiles of 128 keys have two. A program of 8
     warps has the SM to itself."""

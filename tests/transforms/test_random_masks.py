@@ -393,6 +393,7 @@ def test_bounds_of_a_random_expression_are_sound(
         )
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", NAMED)
 def test_bounds_of_named_masks_are_sound(name: str) -> None:
     tally = exactness(NAMED[name], 12, 1)
@@ -447,7 +448,7 @@ HARD: list[Mask] = [
 ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("mask", HARD, ids=range(len(HARD)))
 def test_masks_in_several_parts_are_lowered(mask: Mask) -> None:
     lower(make_spec({"name": "hard", "heads": {"sharing": "gqa"}, "head_dim": 64, "dtype": "fp16", "mask": mask}))

@@ -127,7 +127,7 @@ def test_both_loops_of_a_group_are_split():
         assert "keep" in kernel.graph
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_split_kernels_with_many_features_compute_the_gradients(tmp_path, device):
     """The features are grouped heads, padded head dims, dropout, and block lists, which no gradient reads before
     use-block-lists."""
@@ -147,7 +147,7 @@ def test_each_kernel_has_its_own_tile_sizes():
     assert on_h100 == {"dk": "64x128x8x2 TMA", "dv": "64x128x8x3 TMA"}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "old, new, reason",
     [

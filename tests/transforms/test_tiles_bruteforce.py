@@ -192,6 +192,7 @@ def test_bounds_of_linear_masks_are_sound(parts, sizes):
         check_sound(problem)
 
 
+@pytest.mark.share(8)
 @settings(max_examples=60, deadline=None)
 @given(OPAQUE, SIZES)
 def test_bounds_of_opaque_masks_are_sound(parts, sizes):
@@ -199,6 +200,7 @@ def test_bounds_of_opaque_masks_are_sound(parts, sizes):
         check_sound(problem)
 
 
+@pytest.mark.share(8)
 @settings(max_examples=60, deadline=None)
 @given(causal() | window(), SIZES)
 def test_bounds_of_one_causal_or_window_are_exact(part, sizes):

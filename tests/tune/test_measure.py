@@ -56,7 +56,7 @@ class Clock:
         return {name: Times((float(name),) * rounds) for name in calls}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_each_kernel_is_measured_under_each_schedule(small, device):
     folder, specs, made = small
     bench = Bench(folder, specs, device, Clock())
@@ -83,7 +83,7 @@ def cached(request, tmp_path_factory):
     return folder, {"cached": path}, made
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(16)
 def test_kernels_with_a_cache_are_measured_by_calls_with_a_cache(cached, device, monkeypatch):
     for name, number in (("TOKENS", 64), ("HIDDEN", 256), ("CACHED_KEYS", 96), ("CACHED_TOKENS", 192)):
         monkeypatch.setattr(measure, name, number)
@@ -201,7 +201,7 @@ for rows, batch in ((128, 1), (256, 2)):
 """
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_kernel_compiled_ahead_is_the_one_that_any_number_of_rows_launches(small, tmp_path):
     """A process without the interpreter compiles only the requested kernel, and the same one for other sizes."""
     folder, specs, made = small

@@ -126,7 +126,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPECS)
 def test_mask_classes_by_range(name):
     module = parse_module((ROOT / "generated" / name / "schedule.ir").read_text())
@@ -198,7 +198,7 @@ def test_an_entry_for_few_rows_replaces_the_models_config():
     assert configs(made, "packed") == [configs(before, "packed")[0], (None, "64x32x4x2", True)]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_split_kv_kernels_have_entries_for_few_queries_and_for_more():
     """An entry with TMA is used only where its tiles lie within pages."""
     few = Key("decode", "128/128", "16-bit", "grouped", "full", 16)
@@ -266,7 +266,7 @@ def test_tiles_larger_than_blocks_are_left_out():
         assert any(r.measured for r in made.configs("fwd")) == used
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", MIXED)
 def test_modules_of_all_kinds_use_entries(name):
     """Each module uses entries for its own keys, and the verifier accepts them."""

@@ -42,7 +42,7 @@ def kept(kernel: str = "fwd", few: bool = False) -> list[str]:
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", ["causal_mha", "causal_fp32", "butterfly_gqa", "causal_d256"])
 def test_every_schedule_of_the_grid_is_kept_or_rejected_for_one_reason(name):
     p = planned(name)
@@ -80,7 +80,7 @@ def test_schedules_are_rejected_for_the_models_reasons(monkeypatch):
     assert again.rejected[SPILLS] == 1 and second not in again.kept
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
     cells = [cell for cell, _ in planned().cells()]
     assert cells[4] == CELL and [c.rows for c in cells] == [n for _, n in RANGES for _ in range(4)]
@@ -95,6 +95,7 @@ def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
     assert {c.dtype for c, _ in planned("causal_fp32").cells()} == {"fp32"}
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("name", "page"), [("decode_gqa", 0), ("decode_paged_gqa", 64), ("decode_window_paged_gqa", 16)]
 )
@@ -245,7 +246,7 @@ def test_an_outcome_is_read_back_from_json():
     assert outcome(json.loads(json.dumps(found.plain()))) == found
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_run_continues_where_another_stopped(tmp_path):
     path, plans = tmp_path / "results.jsonl", [planned()]
     first, gpu = run.read_results(path, "H200", plans), Gpu({kept(few=True)[1]: 0.5})
@@ -263,7 +264,7 @@ def test_a_run_continues_where_another_stopped(tmp_path):
     assert [key.kernel for key, e in table.entries.items() if e.schedule != e.model] == ["fwd", "dq"]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_results_of_another_device_or_of_other_kernels_do_not_count(tmp_path):
     path, plans = tmp_path / "results.jsonl", [planned()]
     run.read_results(path, "H200", plans).keep(compete(CELL, planned(), candidates(), Gpu({})), BY)
@@ -277,7 +278,7 @@ def test_results_of_another_device_or_of_other_kernels_do_not_count(tmp_path):
         run.read_results(path, "H200", plans)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_of_cells_with_one_key_the_first_counts_and_other_entries_stay():
     results = run.read_results(None, "H200", [planned(), planned("causal_padding_gqa")])
     for p, ms in ((planned(), 2.0), (planned("causal_padding_gqa"), 1.0)):
@@ -290,6 +291,7 @@ def test_of_cells_with_one_key_the_first_counts_and_other_entries_stay():
     assert "nothing faster" in "\n".join(summary.totals(run.known([planned()], results)))
 
 
+@pytest.mark.share(8)
 def test_entries_of_another_gpu_of_the_class_name_it(tmp_path):
     results = run.read_results(None, "H100", [planned()])
     for cell, found in planned().cells():

@@ -44,7 +44,7 @@ def warp_specialized(name: str = "causal_mqa") -> list[str]:
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -76,6 +76,7 @@ def test_configs_that_compete(name: str, expected: str) -> None:
     assert found == expected.split()
 
 
+@pytest.mark.share(8)
 def test_configs_compete_for_the_forward_of_many_rows_on_the_device_of_the_backend() -> None:
     assert [of for of, found in planned().searches.items() if found.warp_specialized] == [("fwd", "bf16", False)]
     assert not any(found.warp_specialized for found in planned(device="sm80").searches.values())
@@ -83,7 +84,7 @@ def test_configs_compete_for_the_forward_of_many_rows_on_the_device_of_the_backe
     assert found.configs[0] == found.kept[0] and set(found.configs) == {*found.kept, *found.warp_specialized}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "name", ["causal_mqa", "causal_gqa", "causal_d256", "document_gqa", "block_sparse_mha", "dense_bias_dropout_mha"]
 )
@@ -167,7 +168,7 @@ def test_portable_configs_are_measured_if_warp_specialized_ones_hang() -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_run_measures_only_configs_with_a_certificate(tmp_path: Path) -> None:
     first, second = planned().searches["fwd", "bf16", False].warp_specialized[:2]
     gpu, path = (
@@ -187,7 +188,7 @@ def test_a_run_measures_only_configs_with_a_certificate(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_certificates_are_for_the_modules_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

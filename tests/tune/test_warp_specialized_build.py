@@ -62,7 +62,7 @@ def configs_of(
 EVERYWHERE = {2048: (TILES,), 8192: (OTHER, TILES), None: (TILES, OTHER)}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_winner_of_the_table_gives_a_warp_specialized_kernel_with_its_config(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(tables(EVERYWHERE)["sm90"].text())
     table = read_table(tmp_path / "t.json")
@@ -85,7 +85,7 @@ def test_a_winner_of_the_table_gives_a_warp_specialized_kernel_with_its_config(t
     ]  # the portable config stays
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("faster", "above"),
     [
@@ -103,7 +103,7 @@ def test_the_portable_config_stays_where_it_won(faster: Any, above: int | None) 
     assert [config.min_rows for config in configs_of(faster)] == ([] if above is None else [above])
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_another_tile_that_wins_for_fewer_rows_has_its_own_kernel() -> None:
     made = {**EVERYWHERE, 2048: (OTHER,), 8192: (TILES,)}
     assert [(r.block_q, r.min_rows, r.max_rows) for r in configs_of(made)] == [(64, 64, 2048), (192, 2048, None)]
@@ -122,7 +122,7 @@ def test_another_tile_that_wins_for_fewer_rows_has_its_own_kernel() -> None:
     ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_without_measurements_the_heuristic_decides() -> None:
     wide = {**TEXT, "head_dim": 128}
     mine = {**TILES, "block_q": 128}
@@ -133,7 +133,7 @@ def test_without_measurements_the_heuristic_decides() -> None:
     assert shown == [[(128, 64, False)], [(128, 64, True)], [(128, 2048, False)], []]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_of_equally_fast_configs_the_one_with_the_most_ranges_wins() -> None:
     made = tables({**EVERYWHERE, 2048: (OTHER,)})["sm90"]
     for ms, expected in ((0.505, [(64, 64)]), (0.52, [(64, 64), (192, 2048)])):
@@ -143,7 +143,7 @@ def test_of_equally_fast_configs_the_one_with_the_most_ranges_wins() -> None:
         assert [(config.block_q, config.min_rows) for _, config in configs] == expected
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_the_spec_precedes_the_table() -> None:
     assert configs_of(EVERYWHERE, backend="triton") == configs_of(EVERYWHERE, block_q=64) == ()
     assert configs_of(EVERYWHERE, {**TEXT, "mask": "causal"}, order="kv_outer") == ()
@@ -157,7 +157,7 @@ def test_the_spec_precedes_the_table() -> None:
     ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("faster", "above"),
     [
@@ -206,7 +206,7 @@ def why(faster: Mapping[int | None, Any], kernel: str = "fwd", **data: Any) -> l
     return [sentence for sentence in sentences(made, before, tables(faster)) if sentence.startswith(found(kernel))]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_sentence_says_why_the_forward_has_no_config() -> None:
     none_found = "On sm90 the kernel @fwd has no config for hopper: "
     narrow = "its head_dim is 64, and with such a mask and modifiers the portable kernel is about as fast."
@@ -232,7 +232,7 @@ def test_a_sentence_says_why_the_forward_has_no_config() -> None:
     )
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

@@ -35,7 +35,7 @@ def crash(connection):
     os._exit(4)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_a_process_that_crashes_or_hangs_is_replaced():
     worker = Worker(double, "here")
     try:
@@ -58,7 +58,7 @@ def test_a_process_that_never_starts_is_lost():
         Worker(crash).ask(1, 10)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_tasks_are_shared_and_a_hanging_one_is_given_up(tmp_path, monkeypatch):
     assert share(write, ["a", "b", "c", "d"], [str(tmp_path)], 3, 30) < 30
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "d"]
