@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ except AttngenError as error:
 
 
 PROVED = pytest.StashKey[dict[str, list[str]]]()  # tests that the record proves
-CHANGED = pytest.StashKey[list[str]]()  # specs whose committed modules are not those in the record
+CHANGED = pytest.StashKey[Collection[str]]()  # specs whose committed modules are not those in the record
 SEED = pytest.StashKey["str | None"]()  # selects the cases of tests marked `share`; None runs all of them
 RECORDER = pytest.StashKey[record.Recorder]()  # of a run that writes the record
 

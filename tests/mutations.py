@@ -50,7 +50,7 @@ MUTATIONS = (
         "attngen/masks/sliding_window.py",
         "position - KV <= self.left\n",
         "position - KV < self.left\n",
-        "tests/test_masks.py -k window",
+        "tests/test_numerics.py tests/test_masks.py -k window",
         ("window_gqa",),
     ),
     Mutation(
@@ -66,7 +66,7 @@ MUTATIONS = (
         "attngen/masks/document.py",
         "return sympy.And(first <= KV, end > KV)",
         "return sympy.And(first <= KV + 1, end > KV)",
-        "tests/test_documents.py tests/test_masks.py -k packed",
+        "tests/test_documents.py tests/test_numerics.py tests/test_masks.py -k packed",
         ("packed_document_gqa",),
     ),
     Mutation(

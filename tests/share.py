@@ -25,18 +25,19 @@ def not_selected(items: Iterable[Any], seed: str, specs: Collection[str], change
     """The tests of pytest that a push with this seed does not run.
 
     `specs` are the names of committed specs, and `changed` are those of which all cases run. The same specs are
-    selected for all tests, so that each one is lowered once.
+    selected for all tests, so that each one is lowered once, and tests of a file that have one case are selected
+    together, since they may share a fixture.
     """
     cases = defaultdict(list)
     for item in items:
         mark, spec = item.get_closest_marker(MARK), spec_of(item, specs)
         if mark and spec not in changed:
-            test = item.nodeid.partition("[")[0]
-            cases[test, mark.args[0]].append((number(f"{seed} {spec or item.nodeid}"), item))
+            file, _, test = item.nodeid.partition("[")[0].partition("::")
+            cases[file, test, mark.args[0]].append((number(f"{seed} {spec or item.nodeid}"), item))
     left = []
-    for (test, share), found in cases.items():
+    for (file, _, share), found in cases.items():
         found.sort(key=lambda case: case[0])
-        left += [item for _, item in found[(len(found) + number(f"{seed} {test}") % share) // share :]]
+        left += [item for _, item in found[(len(found) + number(f"{seed} {file}") % share) // share :]]
     return left
 
 

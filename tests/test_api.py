@@ -45,6 +45,7 @@ def test_data_a_file_and_a_spec_give_one_module(tmp_path: Path, device: str, cac
     assert Path(str(module.__file__)).parent.parent == cache
 
 
+@pytest.mark.share(4)
 def test_a_file_that_changed_is_another_spec(tmp_path: Path, device: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(YAML)
@@ -126,7 +127,7 @@ def test_a_cache_that_cannot_be_written_gets_one_sentence(tmp_path: Path, monkey
         attngen.build(SPEC)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_two_modules_of_one_name_can_be_used_together(device: str) -> None:
     """They can be called, compiled into one graph, and pickled."""
     causal, full = attngen.build(SPEC), attngen.build({**SPEC, "mask": "none"})

@@ -122,7 +122,7 @@ def test_the_global_corner_of_unequal_lengths():
     assert scores.tolist() == [[False, False, True, False], [False, False, False, True]]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("block", [16, 32, 256])
 @pytest.mark.parametrize(
     "other", ["causal", {"sliding_window": {"left": 70, "right": 20}}, {"key_padding": {}}], ids=str

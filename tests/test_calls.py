@@ -241,7 +241,7 @@ def test_python_names_arguments_that_are_missing_or_unknown(
             call(**qkv, **change)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_without_the_interpreter_a_cpu_tensor_is_refused() -> None:
     """The calls run in a separate process, because Triton reads TRITON_INTERPRET when it is imported."""
     code = """

@@ -81,7 +81,7 @@ def test_build_writes_a_module_and_says_so(project: Path, attngen: Cli) -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_summary_is_never_truncated(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     long = (
         f"name: {'n' * 60}\nhead_dim: {{qk: 192, v: 128}}\n"
@@ -110,6 +110,7 @@ def test_nothing_is_written_if_a_schedule_does_not_fit(project: Path, attngen: C
     assert not (project / "generated").exists()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("command", ["build", "explain", "dump", "test"])
 @pytest.mark.parametrize(
     "below, where, keys",
@@ -157,6 +158,7 @@ def test_a_folder_that_attngen_did_not_write_is_not_overwritten(project: Path, a
     assert files(project / "generated") == {"good/mine.py"}
 
 
+@pytest.mark.share(4)
 def test_check_passes_until_something_changes(project: Path, attngen: Cli) -> None:
     assert "generated/good does not exist" in attngen("build", "--all", "--check", code=1) + attngen.output
     assert not (project / "generated").exists()
@@ -193,6 +195,7 @@ def test_no_specs(tmp_path: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch)
     assert attngen("build", "specs/x.yaml", code=1).startswith("error: specs/x.yaml: there is no such file")
 
 
+@pytest.mark.share(4)
 def test_new_then_build_then_check(project: Path, attngen: Cli) -> None:
     assert attngen("new", "mine") == "specs/mine.yaml\nnext: attngen build specs/mine.yaml\n"
     attngen("build", "specs/mine.yaml")
@@ -256,7 +259,7 @@ def test_tune_without_a_gpu_says_what_it_needs(project: Path, attngen: Cli) -> N
     assert sizes in attngen("tune", "--all", "--whole-grid", "5", code=1)
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_tune_makes_a_table_from_results_without_a_gpu(project: Path, attngen: Cli) -> None:
     from attngen.schedule.table import read_table
@@ -364,6 +367,7 @@ finally:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.share(4)
 def test_build_notes_positions_that_count_from_zero(tmp_path, capsys):
     """The note is one line, and the module is built."""
     spec = tmp_path / "n.yaml"

@@ -19,7 +19,7 @@ PASSES = (
 )  # fmt: skip
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", PASSES)
 def test_dump_after_each_pass_parses_back(project: Path, attngen: Cli, name: str) -> None:
     from attngen.ir.parser import parse_module
@@ -34,6 +34,7 @@ def test_dump_refuses_a_pass_that_does_not_exist(project: Path, attngen: Cli) ->
     assert error == "error: `split-loop` is not a pass; did you mean `split-loops`?\n"
 
 
+@pytest.mark.share(4)
 def test_dump_writes_graphs(project: Path, attngen: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attngen("dump", "specs/good.yaml", "--graph", "out.dot") == "out.dot\n"
     assert (project / "out.dot").read_text().startswith('digraph "good" {')
@@ -96,6 +97,7 @@ def test_errors_of_emit_show_the_ir_only_with_verbose(project: Path, attngen: Cl
     assert "\nmodule @good\n" in verbose and verbose.endswith(f"\n{error}")
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("many", [[], ["--all"]])
 def test_verify_names_a_module_that_is_not_built(project: Path, attngen: Cli, many: list[str]) -> None:
     rest = "; run `attngen build specs/good.yaml` first, or give --write\n"
@@ -136,6 +138,7 @@ def test_explain_counts_the_tiles_that_bounds_and_block_lists_leave(project: Pat
     assert "Tiles visited" not in attngen("explain", "specs/x.yaml")
 
 
+@pytest.mark.share(4)
 def test_explain_says_why_no_kernel_is_warp_specialized(project: Path, attngen: Cli, tmp_path: Path) -> None:
     (project / "specs" / "x.yaml").write_text(
         "name: x\nhead_dim: 64\nmask: {all_of: [causal, document]}\nscore: {softcap: 30.0}\nbackward: false\n"
@@ -147,7 +150,7 @@ def test_explain_says_why_no_kernel_is_warp_specialized(project: Path, attngen: 
     assert "On sm90 the kernel @fwd has no config for hopper" in (tmp_path / "x.html").read_text()
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
 )
@@ -163,7 +166,7 @@ def test_explain_defines_every_name_and_fits_a_screen(project: Path, attngen: Cl
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "mask", ["none", "causal", "{sliding_window: {left: 9, right: 9}}", "{all_of: [causal, key_padding]}"]
 )
@@ -185,7 +188,7 @@ def test_theory_prints_every_theorem_and_fits_a_screen(project: Path, attngen: C
     assert "roof" not in output
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_theory_counts_for_a_model(project: Path, attngen: Cli) -> None:
     (project / "specs" / "llama.yaml").write_text("name: llama\nhead_dim: 128\nmask: causal\nheads: {sharing: gqa}\n")
     output = attngen("explain", "specs/llama.yaml", "--theory", "--model", "llama-70b", "--seq", "131072")

@@ -154,6 +154,7 @@ def test_shells_complete_commands_and_specs(project: Path) -> None:
     assert completions("attngen test elsewhere/", project) == ["elsewhere/its.yaml"]
 
 
+@pytest.mark.share(4)
 def test_shells_are_given_a_script(attngen: Cli) -> None:
     assert "--install-completion" in attngen("--help")
     for shell, line in {

@@ -110,7 +110,7 @@ def on(inputs: dict[str, Any], device: str) -> dict[str, Any]:
     return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("name", "size"),
     [(n, s) for n in SPECS for s in (SIZES if CUDA or n == "pairs" else SIZES[:1])],
@@ -127,7 +127,7 @@ def problem(name: str, n_q: int, n_kv: int, device: str) -> tuple[list[torch.Ten
     return [q, k, v], {**inputs, **on(SPECS[name][1](n_q, n_kv), device)}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_lists_are_what_the_mask_says(name: str, size: tuple[int, int], built: Built, device: str) -> None:
@@ -157,6 +157,7 @@ def test_lists_are_what_the_mask_says(name: str, size: tuple[int, int], built: B
                 ]
 
 
+@pytest.mark.share(4)
 def test_a_plan_gives_the_same_bits(built: Built, device: str) -> None:
     """A plan also has the tensors that a mask derives: the call needs no ids of documents."""
     leaves, inputs = problem("documents", 40, 140, device)
@@ -180,6 +181,7 @@ def test_full_blocks_are_not_masked_and_empty_ones_not_visited(built: Built, dev
     assert found.equal(built("pairs").attention(q, k, v, allowed=some))
 
 
+@pytest.mark.share(4)
 def test_a_plan_is_made_under_autocast(built: Built, device: str) -> None:
     """A plan made of fp32 tensors under autocast fits the call with the same tensors."""
     leaves, inputs = problem("pairs", 130, 140, device)
@@ -190,7 +192,7 @@ def test_a_plan_is_made_under_autocast(built: Built, device: str) -> None:
     assert found.equal(built("pairs").attention(*leaves, **inputs))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_torch_sees_the_kernel_as_an_operator(built: Built, device: str) -> None:
     leaves, inputs = problem("pairs", 140, 150, device)
     module = built("pairs")
@@ -254,7 +256,7 @@ def test_empty_tensors(sizes: tuple[int, int, int, int], built: Built, device: s
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k)))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("mask", "data"),
     [

@@ -176,6 +176,7 @@ def test_contributing_md_has_a_room_for_every_package() -> None:
     assert packages - {found.rstrip("/") for found in re.findall(r"`attngen/(\w+)", rooms)} == set()
 
 
+@pytest.mark.share(4)
 def test_the_theorems_in_theory_md_are_those_that_explain_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,7 +212,7 @@ def test_yaml_is_a_spec(page: str) -> None:
         parse_spec(block)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("page", EXECUTED_PAGES)
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, as one program, in the root of the project; each compares its results with

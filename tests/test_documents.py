@@ -77,7 +77,7 @@ def by_executor(mask: Document, ids: torch.Tensor, n_q: int, tile: int) -> Plan:
     return executed(derived, Sizes(2, 1, 1, n_q, ids.shape[1]), {"document_ids": ids}, tile)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one slot", "far"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_bounds_are_right(size: tuple[int, int], kind: str) -> None:
@@ -141,7 +141,7 @@ def in_order(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 LONG = [(1000, 1000), (1, 8192), (8200, 8200), (70_000, 70_000)] if CUDA else [(600, 600)]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("size", [*SIZES, (130, 129), *LONG], ids=str)
 def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device: str, in_order: ModuleType) -> None:
     """Results are equal to the bit, in whatever order threads run; ids are a slice of a wider tensor."""
@@ -426,6 +426,7 @@ def test_a_program_gives_what_derive_says() -> None:
         verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q,", "values(DOCUMENT_Q=%DOCUMENT_KV,"))))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
@@ -455,6 +456,7 @@ def test_what_a_program_is_given_is_what_it_takes(old: str, new: str, reason: st
     assert reason in error.value.reason
 
 
+@pytest.mark.share(4)
 def test_a_parameter_may_have_the_name_of_a_programs_value() -> None:
     mask = {"all_of": ["document", {"expr": "kv_idx >= first", "params": {"first": {"scalar": "int"}}}]}
     lower(make_spec({"name": "named", "head_dim": 16, "mask": mask}))

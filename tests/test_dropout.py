@@ -56,6 +56,7 @@ def zscore(kept: torch.Tensor, p: float) -> float:
     return float((kept.double().sum() - n * (1 - p)) / math.sqrt(n * p * (1 - p)))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.3, 0.5, 0.77, 0.995])
 def test_the_rate_is_p(p):
     """The rate holds over all weights, in each head of each sequence, for each query and key, and where queries and
@@ -68,7 +69,7 @@ def test_the_rate_is_p(p):
         assert abs(zscore(keep[:, :, q::16, kv::16], p)) < 5
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("dropped", [1, 100, 125, 256 * 26 + 3, 65536 - 40])
 def test_the_rate_is_met_to_a_65536th(dropped):
     """Thresholds between the 256 of a byte are met by all weights, and by every group of 16 queries."""
@@ -87,7 +88,7 @@ def test_rows_and_columns_are_binomial(p):
         assert abs(spread - 1) < 5 * math.sqrt(2 / len(sums))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_scores_of_a_word_share_a_byte():
     """(q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated by 1 / 257 at this rate; other pairs of a call of
     Philox are not."""
@@ -132,6 +133,7 @@ def test_neighbours_are_independent(p):
 # ------------------------------------------------------------------------------------------------- the kernels' mask
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("p", P)
 def test_what_kernels_keep_is_what_the_oracle_says(p, seed, device):
@@ -198,7 +200,7 @@ def test_gradients_at_any_rate(name, p, device):
     assert result.ok, str(result)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_mask_does_not_depend_on_tiles(device, tmp_path):
     """A schedule with other tiles drops the same weights."""
     text = print_module(target(DROPPING[0]))

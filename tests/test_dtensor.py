@@ -62,6 +62,7 @@ def test_a_mask_that_depends_on_all_indices_cannot_be_sharded(tmp_path: Path) ->
     assert module.SIGNATURE.shards == ()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_operators_know_the_dimensions_of_their_tensors(name: str) -> None:
     signature = built(name).SIGNATURE

@@ -120,7 +120,7 @@ def test_a_wrong_spec_gets_one_sentence(change: dict[str, Any], sentence: str) -
 # ---------------------------------------------------------------------------------------------- IR
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("dtype", "result"), [("fp16_wide", "f32"), ("fp32_short", "fp16")])
 def test_the_ir_names_the_type_of_outputs(name: str, dtype: str, result: str) -> None:
@@ -186,7 +186,7 @@ def test_a_backward_in_a_type_that_has_none_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", ROWS)
 def test_results_are_those_of_naive_attention(name: str, dtype: str, tmp_path: Path, device: str) -> None:
@@ -205,6 +205,7 @@ def test_results_are_those_of_naive_attention(name: str, dtype: str, tmp_path: P
     assert dtype in [d for _, d in cli_cases(spec, True)]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dtype", ["fp16_wide", "fp32_short"])
 def test_tracers_know_the_type_of_outputs(dtype: str, tmp_path: Path, device: str) -> None:
     spec = make_spec(data("packed", dtype))
@@ -216,7 +217,7 @@ def test_tracers_know_the_type_of_outputs(dtype: str, tmp_path: Path, device: st
     assert compiled(q, k, v).equal(module.attention(q, k, v)) and compiled(q, k, v).dtype == TORCH[dtype]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", [n for n in SPECS if n != "dropout"])
 @pytest.mark.parametrize("dtype", ["fp16_wide", "fp32_short", "fp16_raised"])
 def test_the_executor_runs_it(name: str, dtype: str) -> None:
@@ -236,6 +237,7 @@ def test_the_executor_runs_it(name: str, dtype: str) -> None:
 # ---------------------------------------------------------------------------------------------- analysis
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("dtype", "size"), [("fp16_wide", 4), ("fp32_short", 2)])
 def test_bytes_of_outputs_are_those_of_their_type(dtype: str, size: int) -> None:
     plain = list(stages(make_spec(data("fwd", dtype) | {"dtype": "fp16"})))[-1][1]
@@ -282,6 +284,7 @@ def test_the_page_and_the_module_say_it() -> None:
     assert "fp16[B, Hq, Nq, D_V]" in page(spec, "name: typed\n", list(stages(spec)), files, Problem())
 
 
+@pytest.mark.share(4)
 def test_8_bit_operands_are_a_row_and_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str) -> None:
     """A module has q, k and v in e4m3, without scales, and O in bf16. The interpreter computes in fp32 with types
     that NumPy lacks."""

@@ -39,6 +39,7 @@ def chained(tree: ast.AST) -> Iterator[ast.Raise]:
                 yield node
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("path", sorted((ROOT / "attngen").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_intended_errors_show_no_other_error(path: Path) -> None:
     source = path.read_text(encoding="utf-8")

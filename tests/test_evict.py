@@ -143,7 +143,7 @@ def test_what_is_forgotten_is_freed_and_comes_from_the_disk(few: list[str]) -> N
     assert len(operators() - before) == 6 and len(api._RECENT) == 2
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_backward_needs_no_cache(few: list[str]) -> None:
     inputs = qkv()
     out = attngen.flex_attention(*inputs, score_mod=shifted(0))
@@ -178,7 +178,7 @@ def test_what_a_graph_or_a_caller_has_stays(few: list[str]) -> None:
     assert attngen.build({"name": "mine", "head_dim": 16, "mask": "causal"}) is module
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_threads_forget_and_import_at_once(few: list[str]) -> None:
     inputs, functions, wrong = qkv(), [shifted(by) for by in (0, 1, 2)], []
 

@@ -58,7 +58,7 @@ def test_naive_attention_trains_on_a_file(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[-1] < 3 < losses[0], done.stderr
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "args, error",
     [

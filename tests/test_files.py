@@ -249,7 +249,7 @@ def test_files_of_an_earlier_spec_are_replaced(tmp_path: Path) -> None:
         write_module(NEW, folder)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("missing", ["kernels.py", "runtime.py", "hopper.py"])
 def test_importing_a_folder_that_lacks_a_file_names_the_file(tmp_path: Path, missing: str) -> None:
     shutil.copytree(ROOT / "generated" / "causal_mha", tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__"))

@@ -52,7 +52,7 @@ def compare_with_oracle(mod: Mod, sizes: Sizes, device: str) -> None:
 CASES = [(name, case.sizes) for name, mod in MODS.items() for case in mod.tests[-1:]]
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=[name for name, _ in CASES])
 def test_functions_of_attention_gym(name: str, sizes: Sizes, device: str) -> None:
     compare_with_oracle(MODS[name], sizes, device)
@@ -116,7 +116,7 @@ SCORES_WITHOUT_S: dict[str, Any] = {  # scores that do not use the product of q 
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SCORES_WITHOUT_S)
 def test_scores_that_do_not_use_s(name: str, device: str) -> None:
     """Gradients of q and k are 0, and the other gradients are right."""
@@ -151,7 +151,7 @@ def test_scores_that_do_not_use_s(name: str, device: str) -> None:
         attngen.spec_from_mods(score)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("kind", ["documents", "stripes"])
 def test_a_soft_cap_of_a_modified_score(kind: str, device: str) -> None:
     """The spec of Gemma 2's soft cap over ALiBi builds a module with the right output and gradients."""
@@ -189,7 +189,7 @@ SCORES: dict[str, Any] = {  # functions of a score, the positions of query and k
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_with_reciprocals_and_conditional_reads(name: str, device: str) -> None:
     q, k, v = inputs(Sizes(1, 2, 2, 20, 20), device)
@@ -214,7 +214,7 @@ SHIFTS: dict[str, Any] = {  # masks of 4 heads
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SHIFTS)
 def test_masks_that_shift_by_a_value(name: str, device: str) -> None:
     q, k, v = inputs(Sizes(1, 4, 4, 70, 70), device)
@@ -304,7 +304,7 @@ def test_partials_and_callables(device: str) -> None:
         assert relative_error(attngen.flex_attention(q, k, v, block_mask=mask), right) < 1e-6
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_block_masks(device: str) -> None:
     """The function alone describes a mask that create_block_mask made; lists that hide more, or show more, are
     respected."""
@@ -331,6 +331,7 @@ def test_block_masks(device: str) -> None:
             assert relative_error(out, naive(q, k, v, mask=mask)[0]) < 1e-6
 
 
+@pytest.mark.share(4)
 def test_products_of_rows_extend_head_dim(device: str) -> None:
     """A score with products of rows is computed by the module of longer rows of q and k, at any scale."""
     mod = MODS["mla_rope"]
@@ -344,7 +345,7 @@ def test_products_of_rows_extend_head_dim(device: str) -> None:
     assert relative_error(attngen.flex_attention(q, k, v, made.score_mod, scale=0.3, enable_gqa=True), right) < 1e-6
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_a_second_process_takes_the_module_from_the_cache(device: str) -> None:
     """Other captured tensors change nothing about it; neither the compiler nor its dependencies are imported."""
     code = (
@@ -381,6 +382,7 @@ def test_tracing_imports_nothing_of_pytorchs_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.share(4)
 def test_return_values(device: str) -> None:
     q, k, v = inputs(Sizes(1, 4, 2, 20, 20), device)
     out, lse = naive(q, k, v)
@@ -392,6 +394,7 @@ def test_return_values(device: str) -> None:
     assert relative_error(pair[1], lse) < 1e-6 and torch.equal(aux.lse, pair[1]) and aux.max_scores is None
 
 
+@pytest.mark.share(4)
 def test_largest_scores(device: str) -> None:
     """`max_scores` is taken over scaled and modified scores, as in FlexAttention's eager implementation; it is -inf for
     queries that see no key."""
@@ -425,7 +428,7 @@ def test_largest_scores(device: str) -> None:
             assert relative_error(aux.lse[seen], right_lse[seen] * math.log(2)) < 1e-6
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_method_is_traced_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python makes a new method object at each access. The method of another object is traced, too."""
 

@@ -76,7 +76,7 @@ def test_a_call_in_a_graph_follows_changes_of_captured_values(device: str) -> No
     check_same_bits(function, graph, *inputs(Sizes(1, 2, 2, 33, 33), device), slope)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_lengths_are_symbols_of_a_graph_if_functions_capture_no_tensors(device: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

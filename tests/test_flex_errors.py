@@ -271,7 +271,7 @@ READS: dict[str, Any] = {  # of score, batch, head, query and key, in calls of 2
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", READS)
 def test_reads_out_of_bounds_are_refused_if_pytorch_refuses_them(name: str) -> None:
     """Other reads give PyTorch's results. Some of the tensors are shorter than the call in a dimension."""
@@ -291,6 +291,7 @@ def test_reads_out_of_bounds_are_refused_if_pytorch_refuses_them(name: str) -> N
         assert relative_error(ours, right) < 1e-5
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("n_q", [64, 128, 256])
 @pytest.mark.parametrize("n_kv", [64, 128, 256])
 @pytest.mark.parametrize("listed", [False, True])
@@ -316,7 +317,7 @@ def test_block_masks_are_for_calls_of_their_lengths(n_q: int, n_kv: int, listed:
     assert ("_adjust" in str(error.value)) == (min(n_q, n_kv) >= 128)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_block_mask_has_lists_for_the_sequences_heads_and_lengths_of_the_call() -> None:
     q = torch.zeros(3, 4, 128, D)
 

@@ -179,6 +179,7 @@ def test_sums_and_products_of_conditions_are_conditions() -> None:
     assert traced.mask == "(q_idx >= kv_idx and q_idx - kv_idx < 5 or kv_idx < 3) and h < 2"
 
 
+@pytest.mark.share(4)
 def test_minus_infinity_in_a_score_becomes_the_mask(device: str) -> None:
     """-inf as a branch of `torch.where` becomes the mask, so that its tiles are skipped."""
 

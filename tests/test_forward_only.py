@@ -75,7 +75,7 @@ def lowered(name: str) -> Any:
     return list(stages(spec(name)))[-1][1]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SPECS)
 def test_results_are_those_of_naive_attention(name: str, folder: Path, device: str) -> None:
     """The only results are outputs and LSE; a second run gives the same bits."""
@@ -87,7 +87,7 @@ def test_results_are_those_of_naive_attention(name: str, folder: Path, device: s
         assert repeats(built(name, folder), spec(name), case, "fp16", device, 0)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", ["causal", "learned", "kv_outer", "data"])
 def test_it_is_the_forward_of_a_module_that_has_one(name: str) -> None:
     """It has the same kernels except those of gradients, and its text gives the same files."""
@@ -148,7 +148,7 @@ def _launched(*args: Any) -> None:
     raise AssertionError("launched")
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_torch_traces_it(folder: Path, device: str) -> None:
     """opcheck accepts the operator; torch.compile makes one graph of a call; torch.export takes it."""
     module = built("causal", folder)
@@ -183,7 +183,7 @@ def test_the_executor_runs_the_forward_alone() -> None:
             assert np.allclose(x, y.numpy(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_analysis_and_page_are_of_the_forward() -> None:
     made = lowered("causal")
     assert list(_report(made)["flops"]) == ["forward"]
@@ -202,6 +202,7 @@ def _report(module: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.share(4)
 def test_text_without_a_backward_has_no_kernel_or_learned_input_of_one() -> None:
     """Text that has only part of a backward is refused in one sentence."""
     made = list(stages(make_spec({k: v for k, v in (BASE | SPECS["learned"]).items() if k != "backward"})))[-1][1]

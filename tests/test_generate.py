@@ -50,7 +50,7 @@ def test_served_tokens_are_those_of_the_whole_sequence() -> None:
     assert done.stdout.count("are those of the whole sequence") == 3  # with pages, with SDPA, with drafted trees
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

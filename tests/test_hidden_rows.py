@@ -106,7 +106,7 @@ def check_ends(module: ModuleType, spec: Spec, hiding: Any, sizes: tuple[int, in
             assert torch.equal(found[name][rows], x[rows]), f"{name} with {value} in hidden rows"
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", PADDED)
 def test_what_lies_behind_sequences_reaches_no_other_row(name: str) -> None:
     check_ends(built(name), spec_of(name), spec_of(name).mask)
@@ -147,7 +147,7 @@ def drawn(seed: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=NIGHTLY) for n in range(5, 60))])
 def test_what_lies_behind_sequences_of_random_masks_reaches_no_other_row(seed: int, tmp_path: Path) -> None:
     spec = make_spec(drawn(seed))
@@ -192,7 +192,7 @@ def cache_cases() -> list[Any]:
     ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(("what", "cache", "n_q"), cache_cases())
 def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, cache: Any, n_q: int, tmp_path: Path) -> None:
     """Keys that a window has passed are among them: a server may have given their pages to another sequence."""

@@ -56,7 +56,7 @@ def _interpreted_configs(kernels: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SPECS)
 def test_its_configs_ask_for_no_features_of_devices(name: str) -> None:
     """Flags of configs ask for loads by descriptors, conversion instructions, or dependent launches."""
@@ -83,7 +83,7 @@ def test_its_configs_have_the_tiles_of_a_device_class(name: str) -> None:
             assert tiles[0] == tiles[1]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("backward", [{}, {"backward": {"deterministic": False}}, {"backward": False}], ids=str)
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_calls_with_a_cache_run_with_any_backward(
@@ -97,7 +97,7 @@ def test_calls_with_a_cache_run_with_any_backward(
         assert result.ok, str(result)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.skipif(CUDA, reason="the interpreter does not run")
 @pytest.mark.parametrize("cache", CACHES[::3], ids=str)
 @pytest.mark.parametrize("others", ["sm90", "sm80"])

@@ -47,7 +47,7 @@ def cases() -> list[Any]:
     return [pytest.param(n, s, id=f"{n}-{s[0]}x{s[1]}-{s[2]}") for n, s in found]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(("name", "shape"), cases())
 def test_against_naive(name: str, shape: tuple[int, int, str], device: str) -> None:
     result = run_case(built(name), spec_of(name), small(name, *shape), dtypes(name)[0], device, tangents=True)
@@ -67,7 +67,7 @@ def test_bf16(device: str) -> None:
     assert result.ok, str(result)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_tangents_of_16_bits_do_not_overflow_beside_fp32(device: str) -> None:
     """A small weight times a large tangent does not overflow, before and after its cast to fp16."""
     spec = make_spec({"name": "both", "head_dim": 32, "dtype": ["fp16", "fp32"]})
@@ -142,7 +142,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(name: str, device: str, tmp_path: Any) -> None:
     spec = make_spec({"name": "variant", "head_dim": 32, "dtype": "fp16", **VARIANTS[name]})
@@ -208,6 +208,7 @@ def test_what_has_no_tangent_has_one_of_zero(which: tuple[int, ...], device: str
     assert found.equal(expected)
 
 
+@pytest.mark.share(4)
 def test_tangents_may_lie_anywhere(device: str) -> None:
     """Tangents may be expanded, transposed, of stride 2, or lazily negated."""
     points, along, _ = problem(NAME, device)
@@ -364,6 +365,7 @@ def test_transforms_that_map_are_refused(transform: Any, device: str) -> None:
         transform(lambda q: built(NAME).attention(q, *points[1:]))(points[0])
 
 
+@pytest.mark.share(4)
 def test_an_input_without_gradient_has_no_tangent(device: str, tmp_path: Any) -> None:
     score = {"expr": "s * w[h]", "params": {"w": {"tensor": ["H"]}}}
     module = module_of(make_spec({"name": "fixed", "head_dim": 32, "score": [score]}), tmp_path / "fixed")

@@ -58,13 +58,14 @@ def compare(sample: Sample, expression: Expression, places: list[tuple[int, int,
 PLACES = st.lists(st.tuples(*(st.integers(0, n - 1) for n in SHAPE)), min_size=4, max_size=4)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @settings(max_examples=150, deadline=None)
 @given(masks(), PLACES)
 def test_random_masks(sample: Sample, places: list[tuple[int, int, int, int]]) -> None:
     compare(sample, parse_mask(sample.text, sample.params), places, 0)
 
 
+@pytest.mark.share(4)
 @settings(max_examples=150, deadline=None)
 @given(scores() | piecewise_scores(), PLACES, st.integers(0, 9))
 def test_random_scores(sample: Sample, places: list[tuple[int, int, int, int]], seed: int) -> None:

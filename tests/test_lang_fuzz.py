@@ -83,7 +83,7 @@ def attempt(text: Any) -> None:
     assert time.perf_counter() - start < 5
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=40) | st.lists(st.sampled_from(WORDS), max_size=14).map("".join) | LATIN)
 @example("9" * MAX_TEXT)
@@ -109,6 +109,7 @@ def test_any_text(text: Any) -> None:
     attempt(text)
 
 
+@pytest.mark.share(4)
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_damaged_expressions(data: st.DataObject) -> None:
@@ -135,7 +136,7 @@ HEAVY = {
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("text", HEAVY.values(), ids=HEAVY)
 def test_heavy_expressions_end(text: str) -> None:
     """Expressions near the limits, of the kinds that are slowest in sympy, end in time."""

@@ -338,7 +338,7 @@ def doc(module: Any) -> str:
     return str(module.attention.__doc__ or module.attention.__call__.__doc__)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_the_language_gained(name: str, device: str, tmp_path: Path) -> None:
     """Lengths leave partial tiles, and queries are fewer than keys."""
@@ -354,6 +354,7 @@ def window_and_sinks(
     return biased, (kv <= q_pos) & ((kv >= q_pos - 255) | (kv < sinks))
 
 
+@pytest.mark.share(4)
 def test_the_readmes_example_decodes(device: str, tmp_path: Path) -> None:
     """One query for 400 keys is at position 399: it sees the window's 256 keys and the first 4, and its distances count
     from there."""

@@ -56,7 +56,7 @@ def spec_of(kind: str) -> Any:
     return make_spec({"name": "large", "head_dim": 32, "dtype": "fp32", **KINDS[kind], "schedule": schedule})
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("scale", [30.0, 3e4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_naive(kind: str, scale: float, device: str) -> None:
@@ -75,6 +75,7 @@ def test_against_naive(kind: str, scale: float, device: str) -> None:
     assert result.ok, str(result)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("keys", "score"), [(40, 8e2), (40, 8e4), (3, 8e6)])
 @pytest.mark.parametrize("kind", ["causal", "a window, groups of heads", "keys in the outer loop", "a sink"])
 def test_equal_keys(kind: str, keys: int, score: float, device: str) -> None:
@@ -116,7 +117,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("score", [8e2, 8e4, 8e6])
 @pytest.mark.parametrize("kind", CACHES)
 def test_equal_keys_in_a_cache(kind: str, score: float, device: str) -> None:

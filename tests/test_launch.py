@@ -272,6 +272,7 @@ def test_what_is_copied_for_a_descriptor_is_copied_in_each_call(monkeypatch: pyt
     assert not any(known(calls))
 
 
+@pytest.mark.share(4)
 def test_encoded_descriptors_take_no_more_memory_than_a_thousand_do(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, x = DescribedCalls(monkeypatch), torch.zeros(1, 1, 3000, 64, dtype=torch.float16)
     calls.start(x, x, x)

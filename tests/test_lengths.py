@@ -52,7 +52,7 @@ def inputs(documents: int, rows: int, device: str) -> dict[str, torch.Tensor]:
     return {name: x.to(device) for name, x in found.items()}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(("documents", "rows"), [(1, 1), (3, 7), (16, 2), (33, 64), (0, 5), (5, 0)])
 @pytest.mark.parametrize("planned", [False, True])
 def test_one_module_takes_any_length(documents: int, rows: int, planned: bool, module: Any, device: str) -> None:
@@ -88,7 +88,7 @@ def test_a_call_gives_no_length_and_a_wrong_shape_is_refused(module: Any, device
     assert "starts: torch.int32 or torch.int64 [any], a parameter of the spec." in module.attention.__doc__
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_lengths_are_symbols_of_compiled_graphs(module: Any, device: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -114,6 +114,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     yield compiled
 
 
+@pytest.mark.share(4)
 def test_another_number_of_documents_needs_no_other_module(cache: list[str], device: str) -> None:
     """Functions for FlexAttention capture tensors of any length, such as `starts`."""
     q = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).to(device)
@@ -167,6 +168,7 @@ def test_the_spec_and_the_ir_say_it_and_read_it_again() -> None:
     assert print_module(parse_module(text)) == text
 
 
+@pytest.mark.share(4)
 def test_a_warp_specialized_kernel_takes_lengths() -> None:
     """It runs on NumPy, with its warp groups in random order."""
     spec = make_spec({"name": "lengths", "head_dim": 128, "dtype": "bf16", "schedule": {"backend": "hopper"}, **PARTS})
@@ -175,7 +177,7 @@ def test_a_warp_specialized_kernel_takes_lengths() -> None:
         compare_with_naive(module, "lengths", seed, of=spec)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [

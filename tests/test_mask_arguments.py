@@ -262,6 +262,7 @@ def test_every_argument_is_needed(name: str, missing: str, built: Built, device:
         built(name).attention(q, k, v, **{key: x for key, x in inputs.items() if key != missing})
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("name", "other"),
     [
@@ -275,7 +276,7 @@ def test_integers_may_have_64_bits(name: str, other: dict[str, torch.dtype], bui
     assert built(name).attention(q, k, v, **{**inputs, **wide}).equal(built(name).attention(q, k, v, **inputs))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("name", "learned", "dtype"), [("sinks", "sink", torch.float16), ("dense", "bias", torch.float32)]
 )

@@ -35,6 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 # ---------------------------------------------------------------------------------------------- against the oracle
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("name", "size"), CASES, ids=[f"{name}-{n}x{m}" for name, (n, m) in CASES])
 def test_against_the_oracle(name: str, size: tuple[int, int], built: Built, device: str) -> None:
     """out, lse, dq, dk, dv, and the gradients of all gradient inputs are right."""
@@ -156,6 +157,7 @@ TRICKY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("what", TRICKY)
 def test_what_is_easily_wrong(what: str, device: str, tmp_path: Path) -> None:
     made = make_spec(
@@ -218,7 +220,7 @@ def test_a_bias_may_hide_keys(built: Built, device: str) -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("what", ODD)
 def test_odd_arguments(what: str, built: Built, device: str) -> None:
     name, size, given = ODD[what]
@@ -227,6 +229,7 @@ def test_odd_arguments(what: str, built: Built, device: str) -> None:
     assert result.ok, str(result)
 
 
+@pytest.mark.share(4)
 def test_queries_before_the_first_key_see_nothing(built: Built, device: str) -> None:
     """With more queries than keys such queries have exact zeros, an LSE of -inf and zero gradients, for documents,
     chunks and dilated masks."""
@@ -253,6 +256,7 @@ def test_modifiers_are_applied_in_the_specs_order(built: Built, device: str) -> 
     assert (first - second).abs().max() > 0.1
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["alibi", "dense", "relative", "sinks", "temperature"])
 def test_only_what_is_learned_gets_a_gradient(name: str, built: Built, device: str) -> None:
     """Gradients of q, k and v do not depend on whether the input gets one, and the input's does not depend on theirs.

@@ -25,7 +25,7 @@ from tests.module_cache_common import SPEC, UNPICKLE, forget_loaded, is_right, s
 cache, compiled, rendered = module_cache_common.cache, module_cache_common.compiled, module_cache_common.rendered
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty", "more", "receipt"])
 def test_a_damaged_module_is_built_again(
     damage: str, cache: Path, device: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch
@@ -116,7 +116,7 @@ def damage_entry(kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.Monk
 DAMAGES = ["cut", "altered", "garbage", "gone", "folder", "link", "dangling", "loop", "pipe", "huge", "unreadable"]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_damage_is_repaired(
     kind: str, cache: Path, tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
@@ -202,6 +202,7 @@ def test_the_checked_source_is_what_runs(device: str, rendered: list[str], monke
     assert is_right(module, device) and "def " in inspect.getsource(module.runtime) and rendered == ["mine"]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "form",
     ["{folder}", "../../outside/{name}", "outside/../../outside/{name}", "./{name}", "{name}\n", ".", "..", "", "x"],

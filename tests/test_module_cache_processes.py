@@ -38,6 +38,7 @@ print(took)
 """
 
 
+@pytest.mark.share(4)
 def test_a_second_process_takes_the_module_from_the_cache(tmp_path: Path) -> None:
     """It needs less than 0.3 s of CPU time, no compiler, and unpickles objects of the first process."""
     module = attngen.build(SPEC)
@@ -142,7 +143,7 @@ print(failed)
 """
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_processes_and_threads_build_repair_and_clear_concurrently(
     tmp_path: Path, rendered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +199,7 @@ def test_the_digest_covers_every_file_that_changes_generated_code(tmp_path: Path
     assert digest() == seen[-1]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("other", ["thread", "process"])
 def test_waiting_for_another_build_prints_one_line(
     other: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -194,7 +194,7 @@ def test_bf16(name: str, device: str) -> None:
     assert result.ok, str(result)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("bounds", [{"left": MAX_OFFSET, "right": 0}, {"left": 0, "right": MAX_OFFSET}], ids=str)
 def test_a_window_as_wide_as_there_is(bounds: dict[str, int], device: str, tmp_path: Path) -> None:
     """Loop bounds add the sides of the window, in 32 bits."""
@@ -304,7 +304,7 @@ def test_rows_that_see_nothing(name: str, n_q: int, n_kv: int, pattern: str, dev
 # ---------------------------------------------------------------------------------------- heads that share tiles
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("sharing", ["gqa", "mqa"])
 @pytest.mark.parametrize("n_q", [1, 5, 17, 63, 64])
 def test_few_queries_of_heads_that_differ(sharing: str, n_q: int, device: str, tmp_path: Path) -> None:

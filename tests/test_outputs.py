@@ -75,7 +75,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda name: module_of(variant(name), tmp_path_factory.mktemp("outputs") / "outputs"))
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_against_naive(name: str, sizes: tuple[int, int], modules: Any, device: str) -> None:
@@ -228,7 +228,7 @@ def test_the_lse_is_always_among_outputs_and_their_order_says_nothing() -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("score", [[], ["alibi"], [{"softcap": 5.0}], ["sink"]])
 def test_the_largest_score_comes_from_warp_specialized_kernels_too(score: list[Any]) -> None:
     """They keep the running maximum as portable kernels do, wherever they compute the row terms of scores."""

@@ -61,7 +61,7 @@ def words(element: ET.Element) -> str:
 # ---------------------------------------------------------------------------------------------- the file
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_loads_nothing(name: str) -> None:
     for element in tree(name).iter():
@@ -87,6 +87,7 @@ def test_links_and_labels_have_targets(name: str) -> None:
     assert set(named) == set(ids)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_has_the_spec_every_pass_and_the_code(name: str) -> None:
     listed = {e.get("aria-label", ""): words(e) for e in tree(name).iter("pre")}
@@ -111,7 +112,7 @@ def test_the_page_has_the_spec_every_pass_and_the_code(name: str) -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_texts_are_escaped() -> None:
     nasty = "</pre><script>alert('&amp;')</script>"
     steps = [(name, replace(module, mask=nasty)) for name, module in lowered("causal_mqa").items()]
@@ -188,6 +189,7 @@ def by_hand(n: int) -> np.ndarray:
     return (k <= q) & ((q * 5 // n == k * 5 // n) | ((q * 8 // n + k * 8 // n) % 4 != 3))
 
 
+@pytest.mark.share(4)
 def test_masks_of_data_are_rendered_with_sample_data() -> None:
     """Tiles in static ranges are those of causal. Tiles of blocks without visible pairs are unlisted, and tiles of
     fully visible blocks are full."""
@@ -280,7 +282,7 @@ def test_a_second_picture_shows_an_edge_beyond_the_first_elements() -> None:
     assert np.array_equal(blocks.seen, (abs(q - k) <= 2) | (q < 1) | (k < 1)) and 0 < np.sum(blocks.seen) < SIDE**2
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_rendered_elements_equal_visible_ones() -> None:
     for picture in Sample(DATA).pictures:
         rendered = [s.attributes for s in picture.drawing.shapes if s.attributes["class"] == "full"]
@@ -348,6 +350,7 @@ def test_signatures_equal_those_of_the_module(name: str) -> None:
     ].returns.startswith("[B, Hq, Nq, ")
 
 
+@pytest.mark.share(4)
 def test_the_page_has_the_arguments() -> None:
     (section,) = (e for e in tree("causal_padding_gqa").iter("section") if e.get("id") == "call")
     assert "number of keys of each sequence that count, from the first" in words(section)

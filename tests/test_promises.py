@@ -178,7 +178,7 @@ def cache_cases(
     return cases
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("page", [None, 16])
 def test_caches_are_checked(page: int | None, tmp_path: Path) -> None:
     """Calls check every promise about a cache, with and without pages. With `check=False`, new keys without room are

@@ -44,6 +44,7 @@ def test_many_specs_with_a_cache_are_right_or_get_one_sentence(number: int, devi
     assert len(built) >= MANY // 3 and {bool(data["backward"]) for data in built} == {False, True}
 
 
+@pytest.mark.share(4)
 def test_all_kinds_of_caches_are_drawn() -> None:
     specs = [data for number in ON_PUSH for data in drawn(cache_data(), FEW, number)]
     assert [kind for kind in KINDS if not any(f'"{kind}"' in json.dumps(data) for data in specs)] == []

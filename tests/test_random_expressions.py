@@ -308,7 +308,7 @@ def written(data: Any) -> Iterator[Data]:
             yield from written(part)
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("part", range(PUSHED))
 def test_compositions_build_or_get_a_sentence_about_the_spec(part: int) -> None:
     found = {number: outcome(spec_of(number), last_pass(number)) for number in range(part * EACH, (part + 1) * EACH)}

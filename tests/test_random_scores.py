@@ -258,7 +258,7 @@ def test_derivatives_are_those_of_torch() -> None:
     assert count >= 300 and learned >= 100
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_what_kernels_compute_has_the_same_value() -> None:
     """Expressions in base two, with common subexpressions computed once, have the same values, and can be printed and
     parsed as IR."""

@@ -187,7 +187,7 @@ def test_each_spec_is_right_or_gets_one_sentence(number: int, device: str) -> No
 CAUSAL: Data = {"name": "drawn", "head_dim": 16, "mask": "causal"}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "mask",
     [
@@ -227,6 +227,7 @@ def test_masks_that_no_pair_meets_say_so(mask: str, order: str, tmp_path: Path, 
     assert outcome(data, tmp_path / "x.yaml", device) == said
 
 
+@pytest.mark.share(4)
 def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """IR that breaks a rule is raised, and not returned as a sentence."""
     assert outcome(CAUSAL, tmp_path / "x.yaml", device) == "built"
@@ -242,7 +243,7 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dev
 TF32: Data = {"dtype": "fp32", "fp32_precision": "tf32"}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("more", [{}, TF32], ids=["16-bit", "tf32"])
 @pytest.mark.parametrize(("kernel", "wrong"), [("fwd", "(out|lse)"), ("dq", "dq"), ("dkdv", "d[kv]")])
 def test_a_wrong_kernel_is_found(
@@ -260,7 +261,7 @@ def test_a_wrong_kernel_is_found(
         outcome({**CAUSAL, **more}, tmp_path / "x.yaml", device)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_text_that_gives_another_module_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:

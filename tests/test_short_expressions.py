@@ -219,13 +219,14 @@ def test_a_mask_with_many_cases_is_noted() -> None:
         assert any("more cases than are solved" in note for note in notes) == noted, text
 
 
+@pytest.mark.share(4)
 def test_a_mask_that_is_too_long_builds_once_shortened() -> None:
     """More of a shorter mask is solved. After `simplify` shortens a mask, tiles must not be classified more precisely
     than the loops that were made from the long mask."""
     lower(make_spec(spec_of("mask", "abs(2*kv_idx - q_idx) <= 1 and all(i, 8, abs(h - 1) + abs(h - 8) >= i)")))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_proof_does_not_depend_on_earlier_proofs() -> None:
     """A statement that takes too many steps is not proven, whether its parts are cached or not."""
     a = parse(" + ".join(f"min(q_start * {n}, kv_start + {n})" for n in range(2, 16)))

@@ -94,7 +94,7 @@ def test_the_table_of_variants_links_to_the_page_of_each() -> None:
     assert [path.stem for path in spec_files()] == SPECS
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_page_of_a_spec_has_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the spec, a picture, maps of tiles, the signature and the code, and links to the page of `attngen explain
     --html`."""

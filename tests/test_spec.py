@@ -266,6 +266,7 @@ def test_named_parts_are_read_in_order() -> None:
         assert str(error.value) == f"x.yaml, {text}"
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("expr", "verb"),
     [
@@ -309,6 +310,7 @@ def test_a_parameter_that_the_simplified_expression_does_not_need_is_refused() -
 WINDOW, SINKS = "{sliding_window: {left: 255, right: 0}}", "{sink_tokens: {count: 4}}"
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("mask", "shown"),
     [

@@ -111,6 +111,7 @@ def test_conforms_handles_every_keyword_of_the_schema() -> None:
     assert keywords(json_schema()) <= notes | checked
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_specs_conform_to_the_json_schema(name: str) -> None:
     schema = json_schema()

@@ -53,7 +53,7 @@ def attended(attend: Any, x: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch
     return found
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> None:
@@ -97,6 +97,7 @@ def test_no_number_makes_what_is_none(kind: str, dtype: str, device: str) -> Non
     assert not wrong
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "score", ["dense_bias", {"expr": "s + far[kv_idx]", "params": {"far": {"tensor": ["Nk"], "dtype": "fp32"}}}]
 )

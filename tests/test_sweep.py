@@ -61,14 +61,14 @@ def locks_of_this_process() -> int:
     return len(sweep._lock)
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_processes_share_a_lock() -> None:
     """Two large cases at the same time would not fit on a device."""
     with sweep.processes(1) as pool:
         assert pool.submit(locks_of_this_process).result() == 1
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_page_has_all_cases(project: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["test", "--all", "--report", "docs/page.md"])
@@ -108,7 +108,7 @@ def test_a_wrong_module_fails(
     assert len(wrong) == 1 and "cases, 0 above" not in (project / "page.md").read_text()
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_other_bits_in_a_second_run_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     made = make_spec({"name": "small", "head_dim": 16, "dtype": "fp16"})
     (tmp_path / "small.yaml").write_text("name: small\nhead_dim: 16\ndtype: fp16\n")

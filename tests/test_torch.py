@@ -45,7 +45,7 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [(n, x) for n in KINDS for x in ("bhnd", "bnhd") if CUDA or x == "bhnd" or n in KINDS[:3]]
@@ -75,7 +75,7 @@ def test_opcheck(name: str, layout: str, device: str) -> None:
         torch.library.opcheck(op, plain)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
@@ -127,7 +127,7 @@ def test_compiled_dropout_generates_other_bits_in_each_call(name: str, device: s
     assert compiled().equal(first) and not second.equal(first)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", FEW)
 def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
     """With a dropout seed from torch's generator, the second forward drops the same weights as the first."""
@@ -149,7 +149,7 @@ def test_checkpoint_gives_the_same_bits(name: str, device: str) -> None:
     assert all(a.equal(b) for other in found[1:] for a, b in zip(found[0], other))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FEW)
 def test_autocast(name: str, dtype: torch.dtype, device: str) -> None:
@@ -179,7 +179,7 @@ def test_vmap_is_refused(name: str, device: str) -> None:
         torch.func.vmap(lambda q, k, v: built(name).attention(q, k, v, **inputs, **options(name)))(*stacked)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", FEW)
 def test_second_derivatives_are_refused(name: str, device: str) -> None:
     """They are refused whether or not the incoming gradient requires one. First derivatives with a graph are right."""
@@ -232,7 +232,7 @@ print("the same")
 """
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 @pytest.mark.parametrize("name", FEW)
 def test_a_saved_graph_runs_in_another_process(name: str, device: str, tmp_path: Path) -> None:
     """A graph by torch.export gives the same results and gradients at another length. Names of operators do not depend
@@ -282,7 +282,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_importing_starts_nothing(tmp_path: Path) -> None:
     """Imports create no CUDA context and compile nothing."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
@@ -330,7 +330,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_ddp_of_two_processes(device: str) -> None:
     """Both processes have the gradients of the whole batch."""
     with socket.socket() as free:

@@ -96,7 +96,7 @@ def test_a_module_learns_as_naive_attention_does(study: tuple[Path, str]) -> Non
     assert float(rows[3][-1]) == curves["naive", 0][2]
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_the_page_says_what_the_results_say(
     examples: tuple[ModuleType, ModuleType], study: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ from tests.transformers_models import (
 cache = transformers_models.cache  # a fixture
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_agree_with_their_eager_attention(name: str) -> None:
     """Logits and all gradients agree in fp32, for sequences of one length, padded on both sides, and packed, without a
@@ -81,7 +81,7 @@ def test_errors_in_bf16_are_at_most_twice_those_of_eager(name: str) -> None:
             assert relative_error(x, right) <= 2 * relative_error(y, right)
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 @pytest.mark.parametrize("name", [*DECODERS, "t5"])
 def test_models_generate_the_same_tokens(name: str) -> None:
     """Tokens are the same with dynamic and static caches, with padding on the left, and with windows and chunks shorter
@@ -127,6 +127,7 @@ def test_training_curves_agree_with_eager() -> None:
     assert losses["attngen"] == pytest.approx(losses["eager"], rel=1e-4) and losses["eager"][-1] < losses["eager"][0]
 
 
+@pytest.mark.share(4)
 def test_kernels_apply_the_dropout_of_the_configuration() -> None:
     """In training, each forward drops other weights, with the probability of the configuration."""
     model = made("llama").train()
@@ -191,7 +192,7 @@ def test_torch_compile_runs_around_layers() -> None:
     assert relative_error(found[0], expected[0]) < 1e-5 and relative_error(found[1], expected[1]) < 1e-5
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_image_spans_of_a_mask_are_traced() -> None:
     """For Gemma 3's images a user's mask function is combined with the causal one."""
     model = made("gemma3")

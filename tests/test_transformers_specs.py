@@ -92,6 +92,7 @@ CONFIGS: dict[str, tuple[Any, set[str]]] = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_specs_for_full_models(name: str, tmp_path: Path) -> None:
     """Models of full size are created without weights, and each spec is valid."""

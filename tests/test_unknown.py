@@ -86,6 +86,7 @@ def test_every_call_accepts_check() -> None:
     assert built("causal_mha").attention(X, X, X, check=True).shape == X.shape
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_module_names_the_unknown_argument(name: str) -> None:
     attention = built(name).attention
@@ -103,6 +104,7 @@ def test_every_module_names_the_unknown_argument(name: str) -> None:
             call(**dict.fromkeys(given), enable_gqa=True)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("key", sorted(_ELSEWHERE))
 def test_keys_of_other_libraries_name_the_key_of_a_spec(key: str) -> None:
     with pytest.raises(SpecError, match=f"line 3: `{key}` is no known key; ") as error:

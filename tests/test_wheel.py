@@ -77,7 +77,7 @@ def run(environment: Path, tmp_path: Path) -> Run:
     return found
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_wheel_has_only_the_package_and_its_templates(released: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(released[0]).namelist()
     templates = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "templates").rglob("*.jinja"))
@@ -105,6 +105,7 @@ def test_the_sdist_builds_the_same_wheel(released: tuple[Path, Path], tmp_path: 
     }
 
 
+@pytest.mark.share(4)
 def test_the_installed_package_builds_the_committed_module(environment: Path, run: Run, tmp_path: Path) -> None:
     where = "import attngen, attngen.cache.fingerprint as s; print(attngen.__file__, s.templates_dir())"
     package, templates = map(Path, run("python", "-c", where).split())
@@ -128,7 +129,7 @@ assert built.attention(q, k, v).equal(attention(q, k, v)) and attngen.load("gene
 """
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_installed_commands_work_without_the_checkout(run: Run, tmp_path: Path) -> None:
     assert run("attngen", "--version") == f"{__version__}\n"
     assert run("attngen", "new", "mine").splitlines() == ["specs/mine.yaml", "next: attngen build specs/mine.yaml"]

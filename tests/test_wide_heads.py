@@ -103,7 +103,7 @@ CASES += [(264, more, (17, 40)) for more in MORE if more != "causal"] + [
 ]
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 @pytest.mark.parametrize("columns", [512, 128])
 @pytest.mark.parametrize(("head_dim", "more", "sizes"), CASES, ids=str)
 def test_results_and_gradients(
@@ -126,7 +126,7 @@ def test_element_types_of_32_bits(columns: int, tmp_path: Path, device: str) -> 
     assert result.ok, str(result)
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 def test_parts_give_the_same_bits(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program computes the same weights, so results do not depend on how many programs split the columns.
 
@@ -148,7 +148,7 @@ def test_parts_give_the_same_bits(tmp_path: Path, device: str, monkeypatch: pyte
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "cache", ["contiguous", {"paged": {"page_size": 16}}, {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}], ids=str
 )

@@ -111,6 +111,7 @@ def forward(p: CacheProblem, peer: str) -> torch.Tensor:
         return call.forward(p.make_inputs(0))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", CELLS)
 def test_naive_attention_reads_the_cache_and_read_bytes_match_a_hand_count(name: str) -> None:
     p = CELLS[name]
@@ -403,7 +404,7 @@ def test_the_decode_table() -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_decode_plots() -> None:
     found = plots.plots(example_results())
     assert list(found) == ["decode-rate.svg", "decode-bars.svg"] and found == plots.plots(example_results())

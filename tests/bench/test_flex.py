@@ -80,7 +80,7 @@ def test_masks_and_scores_equal_the_oracles(name: str, s: Spec, size: tuple[int,
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(("name", "s"), EXPRESSIBLE, ids=[name for name, _ in EXPRESSIBLE])
 def test_flex_attention_accepts_the_functions(name: str, s: Spec) -> None:
     """FlexAttention runs eagerly, and maps the functions over scalars."""

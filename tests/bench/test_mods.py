@@ -77,7 +77,7 @@ def test_each_mask_shows_some_pairs_and_hides_others(name: str) -> None:
     assert both
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", MASKS)
 def test_each_mask_is_right_at_the_lengths_of_the_benchmark(name: str) -> None:
     mod = MODS[name]
@@ -94,6 +94,7 @@ def test_each_mask_is_right_at_the_lengths_of_the_benchmark(name: str) -> None:
     assert found.any() and not found.all()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", MODS)
 def test_a_traced_function_is_right_at_every_position(name: str) -> None:
     """A function that is traced at the first position is right at all others: no branch depends on a position."""
@@ -114,7 +115,7 @@ def test_a_traced_function_is_right_at_every_position(name: str) -> None:
         torch.testing.assert_close(traced(*element, *at), oracle[tuple(at)])
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SCORES)
 def test_eager_flex_attention_agrees_with_the_oracle(name: str) -> None:
     mod = MODS[name]
@@ -214,7 +215,7 @@ def test_no_two_cases_of_a_function_have_the_same_lengths() -> None:
         assert len(set(lengths)) == len(lengths), mod.name
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_functions_are_imported_without_the_compiler() -> None:
     code = "import sys, attngen.bench.mods; print(*(m for m in sys.modules if m.startswith('attngen.')))"
     found = subprocess.run(

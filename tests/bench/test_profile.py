@@ -120,6 +120,7 @@ def test_an_ncu_that_reads_no_counter_is_one_sentence(
         profile("some.module", [], 60, lambda line: None)
 
 
+@pytest.mark.share(4)
 def test_an_ncu_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ncu(tmp_path, monkeypatch, "time.sleep(600)")
     with pytest.raises(

@@ -156,7 +156,7 @@ def test_the_tables_of_variants(
     assert not list(Path("bench").glob("*.svg"))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_table_of_mods(tmp_path: Path) -> None:
     """Every function of mods/ is a cell. The table has times, speedups and the geometric means of the speedups."""
     cells = mods().cells

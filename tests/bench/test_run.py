@@ -53,7 +53,7 @@ def line(results: Results, peer: str, n: int = 24) -> Line:
     return found
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_spec_without_a_backward_has_figures_of_the_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient inputs are passed like other inputs, and its peers run without gradients, too."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -68,6 +68,7 @@ def test_a_spec_without_a_backward_has_figures_of_the_forward(tmp_path: Path, mo
     assert line(found, "naive").figures["out_differs"] < 1e-5
 
 
+@pytest.mark.share(8)
 def test_lines_come_in_order(results: Results) -> None:
     assert [(x.cell.n_q, x.peer) for x in results.lines] == [
         *((24, peer) for peer in ("ours", "fails", "wrong", "dies", "late", "refuses", "math")),
@@ -76,6 +77,7 @@ def test_lines_come_in_order(results: Results) -> None:
     ]
 
 
+@pytest.mark.share(8)
 def test_a_peer_that_works_has_every_figure(results: Results) -> None:
     for n in (24, 32):
         ours = line(results, "ours", n)
@@ -95,27 +97,32 @@ def test_a_peer_that_works_has_every_figure(results: Results) -> None:
     )  # this spec has no gradient inputs
 
 
+@pytest.mark.share(8)
 def test_a_peer_that_raises_has_no_figures(results: Results) -> None:
     fails = line(results, "fails")
     assert (fails.figures, fails.why) == ({}, "first call: ValueError: x.cu: no kernel image")
 
 
+@pytest.mark.share(8)
 def test_wrong_results_are_reported(results: Results) -> None:
     wrong = line(results, "wrong")
     assert wrong.why.startswith("out differs from that of ours by 1.0e+00") and wrong.note == "doubled"
     assert wrong in results.failed() and line(results, "math") not in results.failed()
 
 
+@pytest.mark.share(8)
 def test_a_peer_that_aborts_while_it_is_timed_has_no_figures(results: Results) -> None:
     dies = line(results, "dies")
     assert (dies.figures, dies.why) == ({}, "fwd: its process ended by SIGABRT")
 
 
+@pytest.mark.share(8)
 def test_a_peer_that_hangs_has_no_figures(results: Results) -> None:
     hangs = line(results, "hangs", 32)
     assert (hangs.figures, hangs.why) == ({}, "first call: no end within 4 s")
 
 
+@pytest.mark.share(8)
 def test_a_backward_that_runs_out_of_memory_leaves_the_figures_of_the_forward(results: Results) -> None:
     late = line(results, "late")
     assert (
@@ -150,6 +157,7 @@ def test_a_peer_that_cannot_be_compiled_or_captured_lacks_those_host_times(
     assert graph == "host time in a CUDA graph: operation not permitted when stream is capturing"
 
 
+@pytest.mark.share(8)
 def test_a_cell_that_a_peer_refuses_is_not_run(results: Results) -> None:
     for n in (24, 40):
         assert (line(results, "refuses", n).figures, line(results, "refuses", n).why) == ({}, "not today")

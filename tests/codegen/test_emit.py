@@ -52,7 +52,7 @@ def files(steps):
     return render(steps["legalize-triton"])
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 def test_the_text_after_every_pass_parses_to_itself(steps):
     before = ""
     for step, module in steps.items():
@@ -62,7 +62,7 @@ def test_the_text_after_every_pass_parses_to_itself(steps):
         before = text
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_text_gives_the_files_that_build_gives(steps, files):
     assert emit(print_module(steps["legalize-triton"])) == files
 
@@ -77,7 +77,7 @@ def test_there_is_no_module_without_a_spec():
     assert {*SPECS} <= have <= {p.stem for p in (ROOT / "specs").glob("*.yaml")}
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 def test_generated_bytes_do_not_depend_on_the_process():
     """Two new processes with different hash seeds generate the same bytes."""
     code = (
@@ -165,7 +165,7 @@ def test_a_derived_value_by_an_unknown_function_is_refused():
 SOURCES = sorted(GENERATED.glob("*/*.py"))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_generated_code_compiles_and_depends_only_on_torch_and_triton(path):
     source = path.read_text()

@@ -12,7 +12,7 @@ from attngen.report.explain import explain
 from tests.helpers import SPECS, spec, target
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_spec_is_explained(name: str) -> None:
     made, console = target(name), Console(width=250, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

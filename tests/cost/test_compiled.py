@@ -68,7 +68,7 @@ def test_compiled_kernels_have_the_predicted_resources(tmp_path):
         assert report.code_bytes > 1000 and 0 < report.registers <= CLASSES[config.device].registers_per_thread
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_machine_code_that_reads_an_unwritten_register_is_refused(tmp_path):
     """ptxas 12.8 generates it for a forward on sm90 with narrow tiles of V that are not copied ahead; no schedule has
     such a config."""
@@ -88,7 +88,7 @@ def test_machine_code_that_reads_an_unwritten_register_is_refused(tmp_path):
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_shared_memory_of_dropout_is_predicted_for_tiles_of_32_keys(tmp_path):
     """On sm90 no random word changes layout, in these tiles or in others, nor in dK/dV, whose scores are transposed."""
     warps = {"num_warps": 4, "num_stages": 2, "tma": False}
@@ -128,7 +128,7 @@ def test_products_in_tf32_fit_as_predicted(tmp_path):
         assert not [text for text in violations(*case, report) if "shared memory" in text]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_tile_that_is_too_large_spills_or_does_not_fit(tmp_path):
     """The compiler also reports a tile size that it cannot compile."""
     large = {"block_q": 128, "block_kv": 128, "num_warps": 4}
@@ -170,7 +170,7 @@ def test_a_compile_report_that_breaks_its_certificate_is_reported(change, expect
     assert expected in found[0] if expected else found == []
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_reason_for_unaligned_rows_is_known(tmp_path):
     """With a head_dim of 72, the compiler does not know that rows start at multiples of 16 bytes."""
     module = lower(parse_spec("name: odd\nhead_dim: 72\n"))
@@ -243,6 +243,7 @@ def kept(tmp_path):
     return module, config, files, tmp_path / "full_mha"
 
 
+@pytest.mark.share(4)
 def test_a_compile_report_is_kept_while_its_kernel_and_config_are_unchanged(kept):
     module, config, files, folder = kept
     assert keep(module, render(module), folder) == files != render(module)
@@ -273,7 +274,7 @@ def test_a_change_of_another_kernel_keeps_the_compile_report(kept):
     assert keep(module, changed, folder)["report.json"] == files["report.json"]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"kernels": 1}', '{"kernels": {"fwd": {"schedules": [{"reading": 1}]}}}']
 )
@@ -343,7 +344,7 @@ def test_a_kernel_whose_compile_report_was_edited_is_compiled_again(known, old, 
     assert recorded(*case, {**files, "report.json": files["report.json"].replace(old, new)}) is None
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "change", [{"types": ()}, {"tiles": ()}, {"options": ()}, {"arch": 80}, {"aligned_rows": False}, {"source": "0"}]
 )

@@ -115,6 +115,7 @@ def value(e, numbers: dict[str, int]):
     return e.subs({symbol(name): n for name, n in numbers.items()}).doit()
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_textbook_algorithms_compute_attention_and_move_what_is_counted(name, case):
@@ -128,6 +129,7 @@ def test_textbook_algorithms_compute_attention_and_move_what_is_counted(name, ca
         assert launch.flops == value(flops(kernel, partial(runs, kernel)), numbers)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", [*UNMASKED, *CAUSAL])
 def test_emitted_kernels_move_what_is_counted(name):
     """Both counts agree with the launch: the generic one, and hbm_bytes, which has the number of tiles as `tiles`."""
@@ -197,20 +199,21 @@ def by_claim(found: list[Theorem], start: str) -> Theorem:
     return theorem
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_emitted_schedule_has_the_order_for_every_variant(name):
     for theorem in (*emitted(target(name), "sm90"), *work(target(name)), *memory(target(name))):
         assert theorem.holds, (theorem.claim, theorem.limits)
 
 
+@pytest.mark.share(4)
 def test_every_theorem_holds():
     for found in theorems(target("causal_gqa")).values():
         for theorem in found:
             assert theorem.holds, (theorem.claim, theorem.limits)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_emitted_schedule_has_the_order_on_every_device_class(cls):
     for theorem in emitted(target("full_mha"), cls):

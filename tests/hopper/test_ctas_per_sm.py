@@ -132,7 +132,7 @@ def test_a_consumer_never_overlaps_its_products_with_its_own_softmax() -> None:
 # ---------------------------------------------------------------------------------------------- the choice
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_narrow_heads_have_two_ctas_per_sm_where_registers_suffice() -> None:
     shared = [
         "causal_mqa",
@@ -165,6 +165,7 @@ def test_queries_have_one_stage_where_full_and_partial_tiles_have_separate_loops
         assert len(loops) == 1 or expected == 1, name
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "data",
     [
@@ -190,6 +191,7 @@ def test_other_specs_have_one_cta_per_sm(data: dict[str, Any]) -> None:
     assert bool(not_preferred(made)) == ("head_dim" not in data and "relative_bias" not in data.get("score", ()))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "mask", ["document", {"all_of": ["causal", "document"]}, {"all_of": ["causal", {"document": {"sorted": True}}]}]
 )
@@ -291,7 +293,7 @@ def test_an_invalid_kernel_header_does_not_parse(old: str, new: str) -> None:
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (1, 17), (33, 65), (65, 33), (0, 5), (5, 0)])
 def test_ragged_sizes_and_empty_rows(lengths: tuple[int, int]) -> None:
     for name in (NAME, "sinks_window_gqa"):

@@ -35,7 +35,7 @@ def test_a_spec_that_cannot_be_warp_specialized_gets_one_sentence(name: str, rea
     assert str(error.value).endswith(reason)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_loop_bounds_from_row_vectors_of_queries_need_block_lists_from_data() -> None:
     """Otherwise a warp group would need a row vector before it starts. Lists from data contain only visible blocks, so
     their ends need no row vector."""

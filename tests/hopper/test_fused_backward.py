@@ -58,7 +58,7 @@ def run(
     )
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_naive_attention(name: str) -> None:
     few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]
@@ -66,6 +66,7 @@ def test_results_are_those_of_naive_attention(name: str) -> None:
         must_be_equal(*run(name, seed, lengths), f"{name} {seed}")
 
 
+@pytest.mark.share(4)
 def test_the_interpreter_stops_where_programs_wait_for_ever() -> None:
     """No program is first in this order of adds, which the verifier refuses. The interpreter does not verify it, and
     stops."""
@@ -74,6 +75,7 @@ def test_the_interpreter_stops_where_programs_wait_for_ever() -> None:
         run("wide", 0, (40, 40), ((f"{order} - 1)", f"{order})"),))
 
 
+@pytest.mark.share(4)
 def test_a_pair_of_programs_that_both_come_second_waits_for_ever() -> None:
     with pytest.raises(Deadlock, match="@bwd: programs wait for semaphores for ever"):
         run("shared", 0, (40, 40), ((PAIR_ACQUIRE, PAIR_ACQUIRE.replace("split % 2", "1 + split % 2")),))
@@ -134,7 +136,7 @@ def test_names_of_gradients_in_the_host_program_are_reserved() -> None:
         assert name_problem(name), name
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_sizes_of_a_call_select_the_fused_or_the_separate_kernels() -> None:
     text = print_module(lowered("wide"))
     enough = "Nk >= 1024 and Nq >= 1024 and B*Hq*Nk >= 480*num_sms"

@@ -53,6 +53,7 @@ def test_split_loops_updates_the_order_of_adds() -> None:
     )
 
 
+@pytest.mark.share(4)
 def test_split_loops_visits_a_tile_for_all_heads_where_some_keys_visit_more_tiles_than_earlier_keys() -> None:
     """Keys of documents and of chunks do: where one ends, the loops of the next keys end later by its length. In
     windows all loops have the same length."""

@@ -44,6 +44,7 @@ def test_heads_by_tile_are_one_loop() -> None:
     assert "hkv * group + gl.where(1 + g < g_end, 1 + g, g_first)" in writer
 
 
+@pytest.mark.share(4)
 def test_heads_of_the_reversed_group_visit_their_tiles_in_reversed_order() -> None:
     text = render(lowered("wide_causal"))["hopper.py"]
     assert (
@@ -55,6 +56,7 @@ def test_heads_of_the_reversed_group_visit_their_tiles_in_reversed_order() -> No
     assert reversed_index not in render(lowered("wide"))["hopper.py"]
 
 
+@pytest.mark.share(4)
 def test_signs_of_weights_hold_the_dropout_mask_where_registers_do_not_suffice() -> None:
     both = "p, p_kept = with_dropped(p, keep_words, dropout_threshold, True) if DROPOUT else (p, p)"
     assert both in render(lowered("dropping_wide"))["hopper.py"]
@@ -92,7 +94,7 @@ def test_gradients_of_wide_heads_lie_in_column_pieces() -> None:
     assert "            kv_idx = kv_start + gl.arange(" in masked and text.count("kv_idx = ") == 1
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("name", CASES)
 def test_named_barriers_are_distinct(name: str) -> None:
     """Barriers of the stages of each pipeline, of parts of tiles, and of ping-pong order have distinct numbers for each
@@ -124,7 +126,7 @@ def test_warp_groups_use_at_most_the_registers_of_a_program() -> None:
     assert sum(groups(kernel)) <= lane_registers(kernel, row)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_programs_of_one_head_fetch_their_tiles() -> None:
     """A program fetches each tile, also the first, when it starts the tile, because other tiles wait for it."""
     text = render(lowered("wide_causal"))["hopper.py"].partition("\ndef bwd_producer(")[2]

@@ -27,6 +27,7 @@ from tests.hopper.fused_backward import (
 )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
@@ -119,6 +120,7 @@ def test_a_kernel_that_adds_and_is_not_warp_specialized_is_refused() -> None:
         verify(replace(without_backward, schedules=(*without_backward.schedules, ("bwd", ()))))
 
 
+@pytest.mark.share(4)
 def test_a_spec_cannot_select_the_backend_for_a_kernel_that_cannot_be_warp_specialized() -> None:
     before = dict(stages(make_spec({**BASE, "head_dim": {"qk": 128, "v": 64}})))["dce"]
     with pytest.raises(BuildError, match="the kernel @bwd cannot be warp-specialized: its head_dims are 128 and 64"):
@@ -127,7 +129,7 @@ def test_a_spec_cannot_select_the_backend_for_a_kernel_that_cannot_be_warp_speci
         ).run(before)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -154,7 +156,7 @@ def test_wide_heads_have_no_kernel_where_registers_would_spill(fields: dict[str,
     assert reason in " ".join(unspecialized(made, module["dce"]))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -172,7 +174,7 @@ def test_explain_gives_the_reason_for_the_separate_kernels(fields: dict[str, Any
     assert reasons == [f"No kernel computes all gradients in one pass: {reason}."]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -212,7 +214,7 @@ def test_row_vectors_of_queries_fit_next_to_tiles(head_dim: int) -> None:
             )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -389,6 +389,7 @@ def test_wrong_ir_is_refused_with_a_reason(mistake: str) -> None:
         verify(edited("wide", (old, new)))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_protocol_of_every_kernel_is_proven(name: str) -> None:
     for depth in (2, 3):

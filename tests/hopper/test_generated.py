@@ -32,7 +32,7 @@ def files_of(name: str) -> dict[str, str]:
     return render(lowered(name))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_hopper_py_passes_the_linter(name: str, tmp_path: Path) -> None:
     """Committed files are held by `make lint`; this one has those of specs that are committed with portable kernels."""
@@ -143,7 +143,7 @@ def test_three_consumers_have_separate_loops_for_full_and_partial_tiles() -> Non
     assert len(loops_over_later_tiles("full_mha")) == 2
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_a_module_has_the_files_of_a_portable_module_and_hopper_py(name: str) -> None:
     assert files_of(name).keys() == {

@@ -94,7 +94,7 @@ def test_column_pieces_leave_the_fewest_zero_columns() -> None:
         assert width <= laid < width + 32 or (width, laid) == (40, 64), (width, laid)
 
 
-@pytest.mark.share(32)
+@pytest.mark.share(64)
 @pytest.mark.parametrize("width", NO_POWERS_OF_TWO)
 def test_any_head_dim_can_be_warp_specialized(width: int) -> None:
     for qk, v in ((width, 128), (128, width), (width, width)):
@@ -192,7 +192,7 @@ def test_the_accumulator_of_outputs_is_padded_where_v_is() -> None:
 # ---------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("head_dims", [(96, 96), (80, 48), (24, 40), (192, 192), (64, 96), (160, 128), (240, 240)])
 def test_results_of_other_head_dims_are_those_of_naive_attention(head_dims: tuple[int, int]) -> None:
     for seed in range(4):
@@ -275,6 +275,7 @@ def test_a_descriptor_has_the_columns_of_a_piece(width: int, columns: int, lies:
     assert found.layout.swizzle_byte_width == min(128, 2 * lies)
 
 
+@pytest.mark.share(4)
 def test_kernels_have_the_same_ops_for_all_head_dims() -> None:
     kinds = [
         [type(op) for op in lowered_with(*head_dims).warp_specialized[0].ops()]

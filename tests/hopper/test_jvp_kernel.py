@@ -84,7 +84,7 @@ def changed(name: str, before: str, after: str, block: str) -> tuple[list[str], 
 # ---------------------------------------------------------------------------------------------- passes
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_the_number_of_keys_per_tile_depends_on_registers() -> None:
     found = {name: made.block_kv for name in CASES for _, made in lowered(name).stand_ins(JVP)}
     few = dict.fromkeys(("wide", "allowed", "padding", "alibi", "capped"), 64)
@@ -237,7 +237,7 @@ def test_programs_are_persistent() -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_each_tile_has_its_own_program_where_that_is_faster() -> None:
     """It is faster under a causal mask with wide heads; with more operations per score registers would spill."""
     assert changed("wide", "skip-masked-tiles", "persistent-scheduler", "entry") == ([], [])
@@ -246,7 +246,7 @@ def test_each_tile_has_its_own_program_where_that_is_faster() -> None:
         assert jvp_kernel(lower(make_spec({"name": "others", "head_dim": 128, "mask": mask}))).is_persistent
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -331,7 +331,7 @@ def test_wrong_ir_is_refused_with_a_reason(mistake: str) -> None:
         verify(edited_module(lowered("plain"), *changes, kernel=JVP))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", CASES)
 def test_the_protocol_of_every_kernel_is_proven(name: str) -> None:
     for depth in (1, 2, 3):
@@ -364,7 +364,7 @@ def run(name: str, seed: int, lengths: Any = None) -> tuple[Any, Any]:
     return execute(module, call.of_module(spec_for(name)), call.tiles, DOUBLE), naive(spec_for(name), call)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_naive_attention(name: str) -> None:
     few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]

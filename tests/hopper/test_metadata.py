@@ -73,7 +73,7 @@ def test_metadata_is_read_next_to_the_mask_while_products_run() -> None:
     assert print_module(parse_module(text)) == text
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_lookup_by_metadata_waits_for_the_tile() -> None:
     """The start of a document is read at the document's id, which is metadata of the tile: after the wait for the tile,
     and before its release."""
@@ -129,6 +129,7 @@ def test_tile_indices_are_no_metadata_where_the_tile_is_released_before_its_mask
     )
 
 
+@pytest.mark.share(4)
 def test_a_mask_and_a_score_may_read_one_tensor() -> None:
     score = {"expr": "s + 0.1 * ids[b, kv_idx]", "params": IDS["params"]}
     module = lowered_with(DATA, [score])
@@ -176,7 +177,7 @@ def test_names_of_helpers_in_kernels_are_reserved() -> None:
         assert name_problem(name), name
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SPECS)
 def test_variables_of_kernels_are_reserved(name: str) -> None:
     """A parameter with such a name would be overwritten, or read in place of the variable."""
@@ -241,7 +242,7 @@ TWO = {
 }
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("mask", "score"),
@@ -269,6 +270,7 @@ def test_other_loads_stay_with_the_consumer() -> None:
     assert "%document_q = load" in print_kernel(forward_kernel(DOCUMENTS))
 
 
+@pytest.mark.share(4)
 def test_a_kernel_has_a_metadata_pipeline_for_each_tensor() -> None:
     module = lowered_with(TWO)
     pipelines = [
@@ -336,6 +338,7 @@ def test_wrong_metadata_is_refused(mistake: str) -> None:
         verify(edited(DOCUMENTS, (old, new)))
 
 
+@pytest.mark.share(4)
 def test_full_and_partial_tiles_share_a_loop_where_masks_read_metadata_or_tiles_are_listed() -> None:
     documents, listed = (render(lowered(name))["hopper.py"] for name in (DOCUMENTS, "block_sparse_mha"))
     branch = documents.partition("                if at < partial_tiles:\n")[2]
@@ -381,7 +384,7 @@ def test_hoist_bias_splits_a_distance_into_rows_and_columns() -> None:
     assert print_module(parse_module(print_module(made))) == print_module(made)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
@@ -401,7 +404,7 @@ def test_other_biases_are_not_split(mask: str, score: object) -> None:
     assert not any(isinstance(op, ScaledIota) for op in module.warp_specialized[0].ops())
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("mask", ["kv_idx <= q_idx", "kv_idx >= q_idx", "kv_idx < q_idx and kv_idx > 3"])
 @pytest.mark.parametrize("distance", ["q_idx - kv_idx", "kv_idx - q_idx"])
 def test_a_mask_fixes_the_sign_of_a_distance(mask: str, distance: str) -> None:
@@ -427,6 +430,7 @@ def test_the_bias_of_a_score_with_another_reader_is_not_split() -> None:
     )
 
 
+@pytest.mark.share(4)
 def test_registers_keep_the_column_bias_where_they_suffice() -> None:
     def kept(module: Module) -> bool:
         return keeps_column_bias(module, module.warp_specialized[0])

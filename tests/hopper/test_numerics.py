@@ -41,14 +41,14 @@ def compare_with_naive(
     must_be_equal(found, {key: expected[key] for key in ("out", *spec.outputs)}, name)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_results_are_those_of_naive_attention(name: str) -> None:
     for seed in range(6):
         compare_with_naive(lowered(name), name, seed)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (1, 17), (33, 65), (65, 33), (0, 5), (5, 0)])
 def test_ragged_sizes_and_empty_rows(lengths: tuple[int, int]) -> None:
     for name in ("causal_gqa", "window_gqa", "full_mha"):

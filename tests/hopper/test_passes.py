@@ -306,7 +306,7 @@ def test_ping_pong_puts_scheduler_barriers_around_the_products_of_each_body() ->
     assert all(before.block(name) == made.block(name) for name in unchanged)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_specs_with_ping_pong_order() -> None:
     """These are three consumers of narrow heads, and two consumers of wider heads with dropout, with a head_dim over
     128, or where all tiles visit the same number of keys."""
@@ -328,6 +328,7 @@ def test_the_specs_with_ping_pong_order() -> None:
     assert {"causal_gqa", "mla_dims", "padding_mha"} <= set(WARP_SPECIALIZED) - set(with_barriers)
 
 
+@pytest.mark.share(4)
 def test_two_consumers_in_ping_pong_order_have_no_loop_for_one_tile() -> None:
     """@first computes the partial tile at the end of the keys. Three consumers have separate loops for full and partial
     tiles, because ptxas spills registers otherwise."""
@@ -346,7 +347,7 @@ def test_pipelines_that_leave_no_shared_memory_keep_a_program_per_tile() -> None
     assert made is before
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_the_ir_of_each_module_round_trips(name: str) -> None:
     text = print_module(lowered(name))

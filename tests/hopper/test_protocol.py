@@ -20,6 +20,7 @@ def causal_protocol(stages: int = 2) -> Protocol:
     return protocol_of(forward_kernel("causal_gqa"), {"num_stages": stages})
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", WARP_SPECIALIZED)
 def test_the_protocol_of_every_kernel_is_proven(name: str) -> None:
     for row in lowered(name).configs("fwd", "hopper"):

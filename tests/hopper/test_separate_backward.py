@@ -135,6 +135,7 @@ def test_warp_specialize_merges_the_loop_over_heads_into_the_loops_over_tiles() 
     assert "group" not in {block.name for block in kernel_of(after_passes("shared")["warp-specialize"], "dk").blocks}
 
 
+@pytest.mark.share(4)
 def test_mask_out_of_bounds_queries_masks_queries_past_the_end() -> None:
     """It extends the mask, or adds one where there is none. dQ needs none because queries are its program axis."""
     lse2 = "%lse2 = load %LSE2[b, h, q] check(q if partial){} : f32[BLOCK_Q] @reg"
@@ -238,7 +239,7 @@ def test_legalize_gluon_loads_the_tile_for_delta_to_registers() -> None:
     assert added[-2:] == ["tma_store %dQ[b, h, q, d_qk] %dq_out staging(%Q_pipeline)", "tma_store_wait %Q_pipeline"]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -294,6 +295,7 @@ def test_the_reason_for_a_portable_kernel_is_reported(fields: dict[str, Any], re
     assert reason in " ".join(unspecialized(made, dict(stages(made))["dce"]))
 
 
+@pytest.mark.share(4)
 def test_no_reason_is_reported_for_narrow_heads() -> None:
     """The fused backward computes their gradients, or its absence is reported; a portable @dq needs no report."""
     for name in ("full_mha", "butterfly_gqa"):
@@ -375,7 +377,7 @@ def test_wrong_ir_is_refused_with_a_reason(mistake: str) -> None:
         verify(edited(name, kernel, *changes))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", [*CASES, *PORTABLE_DQ])
 def test_the_protocol_of_every_kernel_is_proven(name: str) -> None:
     for kernel in (k for k in lowered(name).warp_specialized if k.name in SEPARATE_BACKWARD):
@@ -413,7 +415,7 @@ def run(name: str, seed: int, lengths: Any = None) -> tuple[Mapping[str, Any], M
     return execute(module, call.of_module(spec_for(name)), call.tiles, DOUBLE), naive(spec_for(name), call)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", [*CASES, *PORTABLE_DQ])
 def test_results_are_those_of_naive_attention(name: str) -> None:
     few = [None, (1, 17), (17, 1), (33, 65), (65, 33), (0, 5), (40, 40)]

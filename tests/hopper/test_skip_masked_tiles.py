@@ -281,6 +281,7 @@ def test_a_mistake_in_ping_pong_order_is_found(mistake: str) -> None:
         verify(edited_module(three_instances(), (old, new)))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_all_orders_give_the_same_verdict(mistake: str | None) -> None:
     """Each instance decides by itself, at any time, how many tiles it skips."""
@@ -318,6 +319,7 @@ def skipping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return instances
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", [WIDE, TWO_CTAS, "three instances"])
 def test_results_are_those_of_naive_attention(name: str, skipping: list[int]) -> None:
     spec = TWO_CTAS if name == "three instances" else name
@@ -329,7 +331,7 @@ def test_results_are_those_of_naive_attention(name: str, skipping: list[int]) ->
     assert set(range(instances - 1)) <= set(skipping)  # all except the last instance, whose rows see the most
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("lengths", [(1, 1), (17, 1), (1, 17), (33, 65), (65, 33), (40, 40), (0, 5), (5, 0), (70, 3)])
 @pytest.mark.parametrize("name", [WIDE, TWO_CTAS, "three instances"])
 def test_ragged_sizes_and_empty_rows(name: str, lengths: tuple[int, int]) -> None:
@@ -373,6 +375,7 @@ def test_an_instance_computes_bounds_from_its_own_rows() -> None:
         assert f"for at in range({start}, partial_tiles + full_tiles):" in text
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", [WIDE, TWO_CTAS])
 def test_hidden_tiles_are_waited_for_and_released_in_a_loop(name: str) -> None:
     text = consumer_of(name)
@@ -397,6 +400,7 @@ def test_the_producer_loads_partial_tiles_in_reversed_order() -> None:
     assert "kv_tile = gl.where(at < partial_tiles, kv_end - 1 - at, at - partial_tiles)\n" in text
 
 
+@pytest.mark.share(4)
 def test_tiles_that_a_product_reads_are_released_without_a_branch() -> None:
     """ptxas moves arithmetic past such a release. Queries, work tiles, and skipped tiles are released with a branch."""
     for name in ("causal_gqa", WIDE, TWO_CTAS):

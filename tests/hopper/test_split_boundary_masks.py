@@ -72,7 +72,7 @@ def test_each_bound_of_a_window_becomes_a_mask_with_an_unswitch_condition() -> N
     ) == print_module(made)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("mask", "unswitched"),
     [
@@ -91,7 +91,7 @@ def test_masks_are_split_where_only_some_parts_cut_a_tile(mask: Any, unswitched:
     assert [op.unswitch is not None for op in masks(lowered_with(mask))] == unswitched
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("mask", "dim"),
     [
@@ -137,7 +137,7 @@ def test_a_comparison_that_is_equal_in_all_tiles_has_no_unswitch_condition(text:
 FLOATS = ({"scalar": "float"}, {"tensor": ["B"], "dtype": "fp32"})
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("x", FLOATS)
 def test_comparisons_with_floats_have_no_unswitch_condition(x: Any) -> None:
     """Their bounds are proven over integers."""
@@ -242,7 +242,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", COMPUTED)
 def test_results_are_those_of_naive_attention(name: str, dim: int) -> None:
@@ -274,13 +274,14 @@ PRINTED = (
 )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", PRINTED)
 def test_masks_of_many_parts_are_printed_as_python(mask: Any, dim: int) -> None:
     ast.parse(render(lowered_with(mask, dim))["hopper.py"])
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("part", "wrong"), [("BLOCK_Q + Nk", "Nk"), ("BLOCK_KV + kv_start > Nk", "kv_start > Nk")])
 def test_an_unswitch_condition_that_skips_a_hidden_pair_shows(part: str, wrong: str) -> None:
     """The mistake shows in results, not only in the rule."""

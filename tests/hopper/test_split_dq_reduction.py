@@ -197,7 +197,7 @@ def test_tiles_are_split_among_as_many_instances_as_there_are_stages() -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("writers, stages", [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)])
 @pytest.mark.parametrize(
     ("steps", "stores", "reason"),

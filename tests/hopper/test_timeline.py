@@ -136,6 +136,7 @@ def test_every_class_has_a_colour_in_the_svg_and_in_the_page() -> None:
         assert re.search(selector, STYLE) and re.search(selector, styles)
 
 
+@pytest.mark.share(4)
 def test_the_page_and_the_graph_have_warp_specialized_kernels() -> None:
     module = lowered("causal_gqa")
     text = page(
@@ -154,6 +155,7 @@ def test_the_page_and_the_graph_have_warp_specialized_kernels() -> None:
     )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "args, message",
     [

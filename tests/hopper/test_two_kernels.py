@@ -79,6 +79,7 @@ def test_long_sequences_have_a_kernel_where_keys_grow_with_queries() -> None:
         ]  # a spec that selects the backend
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "data",
     [

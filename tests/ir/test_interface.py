@@ -99,7 +99,7 @@ def test_an_edit_that_the_wrapper_cannot_launch_is_refused(
     assert error.value.rule == rule
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("name", SPECS)
 def test_no_kernel_may_be_missing(name: str) -> None:
     """A kernel may also not have another name than the one that a host program launches, and there may be no additional

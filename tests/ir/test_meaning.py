@@ -71,6 +71,7 @@ MORE, LESS = "hides more than the header's mask", "hides less than the header's 
 NOT_IN = "`Nk - Nq + q_idx >= kv_idx` does not follow from its conditions"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("given", "other", "kernel", "rule", "reason"),
     [
@@ -162,6 +163,7 @@ def test_an_edit_of_header_or_kernel_is_refused(given: str, old: str, new: str, 
     assert refused(edit(text_of(given), (old, new))).reason.startswith(f"kernel {reason}")
 
 
+@pytest.mark.share(4)
 def test_a_kernel_may_normalise_its_sums_instead_of_the_weights() -> None:
     """It may not where it takes logarithms of the weights, because its sums are then not linear in the weights."""
     normalise = (
@@ -194,7 +196,7 @@ def test_masked_scores_are_read_only_for_weights() -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("sharing", ["mha", "mqa", "gqa"])
 def test_every_sharing_of_heads_is_compared_with_the_header(sharing: str) -> None:
     """Inputs are indexed by query head and by K/V head, in kernels over queries, over keys and with pack-GQA."""

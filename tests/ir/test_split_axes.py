@@ -106,7 +106,7 @@ def test_a_range_that_is_no_part_has_no_whole_range(text):
 
 
 # full_mha: all; causal: up to the diagonal; window: two partial ranges; streaming: two runs of tiles.
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("programs", PROGRAMS)
 @pytest.mark.parametrize("name", ["full_mha", "causal_gqa", "window_gqa", "streaming_gqa"])
 def test_split_loops_are_proved_and_counted(name, programs):

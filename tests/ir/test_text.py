@@ -19,7 +19,7 @@ from tests.helpers import ROOT, edit, portable, target
 # ---------------------------------------------------------------------------------------------- modules
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("path", sorted((ROOT / "generated").glob("*/schedule.ir")), ids=lambda p: p.parent.name)
 def test_committed_text_is_a_fixed_point(path):
     text = path.read_text()
@@ -187,6 +187,7 @@ CONDITION_TEXTS = st.builds(
 )
 
 
+@pytest.mark.share(4)
 @settings(max_examples=300, deadline=None)
 @given(TEXTS | CONDITION_TEXTS)
 def test_the_text_of_an_expression_parses_to_itself(text):

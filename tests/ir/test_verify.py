@@ -92,6 +92,7 @@ def summed_by_entry() -> str:
     return print_module(lower(make_spec({"name": "few", "head_dim": 16, "score": score})))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "old, new, reason",
     [
@@ -124,6 +125,7 @@ def test_each_entry_is_stored_once(old, new, reason):
     assert (error.rule, reason in error.reason) == ("indexing", True), error
 
 
+@pytest.mark.share(4)
 def test_literal_indices_are_allowed_only_in_partial_gradients():
     params = {"table": {"tensor": ["H", 2], "grad": True}, "bucket": {"tensor": ["Nq", "Nk"], "dtype": "int32"}}
     score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}

@@ -37,7 +37,7 @@ def test_lengths_are_read_32_or_128_at_a_time(sequences: int) -> None:
     assert result.ok, str(result)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("sequences", [1, 260])
 def test_parts_are_joined_in_several_turns(sequences: int, tmp_path: Path) -> None:
     """1,200 keys in splits of 64 are 19 splits. An iteration combines sixteen of them, or eight in a call with many
@@ -85,7 +85,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("what", MASKS)
 def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
     cache = "contiguous" if what in ("none", "alibi", "padding", "bias") else {"paged": {"page_size": 16}}
@@ -106,6 +106,7 @@ def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
         assert result.ok, f"{what}: {result}"
 
 
+@pytest.mark.share(4)
 def test_head_dims_that_are_padded(tmp_path: Path) -> None:
     made = make_spec(
         {
@@ -234,7 +235,7 @@ def test_bits_do_not_depend_on_other_sequences() -> None:
         assert torch.equal(module.attention.with_kvcache(call.q[b : b + 1], *call.caches, **alone), together[b : b + 1])
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("n_q", [1, 4, 60])
 def test_pages_before_a_window_are_not_read(n_q: int, tmp_path: Path) -> None:
     """Neither are their entries in the page table: no program has the tiles before all windows, and the bits stay the

@@ -179,7 +179,7 @@ def test_turns_join_all_parts() -> None:
         verify(module)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_rule_holds_in_every_phase() -> None:
     for name in ("decode_gqa", "decode_sinks_paged_gqa", "decode_paged_fp8_gqa", "decode_mla", "decode_fp8_mla"):
         for step in ("build", "split-kv", "dce"):

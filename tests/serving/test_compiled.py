@@ -32,7 +32,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("new", [0, 1])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_compiled_call_gives_the_bits_of_an_eager_call(name: str, new: int) -> None:
@@ -57,7 +57,7 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_call(name: str, new: int) ->
             assert torch.equal(_bits(x), _bits(y))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", ["decode_paged_fp8_gqa", "decode_sinks_paged_gqa", "decode_mla", "decode_fp8_mla"])
 def test_operators_pass_opcheck(name: str) -> None:
     """torch.library checks that results do not share memory, that mutated arguments are declared, and that the fake

@@ -86,7 +86,7 @@ def _found(
 SIZES = [(1, 1, 0), (1, 40, 1), (5, 40, 5), (48, 40, 0), (17, 64, 3), (3, 0, 1)]  # queries, rows of the cache, new keys
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("kind", ["sorted", "far and sorted", "in runs", "any order", "far"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_programs_find_the_documents_of_queries(size: tuple[int, int, int], kind: str) -> None:
@@ -145,7 +145,7 @@ CASES = [
 ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", range(len(CASES)))
 def test_calls_agree_with_naive_attention(at: int, kind: str, modules: Any) -> None:
@@ -169,7 +169,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("more", OTHERS, ids=str)
 def test_documents_go_with_the_rest_of_a_spec(more: dict[str, Any], tmp_path: Path) -> None:
     made = _spec("sorted", 16, **more)
@@ -208,7 +208,7 @@ def _of_last(made: Spec, page: int, n_q: int, order: str) -> tuple[Call, Call]:
     return calls[0], calls[1]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("n_q", [1, 4, 60])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_of_other_documents_are_not_read(kind: str, n_q: int, modules: Any) -> None:
@@ -223,7 +223,7 @@ def test_pages_of_other_documents_are_not_read(kind: str, n_q: int, modules: Any
         assert x.isfinite().all() and torch.equal(x, y)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_past_the_end_do_not_matter(kind: str, modules: Any) -> None:
     made, module, page = modules(kind)
@@ -236,7 +236,7 @@ def test_ids_past_the_end_do_not_matter(kind: str, modules: Any) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_that_grows_gives_the_bits_of_one_that_is_whole(kind: str, modules: Any) -> None:
     made, module, page = modules(kind)

@@ -131,6 +131,7 @@ def test_split_kv_does_not_change_modules_without_a_cache() -> None:
     assert SplitKV().run(before) is before
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", CACHED)
 def test_text_is_parsed_and_printed_unchanged(name: str) -> None:
     for step in ("build", "split-kv", "dce"):
@@ -173,7 +174,7 @@ def test_bounds_of_splits_have_32_bits() -> None:
     assert "int64" in to_triton(other + portion(hi - lo, i, parts), lambda name: (name, ()))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", CACHED)
 def test_names_of_functions_that_split_kv_are_reserved(name: str) -> None:
     """Inputs in a mask's bounds are arguments of these functions and of `combine`, and would shadow their variables."""
@@ -246,7 +247,7 @@ def _run(module: Module, made: Spec, case: CacheCase, tiles: dict[str, int]) -> 
         np.testing.assert_allclose(found["LSE"][b : b + 1], lse.numpy(), atol=near)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("step", ["build", "split-kv", "target"])
 def test_programs_compute_attention_in_every_phase(name: str, step: str) -> None:
@@ -273,6 +274,7 @@ def test_page_table_entries_past_the_last_key_are_not_read() -> None:
     )
 
 
+@pytest.mark.share(4)
 def test_splits_are_combined_in_several_iterations() -> None:
     """700 keys are eleven splits of 64, and an iteration combines eight or four. 65 keys are two splits. Missing splits
     are empty."""
@@ -290,6 +292,7 @@ def test_splits_are_combined_in_several_iterations() -> None:
         _run(lower(made), made, CacheCase(2, 2, 2, (700, 65, 64, 0), 0, 700), {"BLOCK_Q": 16, "BLOCK_KV": splits})
 
 
+@pytest.mark.share(4)
 def test_there_is_room_for_all_splits_of_a_fixed_length() -> None:
     """Sequences fill the cache, and splits have one unit. A write outside of a tensor raises."""
     made = make_spec(

@@ -59,6 +59,7 @@ def test_pairs_are_the_next_numbers() -> None:
     assert same.all(), every.numpy()[~same][:5]
 
 
+@pytest.mark.share(4)
 def test_kernels_store_the_next_numbers(tmp_path: Path) -> None:
     """The kernel that appends rounds in the same way."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
@@ -78,7 +79,7 @@ def test_kernels_store_the_next_numbers(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- calls
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("cache", "change"),
     [
@@ -199,6 +200,7 @@ def test_gradients_of_factors_are_refused() -> None:
         built(NAME).attention.with_kvcache(call.q, *call.caches, **call.arguments)
 
 
+@pytest.mark.share(4)
 def test_factors_of_pages_are_checked(tmp_path: Path) -> None:
     made = _spec({"paged": {"page_size": 64}, "scale": "page"})
     module = module_of(made, tmp_path / "served")
@@ -261,7 +263,7 @@ def test_rules_of_heads(kernel: str, old: str, new: str, said: str) -> None:
     assert said in str(error.value)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -56,7 +56,7 @@ def test_what_latents_of_8_bits_need(change: dict[str, Any], reason: str) -> Non
 # ---------------------------------------------------------------------------------------------- calls
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("cache", "change"),
     [

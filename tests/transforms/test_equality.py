@@ -133,7 +133,7 @@ def test_every_pass_keeps_the_results_of_the_commits_random_modules(half: int) -
     assert tally.specs == PUSHED // 2 and tally.modules >= 5 * (PUSHED // 2)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_mask_that_is_proven_to_hide_every_key_is_lowered() -> None:
     """No tile is left to visit; one loop stays, so that its body is used."""
     mask = {
@@ -146,7 +146,7 @@ def test_a_mask_that_is_proven_to_hide_every_key_is_lowered() -> None:
     assert check_steps(spec, module, Call.random(random.Random(1), spec, module), passes(spec, module)) > 5
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("expr", ["kv_idx != 3 and 0.5 * q_len <= 0", "0.5 * q_len <= 0 and seen[b, kv_idx]"])
 def test_a_mask_that_is_false_for_packed_queries_is_lowered(expr: str, tmp_path: Path, device: str) -> None:
     """@packed runs only with at least one query, so its mask simplifies to `false`. Reading a spec does not assume

@@ -53,7 +53,7 @@ def test_keys_past_a_length_are_not_loaded() -> None:
     ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("mask", "more", "found"),
     [
@@ -101,6 +101,7 @@ def test_warp_specialized_kernels_have_no_limits(name: str) -> None:
     assert not limits(replace(target(name), kernels=target(name).warp_specialized))
 
 
+@pytest.mark.share(4)
 def test_an_accumulator_in_hbm_is_not_limited() -> None:
     """Its rows outside the range would be loaded as zeros, and stored."""
     module = LimitLoads().run(before(SHIFTED, schedule={"order": "kv_outer"}))

@@ -368,6 +368,7 @@ def test_bounds_of_random_masks_are_sound() -> None:
     assert tally.empty_visited < tally.empty and tally.full_masked < tally.full
 
 
+@pytest.mark.share(4)
 @settings(max_examples=15, deadline=None, report_multiple_bugs=False)
 @given(lang_strategies.masks(2), SIZES)
 def test_bounds_of_a_random_expression_are_sound(
@@ -393,7 +394,7 @@ def test_bounds_of_a_random_expression_are_sound(
         )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", NAMED)
 def test_bounds_of_named_masks_are_sound(name: str) -> None:
     tally = exactness(NAMED[name], 12, 1)
@@ -448,7 +449,7 @@ HARD: list[Mask] = [
 ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("mask", HARD, ids=range(len(HARD)))
 def test_masks_in_several_parts_are_lowered(mask: Mask) -> None:
     lower(make_spec({"name": "hard", "heads": {"sharing": "gqa"}, "head_dim": 64, "dtype": "fp16", "mask": mask}))

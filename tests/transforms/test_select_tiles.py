@@ -75,7 +75,7 @@ def test_programs_with_the_most_tiles_start_first(where, ranges, is_reversed):
     assert any("swizzle(8)" in line for line in added) == (ranges != f"0 .. {TO_END}")
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", ["causal_mqa", "window_gqa", "causal_fp32"])
 def test_the_choice_is_the_cheapest_of_those_that_fit(name):
     """Brute force over tile sizes, warps and stages finds the same config, for every device class and element size."""
@@ -95,7 +95,7 @@ def test_the_choice_is_the_cheapest_of_those_that_fit(name):
             assert costs[config] == min(costs.values()) < float("inf")
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("name", "tiles"),
     [
@@ -336,6 +336,7 @@ def test_tiles_in_which_triton_counts_scores_twice_are_refused_on_nvidia(more):
         )
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "more",
     [
@@ -436,7 +437,7 @@ def test_with_one_buffer_such_tiles_have_few_rows():
     assert configs and all(config.block_q <= 32 for config in configs)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("head_dim", ["32", "{qk: 64, v: 40}", "{qk: 32, v: 64}"])
 def test_tiles_as_wide_as_those_of_scores_or_with_more_than_64_bytes_per_row_are_used(head_dim):
     made = lower(parse_spec(f"name: small\nhead_dim: {head_dim}\nmask: causal\n"))

@@ -67,6 +67,7 @@ def test_loaded_integers_are_compared_unchanged():
     assert simple((q - kv <= low) | (kv < 9)) == (q - kv <= low) | (kv < 9)  # the sum could be too large
 
 
+@pytest.mark.share(4)
 def test_bounds_that_vary_along_the_loop_are_not_merged():
     """A merged bound would compare another vector in each iteration."""
     last = {"last": {"tensor": ["B", "Nk"], "dtype": "int32"}}

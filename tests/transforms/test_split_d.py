@@ -218,7 +218,7 @@ def test_a_kernel_that_does_not_split_the_head_dim_takes_no_block_d():
         module(edit(FORWARD, ("%keys.l check(q)", "%keys.l check(q) first_along(split_v)")))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "more",
     [

@@ -192,7 +192,7 @@ def test_bounds_of_linear_masks_are_sound(parts, sizes):
         check_sound(problem)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @settings(max_examples=60, deadline=None)
 @given(OPAQUE, SIZES)
 def test_bounds_of_opaque_masks_are_sound(parts, sizes):
@@ -200,7 +200,7 @@ def test_bounds_of_opaque_masks_are_sound(parts, sizes):
         check_sound(problem)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @settings(max_examples=60, deadline=None)
 @given(causal() | window(), SIZES)
 def test_bounds_of_one_causal_or_window_are_exact(part, sizes):
@@ -222,6 +222,7 @@ def on_grid(e, values):
     return sympy.lambdify([symbol(n) for n in names], e, modules="numpy")(*(values[n] for n in names))
 
 
+@pytest.mark.share(4)
 @settings(max_examples=60, deadline=None)
 @given(MASKS | OPAQUE, SIZES)
 def test_a_simplified_condition_is_the_same_where_it_is_tested(parts, sizes):

@@ -83,7 +83,7 @@ def cached(request, tmp_path_factory):
     return folder, {"cached": path}, made
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 def test_kernels_with_a_cache_are_measured_by_calls_with_a_cache(cached, device, monkeypatch):
     for name, number in (("TOKENS", 64), ("HIDDEN", 256), ("CACHED_KEYS", 96), ("CACHED_TOKENS", 192)):
         monkeypatch.setattr(measure, name, number)
@@ -111,6 +111,7 @@ def test_schedules_are_measured_on_sorted_documents(tmp_path):
     assert torch.equal(ids, ids.sort().values) and set(ids.tolist()) == {0, 1, 2}
 
 
+@pytest.mark.share(4)
 def test_the_measured_schedule_is_launched(small, device, monkeypatch):
     folder, specs, made = small
     bench, seen = Bench(folder, specs, device, Clock()), []

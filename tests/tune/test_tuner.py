@@ -42,7 +42,7 @@ def kept(kernel: str = "fwd", few: bool = False) -> list[str]:
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", ["causal_mha", "causal_fp32", "butterfly_gqa", "causal_d256"])
 def test_every_schedule_of_the_grid_is_kept_or_rejected_for_one_reason(name):
     p = planned(name)
@@ -59,6 +59,7 @@ def test_every_schedule_of_the_grid_is_kept_or_rejected_for_one_reason(name):
         assert all(max(r.block_q, r.block_kv) <= most for r in found.grid)
 
 
+@pytest.mark.share(4)
 def test_kept_schedules_have_modelled_costs_near_the_best():
     p = planned()
     for (kernel, *_), found in p.searches.items():
@@ -95,7 +96,7 @@ def test_cells_are_all_kernels_for_one_number_of_rows_after_another():
     assert {c.dtype for c, _ in planned("causal_fp32").cells()} == {"fp32"}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("name", "page"), [("decode_gqa", 0), ("decode_paged_gqa", 64), ("decode_window_paged_gqa", 16)]
 )
@@ -123,6 +124,7 @@ def test_kernels_with_a_cache_are_measured_too(name, page):
 # ---------------------------------------------------------------------------------------------- winners
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("fastest", "drift", "wins"),
     [
@@ -291,7 +293,7 @@ def test_of_cells_with_one_key_the_first_counts_and_other_entries_stay():
     assert "nothing faster" in "\n".join(summary.totals(run.known([planned()], results)))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_entries_of_another_gpu_of_the_class_name_it(tmp_path):
     results = run.read_results(None, "H100", [planned()])
     for cell, found in planned().cells():

@@ -44,7 +44,7 @@ def warp_specialized(name: str = "causal_mqa") -> list[str]:
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -76,7 +76,7 @@ def test_configs_that_compete(name: str, expected: str) -> None:
     assert found == expected.split()
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_configs_compete_for_the_forward_of_many_rows_on_the_device_of_the_backend() -> None:
     assert [of for of, found in planned().searches.items() if found.warp_specialized] == [("fwd", "bf16", False)]
     assert not any(found.warp_specialized for found in planned(device="sm80").searches.values())
@@ -84,7 +84,7 @@ def test_configs_compete_for_the_forward_of_many_rows_on_the_device_of_the_backe
     assert found.configs[0] == found.kept[0] and set(found.configs) == {*found.kept, *found.warp_specialized}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     "name", ["causal_mqa", "causal_gqa", "causal_d256", "document_gqa", "block_sparse_mha", "dense_bias_dropout_mha"]
 )
@@ -111,6 +111,7 @@ def portable(at: int = 2) -> str:
     return tile(planned().searches["fwd", "bf16", False].kept[at])
 
 
+@pytest.mark.share(4)
 def test_an_entry_has_the_fastest_portable_config_and_the_warp_specialized_ones_that_beat_it() -> None:
     found = competed({USUAL: 0.5, warp_specialized()[0]: 0.4, warp_specialized()[1]: 0.79, portable(): 0.8})
     entry = found.entry(planned(), "3.6.0")
@@ -242,6 +243,7 @@ class Fast:
         return launch
 
 
+@pytest.mark.share(4)
 def test_a_warp_specialized_kernel_is_launched_in_the_module_of_its_config(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def test_a_winner_of_the_table_gives_a_warp_specialized_kernel_with_its_config(t
     ]  # the portable config stays
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("faster", "above"),
     [
@@ -157,7 +157,7 @@ def test_the_spec_precedes_the_table() -> None:
     ]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("faster", "above"),
     [
@@ -232,7 +232,7 @@ def test_a_sentence_says_why_the_forward_has_no_config() -> None:
     )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

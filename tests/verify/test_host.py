@@ -240,7 +240,7 @@ def test_a_program_that_breaks_a_rule_is_refused(spec: str, rule: str, old: str,
     assert rule in {name for name, _ in found} or "branch" in reason
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("name", SPECS)
 def test_programs_print_and_parse(name: str) -> None:
     text = print_module(target(name))

@@ -139,7 +139,7 @@ def visits(kernel: Kernel, sizes: dict[str, int], data: Data) -> set[tuple[int, 
     return found
 
 
-@pytest.mark.share(16)
+@pytest.mark.share(32)
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(mask: str) -> None:
     kernel, generator = fused(mask), torch.Generator().manual_seed(0)
@@ -166,7 +166,7 @@ def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(ma
             )
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
@@ -200,7 +200,7 @@ def test_without_a_formula_there_is_no_fused_backward(mask: Any, reason: str) ->
     assert [kernel.name for kernel in module.kernels if kernel.adds_in_order] == [], reason
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_a_backward_that_need_not_be_deterministic_has_the_same_semaphore_order() -> None:
     specs = (
         {"name": "free", "head_dim": 128, "mask": "causal", "backward": {"deterministic": deterministic}}
@@ -300,7 +300,7 @@ def test_a_wrong_order_in_a_reversed_group_is_refused(mistake: str) -> None:
         verify(parse_module(head + at + edit(kernels, (old, new))))
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("mask", ["none", "streaming"])
 def test_a_grid_has_a_reversed_group_only_where_loops_start_later_and_the_number_of_ended_loops_is_known(
     mask: str,

@@ -106,7 +106,7 @@ def test_different_conditions_are_not_alike(a: str, b: str) -> None:
 SLOPE = {"slope": {"tensor": ["H"], "grad": True}}
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize("mask", ["none", "document", {"expr": "(q_idx - kv_idx) % 3 == 0"}], ids=str)
 def test_a_soft_cap_of_a_modified_score_builds(mask: Any) -> None:
     text = "20 * tanh((s - slope[h] * abs(q_idx - kv_idx)) / 20)"
