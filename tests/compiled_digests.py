@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,20 @@ def stripped(assembly: str, kernel: str, comment: str) -> str:
     return re.sub(rf"\b{kernel}(?=\b|_param_)", "kernel", "\n".join(kept))
 
 
-def digest_of(asked: tuple[Config, Any]) -> str:
-    """The digest of the code of one kernel, given its config and job; the compiler's sentence if it does not
-    compile."""
-    config, job = asked
-    done = compiled(maker_of(config).compiler.source(job), job)
+@dataclass(frozen=True)
+class Asked:
+    """A kernel to compile: a config with its backend, the compiler's job without its file, and the file. Kernels that
+    differ only in the file are compiled once."""
+
+    config: Config
+    job: Any
+    file: Path
+
+
+def digest_of(asked: Asked) -> str:
+    """The digest of the code of one kernel; the compiler's sentence if it does not compile."""
+    job = replace(asked.job, file=asked.file)
+    done = compiled(maker_of(asked.config).compiler.source(job), job)
     if isinstance(done, str):
         return done
     code = done[0].asm
@@ -68,8 +78,9 @@ def digests(names: list[str]) -> dict[str, str]:
             tile = f"{config.tile}x{config.columns}x{config.num_warps}x{config.num_stages}"
             of = f"{config.device} {config.backend} {tile} {config.elem_bytes} {config.max_rows}"
             job = maker.compiler.job(module, kernel, config, ir.with_name(maker.file))
-            asked[f"{name} {kernel.stands_for} {kernel.name} {of}"] = (config, job)
-    return dict(zip(asked, compile_each(digest_of, list(asked.values()))))
+            key = f"{name} {kernel.stands_for} {kernel.name} {of}"
+            asked[key] = Asked(replace(config, max_rows=None), replace(job, file=Path()), job.file)
+    return dict(zip(asked, map(str, compile_each(digest_of, list(asked.values())))))
 
 
 def main() -> int:
