@@ -72,7 +72,6 @@ def test_any_mask_of_blocks(name, kind, device):
     assert result.ok, str(result)
 
 
-@pytest.mark.share(8)
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_plan_gives_the_same_bits(name, device):
     size = spec_of(name).mask.blocks().size

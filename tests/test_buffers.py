@@ -106,7 +106,6 @@ def fill_fresh_buffers(monkeypatch: pytest.MonkeyPatch, module: Any) -> Guarded:
     return guarded
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "shape", [(129, 129, "bhnd"), (300, 100, "island"), (1, 130, "bhnd"), (17, 130, "bnhd")], ids=str
 )
@@ -139,7 +138,6 @@ def test_results_lie_as_the_inputs_do(name: str, layout: str, device: str) -> No
         assert (x.transpose(1, 2) if layout == "bnhd" and x.dim() == 4 else x).is_contiguous()
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd", "expanded rows"])
 @pytest.mark.parametrize("limit", [100, 2**23])
 @pytest.mark.parametrize("name", FEW)

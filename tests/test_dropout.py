@@ -133,7 +133,6 @@ def test_neighbours_are_independent(p):
 # ------------------------------------------------------------------------------------------------- the kernels' mask
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("p", P)
 def test_what_kernels_keep_is_what_the_oracle_says(p, seed, device):

@@ -106,7 +106,6 @@ def check_ends(module: ModuleType, spec: Spec, hiding: Any, sizes: tuple[int, in
             assert torch.equal(found[name][rows], x[rows]), f"{name} with {value} in hidden rows"
 
 
-@pytest.mark.share(16)
 @pytest.mark.parametrize("name", PADDED)
 def test_what_lies_behind_sequences_reaches_no_other_row(name: str) -> None:
     check_ends(built(name), spec_of(name), spec_of(name).mask)

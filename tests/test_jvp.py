@@ -47,7 +47,6 @@ def cases() -> list[Any]:
     return [pytest.param(n, s, id=f"{n}-{s[0]}x{s[1]}-{s[2]}") for n, s in found]
 
 
-@pytest.mark.share(16)
 @pytest.mark.parametrize(("name", "shape"), cases())
 def test_against_naive(name: str, shape: tuple[int, int, str], device: str) -> None:
     result = run_case(built(name), spec_of(name), small(name, *shape), dtypes(name)[0], device, tangents=True)
@@ -208,7 +207,6 @@ def test_what_has_no_tangent_has_one_of_zero(which: tuple[int, ...], device: str
     assert found.equal(expected)
 
 
-@pytest.mark.share(4)
 def test_tangents_may_lie_anywhere(device: str) -> None:
     """Tangents may be expanded, transposed, of stride 2, or lazily negated."""
     points, along, _ = problem(NAME, device)

@@ -132,7 +132,6 @@ def test_a_column_of_weights_sums_to_the_queries_that_see_a_key(device: str) -> 
     torch.testing.assert_close(key_mass[..., -1], last.detach(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.share(8)
 def test_operators_and_compiled_calls(device: str) -> None:
     """Schemas, fake implementations and autograd of all operators are right. A compiled call is one graph, and gives
     the same bits and gradients."""

@@ -40,7 +40,6 @@ def alone(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> Any:
         return load_module(ROOT / "generated" / NAME)
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize(("home", "name"), PRIVATE, ids=[name for _, name in PRIVATE])
 def test_without_one_the_results_are_the_same(
     home: Any, name: str, device: str, monkeypatch: pytest.MonkeyPatch

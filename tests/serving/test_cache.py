@@ -146,7 +146,6 @@ def _grown(module: ModuleType, made: Spec, steps: int, page: int) -> None:
         assert torch.equal(grown.float().nan_to_num(7.0), at_once.float().nan_to_num(7.0))
 
 
-@pytest.mark.share(8)
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cache_that_grows_gives_the_bits_of_one_that_is_whole(name: str) -> None:
     cache = spec(name).cache
