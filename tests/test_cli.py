@@ -110,7 +110,6 @@ def test_nothing_is_written_if_a_schedule_does_not_fit(project: Path, attngen: C
     assert not (project / "generated").exists()
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize("command", ["build", "explain", "dump", "test"])
 @pytest.mark.parametrize(
     "below, where, keys",

@@ -426,7 +426,6 @@ def test_a_program_gives_what_derive_says() -> None:
         verify(parse_module(edit(text, ("values(DOCUMENT_Q=%DOCUMENT_Q,", "values(DOCUMENT_Q=%DOCUMENT_KV,"))))
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
@@ -456,7 +455,6 @@ def test_what_a_program_is_given_is_what_it_takes(old: str, new: str, reason: st
     assert reason in error.value.reason
 
 
-@pytest.mark.share(4)
 def test_a_parameter_may_have_the_name_of_a_programs_value() -> None:
     mask = {"all_of": ["document", {"expr": "kv_idx >= first", "params": {"first": {"scalar": "int"}}}]}
     lower(make_spec({"name": "named", "head_dim": 16, "mask": mask}))

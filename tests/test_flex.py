@@ -331,7 +331,6 @@ def test_block_masks(device: str) -> None:
             assert relative_error(out, naive(q, k, v, mask=mask)[0]) < 1e-6
 
 
-@pytest.mark.share(4)
 def test_products_of_rows_extend_head_dim(device: str) -> None:
     """A score with products of rows is computed by the module of longer rows of q and k, at any scale."""
     mod = MODS["mla_rope"]
@@ -382,7 +381,6 @@ def test_tracing_imports_nothing_of_pytorchs_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.share(4)
 def test_return_values(device: str) -> None:
     q, k, v = inputs(Sizes(1, 4, 2, 20, 20), device)
     out, lse = naive(q, k, v)

@@ -363,7 +363,6 @@ def test_transforms_that_map_are_refused(transform: Any, device: str) -> None:
         transform(lambda q: built(NAME).attention(q, *points[1:]))(points[0])
 
 
-@pytest.mark.share(4)
 def test_an_input_without_gradient_has_no_tangent(device: str, tmp_path: Any) -> None:
     score = {"expr": "s * w[h]", "params": {"w": {"tensor": ["H"]}}}
     module = module_of(make_spec({"name": "fixed", "head_dim": 32, "score": [score]}), tmp_path / "fixed")

@@ -199,7 +199,6 @@ def test_the_digest_covers_every_file_that_changes_generated_code(tmp_path: Path
     assert digest() == seen[-1]
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize("other", ["thread", "process"])
 def test_waiting_for_another_build_prints_one_line(
     other: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

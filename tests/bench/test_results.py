@@ -183,7 +183,6 @@ def test_error_sentences_have_no_folders() -> None:
 # ---------------------------------------------------------------------------------------------- plots
 
 
-@pytest.mark.share(4)
 def test_plots_are_the_same_to_the_byte() -> None:
     if not plots.available():
         pytest.fail("matplotlib is missing; it comes with the dev extra")

@@ -85,7 +85,6 @@ def test_per_row_bounds_leave_the_tiles_within_reach(kernel, tiles):
     assert count_tiles(found, 4096, 4096, 64, 64) == 64 * 65 // 2
 
 
-@pytest.mark.share(4)
 def test_a_scalar_of_the_call_is_no_per_row_bound_whatever_its_name():
     text = "{name: later, head_dim: 64, mask: {expr: kv_idx >= x_least, params: {x_least: {scalar: int}}}}"
     kernel = lower(parse_spec(text)).kernel("fwd")

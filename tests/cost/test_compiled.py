@@ -243,7 +243,6 @@ def kept(tmp_path):
     return module, config, files, tmp_path / "full_mha"
 
 
-@pytest.mark.share(4)
 def test_a_compile_report_is_kept_while_its_kernel_and_config_are_unchanged(kept):
     module, config, files, folder = kept
     assert keep(module, render(module), folder) == files != render(module)

@@ -44,7 +44,6 @@ def test_heads_by_tile_are_one_loop() -> None:
     assert "hkv * group + gl.where(1 + g < g_end, 1 + g, g_first)" in writer
 
 
-@pytest.mark.share(4)
 def test_heads_of_the_reversed_group_visit_their_tiles_in_reversed_order() -> None:
     text = render(lowered("wide_causal"))["hopper.py"]
     assert (
@@ -56,7 +55,6 @@ def test_heads_of_the_reversed_group_visit_their_tiles_in_reversed_order() -> No
     assert reversed_index not in render(lowered("wide"))["hopper.py"]
 
 
-@pytest.mark.share(4)
 def test_signs_of_weights_hold_the_dropout_mask_where_registers_do_not_suffice() -> None:
     both = "p, p_kept = with_dropped(p, keep_words, dropout_threshold, True) if DROPOUT else (p, p)"
     assert both in render(lowered("dropping_wide"))["hopper.py"]

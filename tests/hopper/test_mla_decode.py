@@ -61,7 +61,6 @@ def test_each_pass_keeps_the_results(name: str) -> None:
         compare_with_portable(after_passes()[name], seed)
 
 
-@pytest.mark.share(4)
 def test_splits_store_maxima_and_sums_where_a_spec_also_has_fp32() -> None:
     module = lower(mla_spec(dtype=["bf16", "fp32"], cache={"paged": {"page_size": 64}}))
     text = print_kernel(module.warp_specialized[0])
@@ -224,7 +223,6 @@ def compare_with_portable(module: Module, seed: int, page: int = 64) -> None:
         np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_results_are_those_of_the_portable_kernel(seed: int) -> None:
     compare_with_portable(edited_mla_decode(), seed)

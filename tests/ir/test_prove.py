@@ -38,7 +38,6 @@ def holds(a: sympy.Expr, b: sympy.Expr) -> bool:
     return all(a.subs(point) <= b.subs(point) for point in POINTS)
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize(("a", "b"), PROVEN)
 def test_inequalities_that_bounds_need_are_proven_and_hold(a: str, b: str) -> None:
     left, right = parse(a), parse(b)

@@ -106,7 +106,6 @@ def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
         assert result.ok, f"{what}: {result}"
 
 
-@pytest.mark.share(4)
 def test_head_dims_that_are_padded(tmp_path: Path) -> None:
     made = make_spec(
         {

@@ -20,7 +20,6 @@ from tests.helpers import SPECS, changes, edit, lowered, spec, target
 CACHED = [name for name in SPECS if spec(name).cache]
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize("name", CACHED)
 def test_decode_launches_dependents_and_combine_waits(name: str) -> None:
     before = lowered(name)["insert-cta-barriers"]

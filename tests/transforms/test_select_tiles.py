@@ -336,7 +336,6 @@ def test_tiles_in_which_triton_counts_scores_twice_are_refused_on_nvidia(more):
         )
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "more",
     [

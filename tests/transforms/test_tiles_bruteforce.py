@@ -222,7 +222,6 @@ def on_grid(e, values):
     return sympy.lambdify([symbol(n) for n in names], e, modules="numpy")(*(values[n] for n in names))
 
 
-@pytest.mark.share(4)
 @settings(max_examples=60, deadline=None)
 @given(MASKS | OPAQUE, SIZES)
 def test_a_simplified_condition_is_the_same_where_it_is_tested(parts, sizes):

@@ -179,7 +179,6 @@ def test_variants_that_share_a_key():
 # ---------------------------------------------------------------------------------------------- precedence
 
 
-@pytest.mark.share(4)
 def test_measured_configs_precede_the_models_in_their_range():
     before, made = modelled("causal_mha"), scheduled("causal_mha", table(FWD))
     *short, any_ = configs(before)
@@ -190,7 +189,6 @@ def test_measured_configs_precede_the_models_in_their_range():
     )
 
 
-@pytest.mark.share(4)
 def test_an_entry_for_few_rows_replaces_the_models_config():
     """pack-GQA of few queries runs with it, too, for any number of rows."""
     packed = FWD._replace(heads="grouped", mask="full", max_rows=SHORT_ROWS)
@@ -215,7 +213,6 @@ def test_split_kv_kernels_have_entries_for_few_queries_and_for_more():
         assert configs(made, "decode")[0][2] == measured
 
 
-@pytest.mark.share(4)
 def test_an_entry_for_any_number_of_rows_removes_superfluous_configs():
     made = scheduled("causal_mha", table(FWD, FWD._replace(max_rows=8192), FWD._replace(max_rows=None)))
     before = modelled("causal_mha")
@@ -231,7 +228,6 @@ def test_the_schedule_of_the_spec_precedes_measured_ones():
     assert not any(r.measured for r in made.configs("fwd")) and {r.block_q for r in made.configs("fwd")} == {128}
 
 
-@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -263,7 +259,6 @@ def test_an_entry_in_the_list_of_spills_is_left_out(monkeypatch):
     assert not any(measured for _, _, measured in configs(scheduled("causal_mha", table(FWD))))
 
 
-@pytest.mark.share(4)
 def test_tiles_larger_than_blocks_are_left_out():
     keys = [Key("fwd", "64/64", "16-bit", "grouped", "causal+blocks", limit) for limit, _ in RANGES]
     for block, used in ((64, True), (128, False)):
@@ -306,7 +301,6 @@ def test_measured_configs_are_printed_parsed_and_reported(tma, printed):
     assert reported == [(64, None), (512, None), (2048, True), (None, None)]
 
 
-@pytest.mark.share(4)
 def test_measured_configs_are_certified_in_every_range():
     made = scheduled("causal_mha", table(FWD))
     assert [config.max_rows for kernel, config in chosen(made, ["sm90"], False) if kernel.name == "fwd"] == [2048, None]

@@ -59,7 +59,6 @@ def test_every_schedule_of_the_grid_is_kept_or_rejected_for_one_reason(name):
         assert all(max(r.block_q, r.block_kv) <= most for r in found.grid)
 
 
-@pytest.mark.share(4)
 def test_kept_schedules_have_modelled_costs_near_the_best():
     p = planned()
     for (kernel, *_), found in p.searches.items():
