@@ -1216,10 +1216,9 @@ def jvp_producer(
 
 @gluon.jit
 def jvp_consumer(
-    O, LSE, tO, tLSE, scale, group, Nq, Nk, stride_o_b, stride_o_h, stride_o_n, stride_lse_b,
-    stride_lse_h, stride_tlse_b, stride_tlse_h, q_smem, q_full, q_empty, tq_smem, tq_full, tq_empty,
-    k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full, work_smem, work_full,
-    to_smem,
+    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
+    stride_tlse_b, stride_tlse_h, q_smem, q_full, q_empty, tq_smem, tq_full, tq_empty, k_smem,
+    k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full, work_smem, work_full, to_smem,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
@@ -1236,7 +1235,6 @@ def jvp_consumer(
     dtype = tO.dtype
     v_stage, v_phase = 0, 0
     work_stage, work_phase = 0, 0
-    group = rematerialize(group)
     Nq = rematerialize(Nq)
     Nk = rematerialize(Nk)
     stride_o_b = rematerialize(stride_o_b)
@@ -1249,7 +1247,6 @@ def jvp_consumer(
     mbarrier.wait(work_full.index(work_stage), work_phase)
     q_start = read_index(work_smem.index(6 * work_stage))
     while q_start >= 0:
-        group = rematerialize(group)
         Nq = rematerialize(Nq)
         Nk = rematerialize(Nk)
         stride_o_b = rematerialize(stride_o_b)
@@ -1435,7 +1432,7 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, group, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
+                    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
                     stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, q_smem, q_full,
                     q_empty, tq_smem, tq_full, tq_empty, k_smem, k_full, tk_smem, tk_full, tv_smem,
                     tv_full, v_smem, v_full, work_smem, work_full, to_smem, BLOCK_KV, STAGES,
@@ -1445,7 +1442,7 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, group, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
+                    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
                     stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, q_smem, q_full,
                     q_empty, tq_smem, tq_full, tq_empty, k_smem, k_full, tk_smem, tk_full, tv_smem,
                     tv_full, v_smem, v_full, work_smem, work_full, to_smem, BLOCK_KV, STAGES,

@@ -1241,7 +1241,7 @@ def jvp_producer(
 
 @gluon.jit
 def jvp_consumer(
-    O, LSE, tO, tLSE, scale, prefix_length, group, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
+    O, LSE, tO, tLSE, scale, prefix_length, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
     stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, q_smem, q_full, q_empty, tq_smem,
     tq_full, tq_empty, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full,
     work_smem, work_full, to_smem,
@@ -1262,7 +1262,6 @@ def jvp_consumer(
     v_stage, v_phase = 0, 0
     work_stage, work_phase = 0, 0
     prefix_length = rematerialize(prefix_length)
-    group = rematerialize(group)
     Nq = rematerialize(Nq)
     Nk = rematerialize(Nk)
     stride_o_b = rematerialize(stride_o_b)
@@ -1276,7 +1275,6 @@ def jvp_consumer(
     q_start = read_index(work_smem.index(5 * work_stage))
     while q_start >= 0:
         prefix_length = rematerialize(prefix_length)
-        group = rematerialize(group)
         Nq = rematerialize(Nq)
         Nk = rematerialize(Nk)
         stride_o_b = rematerialize(stride_o_b)
@@ -1470,7 +1468,7 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, prefix_length, group, Nq, Nk, stride_o_b, stride_o_h,
+                    O, LSE, tO, tLSE, scale, prefix_length, Nq, Nk, stride_o_b, stride_o_h,
                     stride_o_n, stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, q_smem,
                     q_full, q_empty, tq_smem, tq_full, tq_empty, k_smem, k_full, tk_smem, tk_full,
                     tv_smem, tv_full, v_smem, v_full, work_smem, work_full, to_smem, BLOCK_KV,
@@ -1480,7 +1478,7 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, prefix_length, group, Nq, Nk, stride_o_b, stride_o_h,
+                    O, LSE, tO, tLSE, scale, prefix_length, Nq, Nk, stride_o_b, stride_o_h,
                     stride_o_n, stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, q_smem,
                     q_full, q_empty, tq_smem, tq_full, tq_empty, k_smem, k_full, tk_smem, tk_full,
                     tv_smem, tv_full, v_smem, v_full, work_smem, work_full, to_smem, BLOCK_KV,

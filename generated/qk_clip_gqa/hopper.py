@@ -1139,9 +1139,9 @@ def jvp_producer(
 
 @gluon.jit
 def jvp_consumer(
-    O, LSE, tO, tLSE, scale, group, Nq, Nk, stride_o_b, stride_o_h, stride_o_n, stride_lse_b,
-    stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end, q_start, h, b, q_smem, q_full,
-    tq_smem, tq_full, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full,
+    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n, stride_lse_b, stride_lse_h,
+    stride_tlse_b, stride_tlse_h, kv_end, kv_full_end, q_start, h, b, q_smem, q_full, tq_smem,
+    tq_full, k_smem, k_full, tk_smem, tk_full, tv_smem, tv_full, v_smem, v_full,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     THREADS: gl.constexpr,
@@ -1306,7 +1306,7 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, group, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
+                    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
                     stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end,
                     q_start, h, b, q_smem, q_full, tq_smem, tq_full, k_smem, k_full, tk_smem,
                     tk_full, tv_smem, tv_full, v_smem, v_full, BLOCK_KV, STAGES, THREADS, 0,
@@ -1315,7 +1315,7 @@ def jvp(
             (
                 jvp_consumer,
                 (
-                    O, LSE, tO, tLSE, scale, group, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
+                    O, LSE, tO, tLSE, scale, Nq, Nk, stride_o_b, stride_o_h, stride_o_n,
                     stride_lse_b, stride_lse_h, stride_tlse_b, stride_tlse_h, kv_end, kv_full_end,
                     q_start, h, b, q_smem, q_full, tq_smem, tq_full, k_smem, k_full, tk_smem,
                     tk_full, tv_smem, tv_full, v_smem, v_full, BLOCK_KV, STAGES, THREADS, 1,

@@ -21,6 +21,7 @@ from attngen.runtime import launch
 from attngen.runtime import warp_specialized as runtime
 from attngen.runtime.descriptors import descriptor, laid_out
 from attngen.spec import make_spec
+from attngen.targets.printing.views import Node, names_in
 from tests.helpers import ROOT
 from tests.hopper.common import WARP_SPECIALIZED, lowered
 from tests.versions.__main__ import PAIRS
@@ -54,6 +55,22 @@ def test_hopper_py_has_the_functions_that_it_calls(tmp_path: Path) -> None:
     command = ["ruff", "check", "--isolated", "--select", "F821", tmp_path / "hopper.py"]
     result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+def test_words_of_comments_are_no_names() -> None:
+    """A variable that only a comment names would be passed to a warp group, and take a register."""
+    loop = Node("loop", {"var": "at", "comment": "tiles of this warp group", "about": {"step": "its rows"}}, [])
+    assert names_in([loop]) == {"at"}
+
+
+def test_warp_groups_start_in_the_phases_of_empty_stages() -> None:
+    """A consumer fills a stage of dQ, so it waits for the phase before the first, in which the stage is empty. The
+    writer waits for the first phase, in which it is full."""
+    text = files_of("causal_gqa")["hopper.py"]
+    consumer, writer = (
+        text.partition(f"def bwd_{group}(")[2].partition("@gluon.jit")[0] for group in ("consumer", "writer")
+    )
+    assert "dq_stage, dq_phase = 0, 1\n" in consumer and "dq_stage, dq_phase = 0, 0\n" in writer
 
 
 def names_of_tma(text: str, version: str) -> dict[str, str]:

@@ -64,9 +64,10 @@ def gathered(nodes: list[Node]) -> list[Node]:
 
 
 def names_in(nodes: list[Node]) -> set[str]:
-    """Every word in the strings of these nodes and their bodies."""
+    """Every word in the strings of these nodes and their bodies, except in their comments."""
     words: set[str] = set()
     for node in nodes:
-        words |= set(re.findall(r"\w+", repr(list(node.text.values()))))  # not of its keys, which are not code
+        code = [value for key, value in node.text.items() if key not in ("comment", "about")]  # nor are keys code
+        words |= set(re.findall(r"\w+", repr(code)))
         words |= names_in(node.body)
     return words
