@@ -54,6 +54,14 @@ def scattering() -> str:
 SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(bucket=%bucket) where("
 
 
+@pytest.mark.parametrize(("index", "reason"), [("h + 1", "past its end"), ("h - 1", "before its start")])
+def test_an_index_one_past_an_end_is_refused(index: str, reason: str) -> None:
+    read = "%dlse = gather %dLSE[b, h, q_idx] where(q_idx < Nlse)"
+    text = print_module(target("alibi_mha"))
+    with pytest.raises(VerifyError, match=f"rule `indexing`: .*%dlse may read %dLSE {reason}, at `{re.escape(index)}`"):
+        verify(parse_module(text.replace(read, read.replace(" h,", f" {index},"))))
+
+
 @pytest.mark.parametrize(
     "rule, old, new, reason",
     [
