@@ -54,12 +54,12 @@ def scattering() -> str:
 SCATTER = "scatter %dTABLE[h, select(bucket < 0, bucket + 40, bucket)] %ds uses(bucket=%bucket) where("
 
 
-@pytest.mark.parametrize(("index", "reason"), [("h + 1", "past its end"), ("h - 1", "before its start")])
-def test_an_index_one_past_an_end_is_refused(index: str, reason: str) -> None:
-    read = "%dlse = gather %dLSE[b, h, q_idx] where(q_idx < Nlse)"
-    text = print_module(target("alibi_mha"))
-    with pytest.raises(VerifyError, match=f"rule `indexing`: .*%dlse may read %dLSE {reason}, at `{re.escape(index)}`"):
-        verify(parse_module(text.replace(read, read.replace(" h,", f" {index},"))))
+@pytest.mark.parametrize(("offset", "reason"), [(129, "past its end"), (127, "before its start")])
+def test_an_index_one_past_an_end_is_refused(offset: int, reason: str) -> None:
+    """The table has 257 entries for distances from -128 to 128."""
+    text = print_module(target("relative_bias_mha")).replace("-128, 128) + 128]", f"-128, 128) + {offset}]")
+    with pytest.raises(VerifyError, match=f"rule `indexing`: .*%relative_bias may read %RELATIVE_BIAS {reason}"):
+        verify(parse_module(text))
 
 
 @pytest.mark.parametrize(
