@@ -255,8 +255,8 @@ MUTATIONS = (
         "attngen/runtime/memory.py",
         "order = sorted(range(3), key=steps.__getitem__, reverse=True)",
         "order = sorted(range(3), key=steps.__getitem__)",
-        "tests/test_numerics.py -k layout",
-        ("causal_mqa",),
+        "tests/test_buffers.py -k results_lie",
+        ("padding_mha",),
     ),
     Mutation(
         "a buffer for 32 bits has the element type",
