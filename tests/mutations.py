@@ -279,7 +279,7 @@ MUTATIONS = (
         "attngen/frontends/elementwise.py",
         '"ge": (ast.GtE, operator.ge),',
         '"ge": (ast.Gt, operator.ge),',
-        "tests/test_flex.py",
+        "tests/test_flex_specs.py tests/test_flex.py",
     ),
     Mutation(
         "a product has half of its FLOPs",
