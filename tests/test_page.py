@@ -189,7 +189,6 @@ def by_hand(n: int) -> np.ndarray:
     return (k <= q) & ((q * 5 // n == k * 5 // n) | ((q * 8 // n + k * 8 // n) % 4 != 3))
 
 
-@pytest.mark.share(4)
 def test_masks_of_data_are_rendered_with_sample_data() -> None:
     """Tiles in static ranges are those of causal. Tiles of blocks without visible pairs are unlisted, and tiles of
     fully visible blocks are full."""
