@@ -157,7 +157,6 @@ def test_a_folder_that_attngen_did_not_write_is_not_overwritten(project: Path, a
     assert files(project / "generated") == {"good/mine.py"}
 
 
-@pytest.mark.share(4)
 def test_check_passes_until_something_changes(project: Path, attngen: Cli) -> None:
     assert "generated/good does not exist" in attngen("build", "--all", "--check", code=1) + attngen.output
     assert not (project / "generated").exists()
