@@ -345,7 +345,7 @@ MUTATIONS = (
             "for left, right in ((number - 1, 0), (number, number)):\n            left += right == 0\n"
             "            if conditions =="
         ),
-        "tests/test_transformers.py",
+        "tests/test_transformers_formulas.py tests/test_transformers.py",
     ),
     Mutation(
         "a kernel that spills gets its certificate",
