@@ -125,7 +125,7 @@ MUTATIONS = (
         "attngen/builders/jvp.py",
         'b.dot("ts", "q", "tk", "D_QK", "step", acc="ts_part")',
         'b.dot("ts", "q", "k", "D_QK", "step", acc="ts_part")',
-        "tests/codegen/test_emit.py tests/test_jvp.py -k causal_mqa",  # the verifier refuses it, so it is not built
+        "tests/codegen/test_emit.py tests/test_jvp.py -k causal_mqa",  # the verifier refuses to build it
         ("causal_mqa", "causal_fp32"),
     ),
     Mutation(
