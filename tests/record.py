@@ -31,7 +31,7 @@ import pytest
 import torch
 
 from attngen.certify.certificate import checked_out, sampled
-from attngen.targets.common.base import CompileReport
+from attngen.targets.common.base import CompileReport, short_digest
 
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).parent / "record.json"
@@ -119,12 +119,12 @@ def imported(file: Path) -> list[Path]:
 def commit() -> str:
     """The seed that selects what runs although the record proves it: the commit that is checked out; without git, a
     digest of the record."""
-    return checked_out(ROOT) or hashlib.sha256(json.dumps(read(), sort_keys=True).encode()).hexdigest()
+    return checked_out(ROOT) or short_digest(read())
 
 
 def number(which: int) -> int:
     """A seed for random tests of a push: another one for each commit and each `which`."""
-    return int(hashlib.sha256(f"{commit()} {which}".encode()).hexdigest()[:8], 16)
+    return int(short_digest(f"{commit()} {which}")[:8], 16)
 
 
 def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:

@@ -8,17 +8,18 @@ runs of tests that are named one by one (`FILE::TEST`) run all cases.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
+
+from attngen.targets.common.base import short_digest
 
 MARK = "share"
 
 
 def number(text: str) -> int:
     """A number that a text gives, the same in every process."""
-    return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+    return int(short_digest(text), 16)
 
 
 def not_selected(items: Iterable[Any], seed: str, specs: Collection[str], changed: Collection[str]) -> list[Any]:
