@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from attngen import cli
-from attngen.conformance import sweep
+from attngen.conformance import exact, sweep
 from attngen.conformance.cases import Case
 from attngen.conformance.harness import load_module
+from attngen.conformance.oracle import naive_attention
 from attngen.conformance.over_cache import cache_cases
 from attngen.conformance.sweep import Job, Table, cases, failures, page, run_job
 from attngen.heuristics import FUSED_KEYS
@@ -177,3 +178,32 @@ def test_cases_reach_the_longest_sequences() -> None:
     )
     assert max(c.n_q for c in cases(spec("causal_mha"))) == 129
     assert {c.layout for c in cases(spec("causal_mha"))} == {"bhnd", "bnhd", "packed", "expanded", "island"}
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_oracle_computes_slices_of_rows(drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results, gradients, tangents and their errors by rounding are those of all rows at once."""
+    draw = torch.Generator().manual_seed(5)
+    q, k, v, *along = (torch.randn(1, 2, n, 8, generator=draw) for n in (7, 9, 9, 7, 9, 9))
+    mask = torch.ones(7, 9, dtype=torch.bool).tril(2)[None, None]
+    weight = torch.randint(0, 2, (1, 2, 7, 9), generator=draw) * 2.0 if drops else None
+    grads = torch.randn(1, 2, 7, 8, generator=draw), torch.randn(1, 2, 7, generator=draw)
+    rows: list[int] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        rows.append(q.shape[2])
+        return naive_attention(q, k, v, others[0], 0.3, others[1])
+
+    def both(whole: bool) -> list[dict[str, torch.Tensor]]:
+        names = ("out", "lse", "dq", "dk", "dv")
+        results = exact.exact(attend, (q, k, v), mask, grads, weight, names, 1e-3, 1e-7, whole)
+        return [
+            *results,
+            *exact.exact_tangents(attend, (q, k, v), tuple(along), mask, weight, names[:2], 1e-3, 1e-7, whole),
+        ]
+
+    monkeypatch.setattr(exact, "TRUTH_ELEMENTS", 2 * 2 * 9)  # two rows
+    sliced, at_once = both(whole=False), both(whole=True)
+    assert rows == [2, 2, 2, 1, *(n for n in (2, 2, 2, 1) for _ in range(2)), 7, 7, 7]
+    for one, other in zip(sliced, at_once, strict=True):
+        torch.testing.assert_close(one, other)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def exact_tangents(
     names: tuple[str, ...],
     operand: float,
     of_lse: float,
+    whole: bool,
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Return the tangents of naive attention in fp64, and the errors that the roundings of a fused forward mode add.
 
@@ -54,16 +56,42 @@ def exact_tangents(
     output and of tP to the dtype of V remains. P is recomputed from the stored LSE, whose error of `of_lse` times the
     LSE (half a unit in its last place in fp32) is a factor of P. `operand` is the relative error of products'
     operands.
+
+    The query rows are computed in slices, so that large cases fit; all at once if `whole`.
     """
     q, k, v, *rest = (x.double() for x in inputs)
-    whole = tuple(x.double() for x in along)
-    true = tangents_of(lambda *x: attend(*x[:3], mask, weight, *x[3:]), (q, k, v, *rest), whole, names)
-    out, lse, *_ = attend(q, k, v, mask, weight, *rest)
-    half = of_lse * lse.abs().nan_to_num(posinf=0.0) + operand
-    of_rows = {key: half * x.abs() for key, x in true.items() if key != "tout"}
-    less = (true["tlse"][..., None] * out).abs()
-    rounded = torch.finfo(inputs[0].dtype).eps / 2 * less
-    return true, {"tout": rounded}, {"tout": half[..., None] * (true["tout"].abs() + less), **of_rows}
+    q_along, *others_along = (x.double() for x in along)
+    parts = []
+    for at in _slices(q, k, whole):
+        results = partial(_attend_with, attend, *_rows_of(at, mask, weight))
+        given = q[:, :, at], k, v, *rest
+        true = tangents_of(results, given, (q_along[:, :, at], *others_along), names)
+        out, lse, *_ = results(*given)
+        half = of_lse * lse.abs().nan_to_num(posinf=0.0) + operand
+        less = (true["tlse"][..., None] * out).abs()
+        of_rows = {key: half * x.abs() for key, x in true.items() if key != "tout"}
+        by_lse = {"tout": half[..., None] * (true["tout"].abs() + less), **of_rows}
+        parts.append((true, {"tout": torch.finfo(inputs[0].dtype).eps / 2 * less}, by_lse))
+    return tuple({key: torch.cat([part[key] for part in found], 2) for key in found[0]} for found in zip(*parts))
+
+
+def _attend_with(
+    attend: Attend, mask: torch.Tensor, weight: torch.Tensor | None, *inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`attend` as a function of q, k, v and the learned inputs alone."""
+    return attend(*inputs[:3], mask, weight, *inputs[3:])
+
+
+def _slices(q: torch.Tensor, k: torch.Tensor, whole: bool) -> Iterator[slice]:
+    """Yield slices of the query rows whose scores fit in memory; one of all rows if `whole`."""
+    rows = max(1, q.shape[2] if whole else TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    for start in range(0, max(1, q.shape[2]), rows):
+        yield slice(start, start + rows)
+
+
+def _rows_of(at: slice, mask: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the rows of a mask, which has one row if it is the same for all queries, and of the weights of dropout."""
+    return mask[:, :, at] if mask.shape[2] > 1 else mask, None if weight is None else weight[:, :, at]
 
 
 def exact(
@@ -84,18 +112,13 @@ def exact(
     """
     q, *others = inputs
     rest = [x.double().requires_grad_() for x in others]
-    rows = max(1, q.shape[2] if whole else TRUTH_ELEMENTS // max(1, q.shape[0] * q.shape[1] * rest[0].shape[2]))
     results = [name for name in names if name in ("out", *OUTPUTS)]
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in results}
     # For the exact gradient, the error by delta and the error by the LSE: the slices of dq, and the sums of the others.
     gradients: list[list[Any]] = [[[], *([0.0] * len(rest))] for _ in range(3)]
-    for start in range(0, max(1, q.shape[2]), rows):
-        at = slice(start, start + rows)
+    for at in _slices(q, rest[0], whole):
         part = q[:, :, at].double().requires_grad_()
-        part_mask, part_weight = (
-            (mask[:, :, at] if mask.shape[2] > 1 else mask),
-            (None if weight is None else weight[:, :, at]),
-        )
+        part_mask, part_weight = _rows_of(at, mask, weight)
         made = attend(part, rest[0], rest[1], part_mask, part_weight, *rest[2:])
         smooth = made[: len(grads)]
         upstream = _upstream(smooth, [g[:, :, at].double() for g in grads], q.dtype, operand, of_lse)

@@ -107,7 +107,9 @@ def run_case(
     if tangents:
         along = (*make_inputs(spec, case, in_dtype, device, seed + 3)[:3], *map(torch.randn_like, learned.values()))
         smooth = names[: len(grads)]
-        true, *changes = exact_tangents(attend, leaves, along, mask, weight, smooth, operand, of_lse)
+        true, *changes = exact_tangents(
+            attend, leaves, along, mask, weight, smooth, operand, of_lse, whole=bool(spec.score)
+        )
         wide_along = (*(x.to(out_dtype) for x in along[:3]), *along[3:])
         with whole_products():
             naive |= errors(tangents_of(naive_results, wide, wide_along, smooth), true)
