@@ -13,6 +13,7 @@ from attngen.ir.printer import print_kernel, print_module
 from attngen.spec import Spec, make_spec
 from attngen.targets.hopper.configs.forward import infeasible
 from tests.helpers import SPECS, edit, spec, stages_of, target
+from tests.hopper.texts import kernel_after
 
 
 @cache
@@ -75,7 +76,7 @@ def lines_of(kernel: Kernel, block: str) -> list[str]:
 
 def lines(after: str, block: str, name: str = "causal_gqa") -> list[str]:
     """The ops of a block of the warp-specialized forward after a pass, as text."""
-    return lines_of(after_passes(name)[after].warp_specialized[0], block)
+    return lines_of(kernel_after(name, "fwd", after) or after_passes(name)[after].warp_specialized[0], block)
 
 
 def op_kinds(after: str, block: str, name: str = "causal_gqa") -> list[str]:

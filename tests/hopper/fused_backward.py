@@ -9,6 +9,7 @@ from attngen.ir.module import Module
 from attngen.spec import Spec, make_spec
 from tests.helpers import stages_of
 from tests.hopper.common import edited_module, lines_of, removed_and_added
+from tests.hopper.texts import kernel_after
 
 BASE: dict[str, Any] = {"name": "gradients", "head_dim": 128, "backward": {"deterministic": True}}
 
@@ -149,7 +150,7 @@ def backward(module: Module) -> Any:
 
 def lines(after: str, block: str, name: str = "wide") -> list[str]:
     """The ops of a block of the backward kernel after a pass, as text."""
-    return lines_of(backward(after_passes(name)[after]), block)
+    return lines_of(kernel_after(name, "bwd", after) or backward(after_passes(name)[after]), block)
 
 
 def changed(name: str, before: str, after: str, block: str) -> tuple[list[str], list[str]]:

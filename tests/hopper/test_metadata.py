@@ -23,10 +23,12 @@ from attngen.targets.hopper.configs.forward_schedule import keeps_column_bias, r
 from attngen.targets.hopper.passes.hoist_bias import HoistBias
 from attngen.verify import verify
 from tests.helpers import SPECS, target
-from tests.hopper.common import after_passes, edited, edited_module, forward_kernel, index_of, lines, lowered, op_kinds
+from tests.hopper.common import edited, edited_module, forward_kernel, index_of, lines, lowered, op_kinds
 from tests.hopper.test_numerics import compare_with_naive
+from tests.hopper.texts import texts_of
 
 DOCUMENTS, ALIBI = "document_gqa", "alibi_mha"
+BIASED = texts_of(ALIBI, "fwd")
 
 
 def lowered_with(mask: object = "causal", score: list[object] | None = None, dim: object = 128) -> Module:
@@ -366,7 +368,7 @@ def test_full_and_partial_tiles_share_a_loop_where_masks_read_metadata_or_tiles_
 
 
 def test_hoist_bias_splits_a_distance_into_rows_and_columns() -> None:
-    before, made = (after_passes(ALIBI)[name] for name in ("warp-specialize", "hoist-bias"))
+    before, made = (BIASED.module(name) for name in ("warp-specialize", "hoist-bias"))
     assert "score_scale2*abs(Nk - Nq - kv_idx + q_idx)" in print_kernel(before.warp_specialized[0])
     assert made.kernels == before.kernels
     step = lines("hoist-bias", "step", ALIBI)
@@ -416,7 +418,7 @@ def test_a_mask_fixes_the_sign_of_a_distance(mask: str, distance: str) -> None:
 
 
 def test_the_bias_of_a_score_with_another_reader_is_not_split() -> None:
-    module = after_passes(ALIBI)["warp-specialize"]
+    module = BIASED.module("warp-specialize")
     other = edited_module(
         module,
         (
@@ -437,7 +439,7 @@ def test_registers_keep_the_column_bias_where_they_suffice() -> None:
 
     window = {"sliding_window": {"left": 1023, "right": 0}}
     assert (
-        kept(after_passes(ALIBI)["warp-specialize"])
+        kept(BIASED.module("warp-specialize"))
         and not kept(lowered_with(window, ["alibi"]))
         and not kept(lowered_with(score=["alibi"], dim=256))
     )
@@ -462,7 +464,7 @@ REFUSED_SHIFTS = {
 def test_wrong_shifts_are_refused(mistake: str) -> None:
     old, new, reason = REFUSED_SHIFTS[mistake]
     with pytest.raises(VerifyError, match=f"rule {reason}"):
-        verify(edited_module(after_passes(ALIBI)["hoist-bias"], (old, new)))
+        verify(edited_module(BIASED.module("hoist-bias"), (old, new)))
 
 
 # ---------------------------------------------------------------------------------------------- smallest number of rows

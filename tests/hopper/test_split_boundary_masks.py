@@ -18,15 +18,18 @@ from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec, make_spec
+from attngen.targets.hopper.passes.split_boundary_masks import SplitBoundaryMasks
 from attngen.tiles.boundary import is_full_unless, unswitch_condition
 from attngen.tiles.tiles import evaluate
 from attngen.verify import verify
 from tests.helpers import target
 from tests.hopper.common import after_passes, edited_module, forward_kernel, lines, lowered
 from tests.hopper.test_numerics import compare_with_naive
+from tests.hopper.texts import texts_of
 from tests.transforms.equality import Unequal
 
 WINDOW, STREAMING, DOCUMENTS = "window_gqa", "streaming_gqa", "document_gqa"
+WINDOW_TEXTS = texts_of(WINDOW, "fwd")
 LEFT_40 = {"sliding_window": {"left": 40}}
 INTS = {name: {"scalar": "int"} for name in ("first", "second", "third")}
 BOTH_ENDS, LENGTHS = {"sliding_window": {"left": 1023, "right": 0}}, {"key_padding": {"lengths": True}}
@@ -58,8 +61,8 @@ def masks(module: Module) -> list[Mask]:
 
 
 def test_each_bound_of_a_window_becomes_a_mask_with_an_unswitch_condition() -> None:
-    made = after_passes(WINDOW)["split-boundary-masks"]
-    before, now = (lines(name, "step", WINDOW) for name in ("hoist-bias", "split-boundary-masks"))
+    made = WINDOW_TEXTS.module("split-boundary-masks")
+    before, now = (lines(name, "step", WINDOW) for name in ("warp-specialize", "split-boundary-masks"))
     at = next(i for i, line in enumerate(before) if line.startswith("%masked = "))
     assert now == [
         *before[:at],
@@ -67,9 +70,8 @@ def test_each_bound_of_a_window_becomes_a_mask_with_an_unswitch_condition() -> N
         f"%masked = mask %masked_1 {RIGHT} : f32[BLOCK_Q, BLOCK_KV] @reg",
         *before[at + 1 :],
     ]
-    assert made.kernels == after_passes(WINDOW)["hoist-bias"].kernels and print_module(
-        parse_module(print_module(made))
-    ) == print_module(made)
+    assert print_module(parse_module(print_module(made))) == print_module(made)
+    assert SplitBoundaryMasks().run(WINDOW_TEXTS.module("warp-specialize")).kernels == made.kernels
 
 
 @pytest.mark.share(16)
@@ -194,13 +196,13 @@ def test_an_unswitch_condition_that_skips_a_hidden_pair_is_refused(mistake: str)
         VerifyError,
         match="rule `unswitch`: .* is skipped in tiles in which .* is not proven to hold; expected a weaker",
     ):
-        verify(edited_module(after_passes(WINDOW)["split-boundary-masks"], REFUSED[mistake]))
+        verify(edited_module(WINDOW_TEXTS.module("split-boundary-masks"), REFUSED[mistake]))
 
 
 @pytest.mark.parametrize("name", ["kv_idx", "q_idx", "h", "nothing"])
 def test_an_unswitch_condition_depends_only_on_tile_positions_and_scalars(name: str) -> None:
     made = edited_module(
-        after_passes(WINDOW)["split-boundary-masks"], (RIGHT_CONDITION, f"{RIGHT_CONDITION} or {name} > 3")
+        WINDOW_TEXTS.module("split-boundary-masks"), (RIGHT_CONDITION, f"{RIGHT_CONDITION} or {name} > 3")
     )
     with pytest.raises(
         VerifyError, match=f"rule `unswitch`: .* has an unswitch condition on `{name}`; expected BLOCK_KV, "
@@ -210,7 +212,7 @@ def test_an_unswitch_condition_depends_only_on_tile_positions_and_scalars(name: 
 
 def test_a_weaker_unswitch_condition_is_kept() -> None:
     made = edited_module(
-        after_passes(WINDOW)["split-boundary-masks"], ("q_start - 1024 > kv_start", "q_start - 1000 > kv_start")
+        WINDOW_TEXTS.module("split-boundary-masks"), ("q_start - 1024 > kv_start", "q_start - 1000 > kv_start")
     )
     assert "unswitch(BLOCK_Q + Nk - Nq + q_start - 1000 > kv_start)" in print_module(verify(made))
 
