@@ -1,4 +1,5 @@
-"""Imports have no cycles between files or between packages of attngen; imports inside functions count too."""
+"""How the sources are laid out: imports have no cycles between files or between packages of attngen (imports inside
+functions count too), few files are at the top, and files and functions are short."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tests.helpers import ROOT
 
 FILES = sorted((ROOT / "attngen").rglob("*.py"))
 MAX_TOP_LEVEL_FILES = 8  # files, including py.typed
+MAX_LINES, MAX_FUNCTION_LINES = 500, 60
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -106,6 +108,19 @@ def imports_in_functions(path: Path) -> bool:
     functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
     inner = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom))
     return any((node.module or "").startswith("attngen") for node in inner)
+
+
+def test_files_and_functions_are_short() -> None:
+    files = sorted(p for room in ("attngen", "docs", "examples", "tests") for p in (ROOT / room).rglob("*.py"))
+    lengths = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
+    assert {name: n for name, text in lengths.items() if (n := text.count("\n")) > MAX_LINES} == {}
+    functions = {
+        f"{name}: {node.name}": int(node.end_lineno or 0) - node.lineno + 1
+        for name, text in lengths.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert {name: n for name, n in functions.items() if n > MAX_FUNCTION_LINES} == {}
 
 
 def test_imports_stand_in_functions_only_where_start_up_needs_it() -> None:

@@ -93,10 +93,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | No
     b.loop("keys", "kv", end, "step", first=first, **initial)
 
     b.carried("step", **initial)
-    if quantised:
-        multiply_keys(b, kv)
-    else:
-        _multiply_queries_keys(b, kv)
+    (multiply_keys if quantised else _multiply_queries_keys)(b, kv)
     masked = _softmax_step(b, accumulators)
     carried = multiply_values(b, kv, "soft.p") if quantised else _multiply_weights_values(b, kv)
     b.reduce_sum("p_sum", "soft.p", "BLOCK_KV", "step")  # after the product, so that both can overlap

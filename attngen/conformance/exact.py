@@ -63,7 +63,7 @@ def exact_tangents(
     q_along, *others_along = (x.double() for x in along)
     parts = []
     for at in _slices(q, k, whole):
-        results = partial(_attend_with, attend, *_rows_of(at, mask, weight))
+        results = partial(attend_with, attend, *_rows_of(at, mask, weight))
         given = q[:, :, at], k, v, *rest
         true = tangents_of(results, given, (q_along[:, :, at], *others_along), names)
         out, lse, *_ = results(*given)
@@ -75,10 +75,10 @@ def exact_tangents(
     return tuple({key: torch.cat([part[key] for part in found], 2) for key in found[0]} for found in zip(*parts))
 
 
-def _attend_with(
+def attend_with(
     attend: Attend, mask: torch.Tensor, weight: torch.Tensor | None, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """`attend` as a function of q, k, v and the learned inputs alone."""
+    """Return the results of `attend` for q, k, v and learned inputs, with a mask and the weights of dropout."""
     return attend(*inputs[:3], mask, weight, *inputs[3:])
 
 

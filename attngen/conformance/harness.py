@@ -13,7 +13,7 @@ import torch
 
 from attngen.cache.loader import import_folder
 from attngen.conformance.cases import Case, make_all_gradients, make_inputs, torch_dtype
-from attngen.conformance.exact import Attend, exact, exact_tangents, gradients_of, tangents_of
+from attngen.conformance.exact import Attend, attend_with, exact, exact_tangents, gradients_of, tangents_of
 from attngen.conformance.oracle import (
     dropout_weight,
     naive_attention,
@@ -94,10 +94,7 @@ def run_case(
     fp32_product, operand = fp32_products(spec, dtype, device, case.n_q)
     attend = _oracle(spec, sampled, tuple(learned), scale, dtype, fp32_product)
     ours = _ours(module, spec, sampled, tuple(learned), scale, dropout_p)
-
-    def naive_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return attend(q, k, v, mask, weight, *x)
-
+    naive_results = partial(attend_with, attend, mask, weight)
     leaves, names = (q, k, v, *learned.values()), result_names(spec)
     truth, *rounded = exact(attend, leaves, mask, grads, weight, names, operand, of_lse, whole=bool(spec.score))
     wide = (*(x.to(out_dtype) for x in (q, k, v)), *learned.values())
