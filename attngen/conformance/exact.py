@@ -50,12 +50,13 @@ def exact_tangents(
     of_lse: float,
     whole: bool,
 ) -> tuple[dict[str, torch.Tensor], ...]:
-    """Return the tangents of naive attention in fp64, and the errors that the roundings of a fused forward mode add.
+    """Return the tangents of naive attention in fp64, the errors by the rounding of the stored output, and the errors
+    by the stored LSE and by rounded operands.
 
-    tO = P tV + tP V - tLSE * O. If a query sees few keys the last two terms cancel, and the rounding of the stored
-    output and of tP to the dtype of V remains. P is recomputed from the stored LSE, whose error of `of_lse` times the
-    LSE (half a unit in its last place in fp32) is a factor of P. `operand` is the relative error of products'
-    operands.
+    tO = P tV + (P * tS) V - tLSE * O, where tS is the tangent of the scores. If a query sees few keys the last two
+    terms cancel, and the rounding of the stored output and of P * tS to the dtype of V remains. P is recomputed from
+    the stored LSE, whose error of `of_lse` times the LSE (half a unit in its last place in fp32) is a factor of P.
+    `operand` is the relative error of products' operands.
 
     The query rows are computed in slices, so that large cases fit; all at once if `whole`.
     """
@@ -78,7 +79,7 @@ def exact_tangents(
 def attend_with(
     attend: Attend, mask: torch.Tensor, weight: torch.Tensor | None, *inputs: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return the results of `attend` for q, k, v and learned inputs, with a mask and the weights of dropout."""
+    """Return the results of `attend` for q, k, v and learned inputs, with a mask and the factors of dropout."""
     return attend(*inputs[:3], mask, weight, *inputs[3:])
 
 
@@ -90,7 +91,7 @@ def _slices(q: torch.Tensor, k: torch.Tensor, whole: bool) -> Iterator[slice]:
 
 
 def _rows_of(at: slice, mask: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the rows of a mask, which has one row if it is the same for all queries, and of the weights of dropout."""
+    """Return the rows of a mask, which has one row if it is the same for all queries, and of the factors of dropout."""
     return mask[:, :, at] if mask.shape[2] > 1 else mask, None if weight is None else weight[:, :, at]
 
 
