@@ -3,9 +3,9 @@ kernels. With it, a push need not run and compile everything again.
 
 A test marked `numerics` launches kernels of generated modules in Triton's interpreter and compares the results with
 naive attention. Its outcome depends on the code of these modules, on the code of the test, its helpers and the oracle,
-and on the versions of torch and Triton. `pytest --write-record` (`make nightly`) runs all tests and writes these into
-tests/record.json: digests of modules and of tests' files, and for each test that passed the modules whose kernels it
-launched.
+and on the versions of torch, Triton and NumPy. `pytest --write-record` (`make nightly`) runs all tests and writes these
+into tests/record.json: digests of modules and of tests' files, and for each test that passed the modules whose kernels
+it launched.
 
 `pytest` then skips a test if all of that is as recorded, except one test in 16, selected by the commit's hash. A test
 that is not in the record, or whose module changed, runs. Comments and docstrings do not count. On a GPU, and in a
@@ -128,7 +128,8 @@ def number(which: int) -> int:
 
 
 def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:
-    """The tests that need not run, each with the digests of modules that it is to build itself: none for most.
+    """The tests that may be skipped. Most are skipped when they are collected; a test that builds modules itself has to
+    build them first, and its value lists their recorded digests.
 
     A module under generated/ stands in the record by its name, and has to have the recorded digest now. One that the
     test builds stands there by its digest, with which `built_again` compares the built module. `seed` selects the tests
@@ -149,13 +150,21 @@ def proved(record: dict[str, Any], seed: str | None) -> dict[str, list[str]]:
 
 
 def changed(record: dict[str, Any]) -> list[str]:
-    """The names of committed modules that are not those in the record."""
-    recorded = record.get("modules", {})
+    """The names of committed modules that are not those in the record, with their kernels for Hopper."""
+    recorded, specialized = record.get("modules", {}), record.get("warp_specialized", {})
+    now = warp_specialized()
     return [
         folder.name
         for folder in sorted(GENERATED.iterdir())
-        if (folder / "kernels.py").is_file() and recorded.get(folder.name) != committed_digest(folder.name)
+        if (folder / "kernels.py").is_file()
+        and (recorded.get(folder.name), specialized.get(folder.name))
+        != (committed_digest(folder.name), now.get(folder.name))
     ]
+
+
+def warp_specialized() -> dict[str, str]:
+    """The digests of the committed hopper.py, by the names of modules."""
+    return {path.parent.name: file_digest(path) for path in sorted(GENERATED.glob("*/hopper.py"))}
 
 
 def read() -> dict[str, Any]:
@@ -172,6 +181,7 @@ def write(tests: dict[str, list[str]], reports: dict[str, Any]) -> None:
     record = {
         "versions": versions(),
         "modules": {name: committed_digest(name) for name in names},
+        "warp_specialized": warp_specialized(),
         "files": {file: test_digest(file) for file in sorted({name.partition("::")[0] for name in tests})},
         "tests": dict(sorted(tests.items())),
         "reports": dict(sorted(((old["reports"] if old.get("versions") == versions() else {}) | reports).items())),
@@ -266,7 +276,7 @@ _expected: set[str] | None = None
 
 
 def expect(digests: list[str] | None) -> None:
-    """Start a test: the record proves it once it has built modules of these digests, or never if None."""
+    """Start a test. It is skipped as soon as the modules that it has built have all these digests; never if None."""
     global _expected
     _expected = None if digests is None else set(digests)
 

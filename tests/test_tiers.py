@@ -90,6 +90,18 @@ def test_each_commit_runs_some_proved_tests(proof: dict[str, Any]) -> None:
     assert {len(names) for names in run} == {4} and set().union(*run) == proof["tests"].keys()
 
 
+def test_a_module_changes_with_its_kernels_for_hopper() -> None:
+    names = [path.parent.name for path in record.GENERATED.glob("*/kernels.py")]
+    current = {
+        "modules": {name: record.committed_digest(name) for name in names},
+        "warp_specialized": record.warp_specialized(),
+    }
+    assert record.changed(current) == []
+    assert record.changed({**current, "modules": {**current["modules"], "causal_mha": "0"}}) == ["causal_mha"]
+    other = {**current["warp_specialized"], "causal_gqa": "0"}
+    assert record.changed({**current, "warp_specialized": other}) == ["causal_gqa"]
+
+
 def test_the_digest_of_code_leaves_out_comments_docstrings_and_shares() -> None:
     text = 'def f(x):\n    """What it does."""\n    return x < 1  # why\n'
     assert record.code_digest(text) == record.code_digest("def f(x):\n\n    return (x < 1)\n")
