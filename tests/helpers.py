@@ -143,8 +143,8 @@ def target(name: str) -> Module:
 
 
 def portable(name: str) -> Module:
-    """The same without divided kernels, which would have to be edited with those that they stand in for, and what
-    runs divided alone."""
+    """The same without warp-specialized kernels, which would have to be edited with those that they stand in for, and
+    without kernels that run warp-specialized alone."""
     whole = target(name)
     module = without(
         replace(whole, warp_specialized=()), {kernel.name for kernel in whole.kernels if kernel.adds_in_order}

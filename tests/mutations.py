@@ -6,8 +6,8 @@
 
 A mistake is one edit. The modules of `specs` are built again from the edited sources, as its author would do, so that
 the test that compares generated/ with specs/ does not catch it. Then `tests` run, which are among those that a push
-runs; if they pass, the modules of all specs are built and all tests of a push run. A mistake that they pass too is
-printed, and the run fails. Tests marked `share`, of which a push runs only some cases, do not count.
+runs; if they pass, the modules of all specs are built and all tests of a push run. If these pass as well, the script
+prints the mistake and fails. Tests marked `share`, of which a push runs only some cases, do not count.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ MUTATIONS = (
         ("causal_mqa",),
     ),
     Mutation(
-        "with dropout, dS keeps delta of the weights that are dropped",
+        "with dropout, dS of a dropped score leaves out -P * delta",
         "attngen/builders/backward.py",
         "b.map(name, p_kept * dp - p * delta,",
         "b.map(name, p_kept * dp - p_kept * delta,",
@@ -289,7 +289,7 @@ MUTATIONS = (
         "tests/cost/test_analysis.py",
     ),
     Mutation(
-        "a forward's proof takes `a <= b` for `a - 1 <= b`",
+        "a proof of `a - 1 <= b` counts as one of `a <= b`",
         "attngen/ir/prove.py",
         "    return _proof(a, b)[0]\n",
         "    return _proof(a - 1, b)[0]\n",
@@ -397,7 +397,7 @@ def caught(mutation: Mutation, folder: Path, workers: str) -> str:
     specs = [f"specs/{name}.yaml" for name in mutation.specs]
     for build, tests in ((specs, mutation.tests.split(" -k ")), (["--all"], ["tests"])):
         if build:
-            python(folder, "-m", "attngen", "build", *build)  # what cannot be built, its tests say
+            python(folder, "-m", "attngen", "build", *build)  # if the build fails, the tests report it
         files, *only = tests
         if found := failed(
             folder, "-n", workers, "--dist", "worksteal", *files.split(), *(["-k", *only] if only else [])

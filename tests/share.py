@@ -1,7 +1,7 @@
 """The cases of repeated tests that a push runs.
 
-A test marked `share(n)` repeats one check for many specs or variants, or runs a whole command of which other tests hold
-the parts. A push runs one n-th of its cases, and a test with fewer cases in some pushes only; the commit's hash selects
+A test marked `share(n)` repeats one check for many specs or variants, or runs a whole command whose parts other tests
+check. A push runs one n-th of its cases, and a test with fewer cases in some pushes only; the commit's hash selects
 them. It also runs every case of a spec whose committed module is not the one in the record. Nightly runs, GPU runs and
 runs of tests that are named one by one (`FILE::TEST`) run all cases.
 """

@@ -11,12 +11,12 @@ A warp group, as in `warp_group @consumer instances(2) rows(64) warps(4)`, is a 
 instances may run it at the same time, here two of four warps each. So an instance that issues wgmma is what PTX calls a
 warpgroup (128 threads), and the producer is a warp group of a single warp.
 
-BLOCK_Q has two sizes, if the program axis is q (the same holds for BLOCK_KV, if it is kv). warp-specialize draws the
-line. In the config, in the grid and in the scalars of @entry and @tile it is the program tile, such as 128 rows. In a
-warp group with rows(64), from then on, it is the rows of one instance: in types, in instance_partial and in unswitch
-conditions; `q_start` and `q_idx` are then the instance's rows, too. TILE_Q is the program tile in types of such a warp
-group (see slice_rows). SLICE_Q and SLICE_QK are an instance's part of a product that the instances split (see
-reduce-dq); HALF_KV is half a tile of keys (see split_halves).
+BLOCK_Q has two sizes, if the program axis is q (the same holds for BLOCK_KV, if it is kv), from warp-specialize on. In
+the config, in the grid and in the scalars of @entry and @tile it is the program tile, such as 128 rows. In a warp group
+with rows(64), from then on, it is the rows of one instance: in types, in instance_partial and in unswitch conditions;
+`q_start` and `q_idx` are then the instance's rows, too. TILE_Q is the program tile in types of such a warp group (see
+slice_rows). SLICE_Q and SLICE_QK are an instance's part of a product that the instances split (see reduce-dq); HALF_KV
+is half a tile of keys (see split_halves).
 
 Matrix products are asynchronous. `wgmma` issues one, whose result is @flight; `wgmma_wait` waits for it, and so for all
 that were issued before it. Instances of a warp group may issue theirs alternately (ping-pong), so that one runs its

@@ -2,23 +2,27 @@
 
 A state says at which step each warp-group instance is, what is in each pipeline stage, and what has been decided: at
 the end of an iteration, whether there is another one. The first instance that asks decides, both ways, and the others
-get the same answer. Answers are counted from the slowest instance, and uses of a stage modulo a number by which no
-instance can be ahead of another. So there are finitely many states.
+get the same answer. Answers are counted from the slowest instance. Each instance counts its uses of a pipeline modulo a
+multiple of the pipeline's stages, by which no instance can be ahead of another. So there are finitely many states.
 
-Not every order of steps is followed. If nothing that other instances can do before an agent's next step depends on
-that step or changes it, the step is taken at once, and other orders are not. This is the method of persistent sets
-(Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock
-and no violation that some order has. Such steps are:
+An agent is one instance of a warp group. The search does not follow every order of their steps. If nothing that other
+agents can do before an agent's next step depends on that step or changes it, the search takes the step at once, and
+leaves out the other orders. This is the method of persistent sets (Godefroid, Partial-Order Methods for the
+Verification of Concurrent Systems, 1996, section 4.1): it loses no deadlock and no violation that some order has. The
+search takes these steps at once:
 
 - a release, because nobody passes the empty barrier without it;
-- a load, a wait and the end of a TMA copy, while that tile is the next one of each consumer in its stage;
+- a TMA load, or the end of its copy, if the tile is the next one of each consumer in its stage;
+- a wait for a loaded tile, if the instance has not yet released the stage;
 - all steps with a tile that instances write for another warp group: each waits for others until it can be taken, and
   from then on it can be taken;
 - an arrival at a scheduler barrier, because the next instance cannot sync without it; a sync, while no other instance
-  can arrive before it.
+  can arrive before it;
+- the wait of producer_tail, which no other agent sees; and the end of an iteration, with both decisions.
 
-Steps with a tile that instances write for themselves are none: they wait for nobody, so a violation may show in some
-orders only. Nor is the zeroing of rows, because others may wait for the tile before. There, all orders are followed.
+It follows all orders of steps with a tile that the instances which write it also read, such as dS: `producer_store`
+does not wait for the release there, so a store that comes too early shows in some orders only. It also follows all
+orders of zero_out_of_bounds, because another consumer may have passed its wait for the tile.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from attngen.verify.canonical import canonical
 from attngen.verify.states import PERIOD, Agent, Stage, State, Tables, Violation, moved, put, with_agent, with_stage
 
 MOST_STATES = 400_000
-_LOCAL = ("wgmma", "wgmma_wait", "tma_store", "tma_store_wait")  # steps that no other instance sees: no states between
+_LOCAL = ("wgmma", "wgmma_wait", "tma_store", "tma_store_wait")  # no other instance sees them: no states in between
 
 
 class _Machine(Tables):
@@ -215,7 +219,8 @@ class _Machine(Tables):
         return state._replace(arrivals=state.arrivals | {to})
 
     def producer_load(self, state: State, i: int, pipelines: list[int]) -> State | None:
-        """Start a TMA copy to the next stage of a pipeline, or of those of all instances, once all stages are empty."""
+        """Start a TMA copy into the next stage once it is empty. If each instance has a pipeline of its own, start one
+        copy for each, once the next stages of all are empty."""
         for r in pipelines:
             agent = state.agents[i]
             if agent.wrapped[r] and not self.is_released[r]:

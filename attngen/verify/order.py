@@ -2,9 +2,10 @@
 
 A program waits for the programs that come before it in the order. They have later tiles, or in a reversed group earlier
 ones, and lower program numbers. If a program runs for several heads, one after another, the programs for which it waits
-run for the same heads. Programs start in the order of their numbers, so each waits only for programs that have started.
-By induction on these numbers each program ends, however many run at the same time, because the running one with the
-lowest number waits for nobody. Block lists leave some of these programs out, and change no order.
+run for the same heads. The rules assume that the hardware starts programs in the order of their numbers, as GPUs do and
+CUDA does not promise: then each waits only for programs that have started. By induction on these numbers each program
+ends, however many run at the same time, because the running one with the lowest number waits for nobody. Block lists
+leave some of these programs out, and change no order.
 
 The two programs of a pair have the same tile and consecutive numbers of a head split. The second one has the higher
 number and waits for the first, after it has summed everything: so it waits for a program that has started, too.

@@ -8,10 +8,11 @@ tiles: these numbers are left open. The warp group that first reaches the end of
 whether there is another one, and the others follow. They may, because all loops run over the same tiles of the same
 heads (rule `same-tiles`), and persistent programs have the same work tiles in all warp groups.
 
-The state space is finite. Data and loop counters are not in it. A barrier is a phase bit and a set of arrivals. Uses of
-a stage are counted modulo a small multiple of the number of stages, by which no instance can be ahead of another
-without an error. Decisions about iterations are kept only until the slowest instance has followed them. If warp groups
-could run apart without bound, the search would exceed `machine.MOST_STATES`, and the rule fails.
+The state space is finite. Data and loop counters are not in it. A barrier is a phase bit and a set of arrivals. Each
+instance counts its uses of a pipeline modulo a small multiple of the pipeline's number of stages: no instance can be
+that far ahead of another without an error. Decisions about iterations are kept only until the slowest instance has
+followed them. If warp groups could run apart without bound, the search would exceed `machine.MOST_STATES`, and the rule
+fails.
 
 What is modelled, as the hardware does it:
 

@@ -2,7 +2,8 @@
 
 Kernels are warp-specialized. The producer loads tiles by TMA into pipelines in shared memory; each consumer
 computes 64 rows of queries. Barriers `..._full` say that a stage is full;
-named barriers, from 5 on, say that it is free.
+named barriers, from 5 on, say that it is free. Other named
+barriers order the consumers.
 In `dk` and `dv` these rows are of keys.
 """
 

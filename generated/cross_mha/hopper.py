@@ -2,7 +2,8 @@
 
 Kernels are warp-specialized. The producer loads tiles by TMA into pipelines in shared memory; each consumer
 computes 64 rows of queries. Barriers `..._full` say that a stage is full;
-named barriers, from 5 on, or barriers `..._empty`, say that it is free.
+named barriers, from 5 on, or barriers `..._empty`, say that it is free. Other named
+barriers order the consumers.
 In the backward these rows are of keys.
 Two writer warps (dQ reduction warps), one for each stage, add the consumers' parts of dQ by TMA.
 Programs add in a fixed order: a semaphore for each tile of queries, in device memory, counts those that have added.

@@ -2,7 +2,8 @@
 
 Kernels are warp-specialized. The producer loads tiles by TMA into pipelines in shared memory; each consumer
 computes 64 rows of queries. Barriers `..._full` say that a stage is full;
-named barriers, from 5 on, say that it is free.
+named barriers, from 5 on, say that it is free. Other named
+barriers order the consumers.
 Two consumers compute the same rows, each for half of the output's columns: each computes P of every other tile of
 keys, and they exchange it.
 """

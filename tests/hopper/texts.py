@@ -30,7 +30,7 @@ class Texts:
     """The texts of one kernel.
 
     portable: the portable kernels in `dce.ir`: the kernel itself and those that its passes or the verifier ask for.
-    only: the passes whose text is kept, with the text before each; all that change the kernel if empty.
+    only: the passes that have a file, and another one for their input. All passes that change the kernel if empty.
     """
 
     spec: str
@@ -47,7 +47,8 @@ class Texts:
         return {name: path for name in (FIRST, *PASSES) if (path := FOLDER / str(self) / f"{name}.ir").is_file()}
 
     def module(self, name: str) -> Module:
-        """The module after a pass, cut to the kernel and its portable kernels; not verified."""
+        """The module in the last file at or before this pass; not verified. With `only`, passes in between may have
+        changed the kernel without a file."""
         last = [file for file in (FIRST, *PASSES)[: (FIRST, *PASSES).index(name) + 1] if file in self.files][-1]
         return _read(self, last)
 

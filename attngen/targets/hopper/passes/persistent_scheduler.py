@@ -1,8 +1,9 @@
-"""persistent-scheduler: make the kernel persistent: each program fetches one work tile of the grid after another.
+"""persistent-scheduler: make the kernel persistent: each program computes one work tile of the grid after another.
 
-The producer fetches the number of each work tile from a counter in device memory, passes its coordinates to the other
-warp groups through %Work_pipeline, and runs ahead: it loads Q, K and V of the next work tile while consumers finish the
-previous one. This gains most where work tiles are short.
+The first work tile of a program has the program's own index. The producer fetches each later one by an atomic add to a
+counter in device memory; the first one, too, where programs wait for one another. It passes the work tile's coordinates
+to the other warp groups through %Work_pipeline, and runs ahead: it loads Q, K and V of the next work tile while
+consumers finish the previous one. This gains most where work tiles are short.
 
 before:  block @entry
            (arguments, pipelines)
@@ -42,8 +43,9 @@ tile.
 
 In the fused backward the writer has a work loop, too. K and V are consumed once per work tile, and their stages are
 released by mbarriers, because there are too few named barriers. V is released at the end, because dK and dV leave
-through its stage. Kernels whose programs have two query heads are not persistent: a program takes twice as long, so
-starts and ends matter half as much, and persistence would gain 0 to 2%.
+through its stage. A fused backward is not persistent if its programs loop over query heads: they take longer, so starts
+and ends matter less, and persistence would gain 0 to 2%. Nor is it with wide heads, where it would spill. For forward
+mode see `jvp.can_be_persistent`.
 
 In MLA decode the grid has an axis of KV splits, whose number the programs compute on the device.
 """

@@ -14,20 +14,20 @@ before:  warp_group @consumer instances(3) ...   after:  warp_group @consumer in
                                                            scheduler_barrier arrive
            %s = wgmma_wait %s_flight                       %s = wgmma_wait %s_flight
 
-A consumer has the turn from the first product that a body issues to the last. @first and @step take the turn once per
-tile, and @skip takes it and passes it on without products, so all consumers take it equally often. @last takes no turn:
-after it no softmax runs that another consumer's products could cover. The pass changes forwards with three consumers of
-narrow heads, whose softmax takes as long as the products, and with two of some wider heads: see
-`forward_schedule.ping_pong_consumers`, which decides by measurements.
+A consumer syncs with its scheduler barrier before the first product that a body issues, and arrives at the barrier of
+the next consumer after the last one. @first and @step do so once per tile. @skip does so without products, so that all
+consumers pass the barriers equally often. @last has no barriers: no softmax runs after it that another consumer's
+products could cover. The pass changes forwards with three consumers of narrow heads, whose softmax takes as long as the
+products, and with two of some wider heads: see `forward_schedule.ping_pong_consumers`, which decides by measurements.
 
-Consumers of the backward take the turn twice per tile, so that one computes weights and dS while products of the other
-run:
+Consumers of the backward sync and arrive twice per tile, so that one computes weights and dS while products of the
+other run:
 
          wait for Q; scheduler_barrier sync; issue S; wait for dO; issue dP; scheduler_barrier arrive
          wait for S; weights; wait for dP; dS
          scheduler_barrier sync; issue dV; issue dK; issue dQ; scheduler_barrier arrive
 
-If dP is issued after the wait for S (see software-pipeline-gradients), it is issued without the turn.
+If dP is issued after the wait for S (see software-pipeline-gradients), it is issued without a barrier.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class PingPong(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        def takes_turns(kernel: Kernel) -> bool:
+        def alternates(kernel: Kernel) -> bool:
             return all(ping_pong_consumers(module, config) for config in module.configs(kernel.name, kernel.backend))
 
-        module = with_forward(module, lambda kernel: _with_turns(kernel) if takes_turns(kernel) else kernel)
-        return with_separate_backward(with_fused_backward(module, _with_turns), _with_turns)
+        module = with_forward(module, lambda kernel: _with_scheduler_barriers(kernel) if alternates(kernel) else kernel)
+        return with_separate_backward(with_fused_backward(module, _with_scheduler_barriers), _with_scheduler_barriers)
 
 
-def _with_turns(kernel: Kernel) -> Kernel:
+def _with_scheduler_barriers(kernel: Kernel) -> Kernel:
     loop = next(op for op in kernel.ops() if isinstance(op, PipelinedLoop) and op.carry)  # the consumers' loop
-    # Two turns per tile in the backward: for products of scores, and for those that accumulate. One turn in the forward
-    # and in the kernel of dV, which is pipelined as the forward is: they issue both kinds of products together.
+    # Twice per tile in the backward: for products of scores, and for those that accumulate. Once in the forward and in
+    # the kernel of dV, which is pipelined as the forward is: they issue both kinds of products together.
     twice = kernel.stands_for != FORWARD and not loop.first
     blocks = []
     for block in kernel.blocks:
@@ -74,7 +74,7 @@ def _with_turns(kernel: Kernel) -> Kernel:
         elif block.name == loop.skip:
             ops = (SchedulerBarrier("sync_skip", "sync"), SchedulerBarrier("arrive_skip", "arrive"), *ops)
         elif block.name == "consumer":
-            ops = (SchedulerBarrier("init_turns", "init"), *ops, SchedulerBarrier("tail_turns", "tail"))
+            ops = (SchedulerBarrier("init_scheduler", "init"), *ops, SchedulerBarrier("tail_scheduler", "tail"))
         blocks.append(replace(block, ops=ops))
     return replace(kernel, blocks=tuple(blocks))
 

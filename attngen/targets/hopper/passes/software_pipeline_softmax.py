@@ -112,7 +112,7 @@ def _overlap(kernel: Kernel) -> Kernel:
         tile_indices=indices if keys_pipeline else None,
     )
     results = {f"{loop.name}.{field}": f"{merged.name}.{field}" for loop in loops for field, _ in loop.carry}
-    # The producer's loops stay separate, but the one over partial tiles comes first: its ops take each other's places.
+    # The producer's two loops stay separate and swap places, so that the one over partial tiles comes first.
     copying = [op for op in kernel.block("producer").ops if isinstance(op, Loop)]
     reordered = {a.name: b for a, b in zip(copying, sorted(copying, key=lambda loop: loop.cls != "partial"))}
     bodies = {"first": _first(parts), step.name: _step(parts), "last": _last(parts)}
@@ -156,8 +156,8 @@ def _pipeline_with_indices(kernel: Kernel, loops: Sequence[Loop], ops: Sequence[
     """Return the name of K's pipeline if the producer passes the indices of listed tiles along with K, else empty text.
 
     It does if the only ops that need a tile's position are masks of partial tiles, and nothing is loaded for a tile
-    except row vectors. K has to be released after the last of these masks, because an index is read only before that:
-    this holds if the mask also reads a row vector that comes with K.
+    except row vectors. The index lies in K's stage, so a consumer has to read it before it releases K. Therefore K has
+    to be released after the last of these masks; it is, if the mask also reads a row vector in K's stage.
     """
     reads = [op for op in ops if isinstance(op, ReadMetadata)]
     of_positions = [op for op in ops if any(mentions(e, PLACE) for e in op.expressions)]

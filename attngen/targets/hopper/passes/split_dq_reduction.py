@@ -4,7 +4,7 @@ the other adds.
 A writer takes about as long for a tile as consumers take to compute one: it waits for the semaphore, has TMA add, and
 waits until the sums are in device memory (semaphore_release). A writer that falls behind stays behind, and delays all
 programs that come later in the semaphore's order. With two instances, each has the time of two tiles, and can acquire
-the semaphore before the tile is there, so the semaphore need not be read ahead. For the fused backward.
+the semaphore before the tile is there. For the fused backward.
 
 before:  warp_group @writer instances(1) ...
            %write_total = pipelined_loop q ... step(@write)
@@ -22,8 +22,8 @@ after:   warp_group @writer instances(2) ...
            consumer_release %dq_tile
            semaphore_release %DQ_SEMAPHORE[b, h, q_start]
 
-Each instance needs a stage of its own, so there is one writer where shared memory has room for one stage, and where
-tiles have more than 64 queries and no blocks are listed.
+There are two writers if the pipeline of dQ has two stages, one for each, and if a tile has 64 queries or the kernel
+visits listed blocks. Otherwise one writer stays, which reads the semaphore of the next tile while TMA adds this one.
 """
 
 from __future__ import annotations

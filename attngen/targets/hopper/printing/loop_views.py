@@ -99,9 +99,10 @@ class LoopContext(SoftmaxContext):
         raise NotImplementedError
 
     def _reversed_counts(self, op: PipelinedLoop) -> dict[str, Any]:
-        """The same if partial tiles run in reversed order.
+        """The numbers of tiles of a loop whose partial tiles run in reversed order.
 
-        It also counts the tiles that no row of the instance sees (hidden), and those up to its first full one (masked).
+        They also count the tiles that no row of the instance sees (hidden), and those up to its first full one
+        (masked).
         """
         lines = [
             f"{cls}_tiles = {self._number(ranges)}" for cls, ranges in (("partial", op.partial), ("full", op.full))
@@ -306,7 +307,7 @@ class LoopContext(SoftmaxContext):
         return {f"{op.var}_start", f"{op.var}_idx"}
 
     def _differing(self, op: PipelinedLoop) -> tuple[list[Node], list[Node], int]:
-        """The same for the block @step of a loop."""
+        """`_differing_in` of the block @step of a loop."""
         return self._differing_in(op.step)
 
     def _differing_in(self, name: str) -> tuple[list[Node], list[Node], int]:
@@ -340,8 +341,8 @@ class LoopContext(SoftmaxContext):
         """One loop over the tiles of both classes if they differ only in masks, so the code of a tile is there once.
 
         None if threads load a number for each score, or if tiles of several ranges read their position. Also None in
-        ping-pong order: with three instances, which share the registers, ptxas spills as soon as one loop is left out;
-        with two it was not tried.
+        ping-pong order: with three instances, which share the registers, ptxas spills if the two loops are merged; with
+        two it was not tried.
         """
         separate = op.first and (ping_pong_barriers(self.kernel) or self._is_one(op.partial))
         if not op.partial or not op.full or separate or (op.listed and len(op.partial) > 1):

@@ -116,9 +116,9 @@ class PipelineContext(ShapeContext):
         return PipelineView(self._short(op.name), stages, shape, add.dst.tensor, buffers, stages, False, emptied=True)
 
     def _in_phase_with(self, name: str) -> str:
-        """A one-stage pipeline whose tile each iteration releases before it stores a tile of this one-stage pipeline.
+        """A one-stage pipeline that each iteration releases before it stores a tile of this one, also of one stage.
 
-        Both are in the same phase then. Empty text if there is none.
+        Both then always have the same phase, so one variable serves both. Empty text if there is none.
         """
         for step in (self.kernel.block(op.step).ops for op in self.kernel.ops() if isinstance(op, PipelinedLoop)):
             at = next((i for i, op in enumerate(step) if isinstance(op, ProducerStore) and op.pipeline == name), 0)
@@ -256,7 +256,7 @@ class PipelineContext(ShapeContext):
 
     @cached_property
     def _leaders_of_backward(self) -> dict[str, str]:
-        """The same for the backward's loop.
+        """`leaders` of the backward's loop.
 
         An iteration uses one stage of each pipeline, and only that of dS after it has released the last loaded tile.
         """
