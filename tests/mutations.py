@@ -212,7 +212,7 @@ MUTATIONS = (
         "tests/hopper -k ping_pong",
     ),
     Mutation(
-        "a writer starts in the wrong phase",
+        "a warp group that stores tiles starts in the wrong phase",
         "attngen/targets/hopper/printing/warp_group_views.py",
         'f"{short}_phase": str(int(writes))',
         'f"{short}_phase": str(int(not writes))',
