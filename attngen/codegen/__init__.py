@@ -1,1 +1,1 @@
-"""Target IR to source: expressions, per-node views, Jinja."""
+"""The files of a generated module, from its target IR."""

@@ -122,7 +122,7 @@ class PipelineOps(Launch):
             buffers.vectors[pipeline][0] = values[ref]
         if self.pipeline(op.pipeline).exchange:
             buffers.tiles[0][...] = values[op.value]
-            buffers.exchanged[values["role"]] = buffers.exchanged.get(values["role"], 0) + 1
+            buffers.exchanged[values["warp_group"]] = buffers.exchanged.get(values["warp_group"], 0) + 1
             yield False
             return
         use, n = buffers.written[instance], len(buffers.tiles)
@@ -285,7 +285,7 @@ class PipelineOps(Launch):
     @staticmethod
     def written_by_other(buffers: Buffers, values: Values) -> int:
         """How many tiles the other warp group has written to an exchange pipeline."""
-        return sum(count for warp_group, count in buffers.exchanged.items() if warp_group != values["role"])
+        return sum(count for warp_group, count in buffers.exchanged.items() if warp_group != values["warp_group"])
 
     def _read_metadata(self, op: ReadMetadata, values: Values) -> Any:
         buffers, stage = self.held(op.tile, values)

@@ -149,7 +149,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         waits."""
         mine = {
             **values,
-            "role": block.name,
+            "warp_group": block.name,
             "instance": instance,
             "taken": {},
             "parts": warp_group.instances if warp_group.rows else 1,

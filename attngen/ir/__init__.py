@@ -1,1 +1,1 @@
-"""The tile-schedule IR: ops, typed graph, verifier, text."""
+"""The tile-schedule IR: ops, typed graph, text."""

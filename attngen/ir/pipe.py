@@ -7,8 +7,8 @@ has two barriers, which are implicit in the IR: `full`, completed by a load and 
 completed when all consumers have released the tile and awaited before the next load into that stage. Stages are used in
 order: the n-th load, and the n-th wait of each consumer, are of stage n % stages.
 
-A warp group, as in `warp_group @consumer instances(2) rows(64) warps(4)`, is a role: one block of ops. Several
-instances may run it at the same time, here two of four warps each. So an instance that issues wgmma is what PTX calls a
+A warp group, as in `warp_group @consumer instances(2) rows(64) warps(4)`, runs one block of ops. Several instances
+may run it at the same time, here two of four warps each. So an instance that issues wgmma is what PTX calls a
 warpgroup (128 threads), and the producer is a warp group of a single warp.
 
 BLOCK_Q has two sizes, if the program axis is q (the same holds for BLOCK_KV, if it is kv), from warp-specialize on. In

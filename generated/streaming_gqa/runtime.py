@@ -447,7 +447,7 @@ def by_group(
     """Return (tensor, strides) to read x [B, Hq, N, ...] as [B, Hkv, group * N, ...]: the queries of all heads of a
     group, head after head.
 
-    The tensor is x itself if its heads follow one another in memory. Otherwise it is a copy; with `fresh`, an
+    The tensor is x itself if its heads are contiguous in memory. Otherwise it is a copy; with `fresh`, an
     uninitialised tensor. With `shaped` it has these sizes and strides, as descriptors need; kernels that address rows
     by strides do not need that, and it takes time.
     """
