@@ -7,7 +7,8 @@
 A mistake is one edit. The modules of `specs` are built again from the edited sources, as its author would do, so that
 the test that compares generated/ with specs/ does not catch it. Then `tests` run, which are among those that a push
 runs; if they pass, the modules of all specs are built and all tests of a push run. If these pass as well, the script
-prints the mistake and fails. Tests marked `share`, of which a push runs only some cases, do not count.
+prints the mistake and fails. The test that catches a mistake has to pass without it. Tests marked `share`, of which a
+push runs only some cases, do not count.
 """
 
 from __future__ import annotations
@@ -385,16 +386,31 @@ def failed(folder: Path, *arguments: str) -> str:
     if done.returncode in (0, 5):  # 5: no test was selected
         return ""
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return lines[0] if lines else f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+    if not lines:
+        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
+    return lines[0]
 
 
 def caught(mutation: Mutation, folder: Path, workers: str) -> str:
-    """The test that catches a mistake, or how building fails with it; empty if nothing does."""
+    """The test that catches a mistake; empty if none does. Raise RuntimeError if the test fails without the mistake,
+    too."""
     path = folder / mutation.file
     text = path.read_text(encoding="utf-8")
     assert text.count(mutation.old) == 1, f"{mutation.file} has {text.count(mutation.old)} times: {mutation.old}"
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     specs = [f"specs/{name}.yaml" for name in mutation.specs]
+    found = _first_failure(mutation, specs, folder, workers)
+    if found:
+        path.write_text(text, encoding="utf-8")
+        copied(folder)  # the committed modules again
+        test = found.partition(" ")[2].partition(" - ")[0]
+        if again := failed(folder, test):
+            raise RuntimeError(f"it fails without the mistake, too: {again}")
+    return found
+
+
+def _first_failure(mutation: Mutation, specs: list[str], folder: Path, workers: str) -> str:
+    """The first test that fails: of the mutation's tests, then of all tests of a push; empty if none does."""
     for build, tests in ((specs, mutation.tests.split(" -k ")), (["--all"], ["tests"])):
         if build:
             python(folder, "-m", "attngen", "build", *build)  # if the build fails, the tests report it
