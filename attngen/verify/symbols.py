@@ -45,7 +45,8 @@ RESERVED = {
     *OWN,
     *WHOLE,
     *("dtype", "float", "pid", "tl", "triton", "at", "BLOCK", "DROPOUT", "TMA", "CONVERTS", "OVERLAPS", "LEARN"),
-    *("first_head", "heads_in_group", "flat_head", "q_next", "turn", "floor_div", "floor_mod", "running_max"),
+    *("first_head", "heads_in_group", "in_group", "swizzle_heads", "flat_head", "q_next", "floor_div", "floor_mod"),
+    "running_max",
     *("store_distances", "dropout_keep", "dropout_words", "dropped", "philox_round", "list_position", "tile_at"),
     "keep_mask",
 }

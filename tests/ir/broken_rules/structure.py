@@ -196,6 +196,18 @@ EDITS = {
         (
             "causal_gqa",
             "    %inv_l = map",
+            "    %in_group = map expr(1) : i32[] @reg\n    %inv_l = map",
+            "%in_group is a name that the printed kernel needs for itself",
+        ),
+        (
+            "causal_gqa",
+            "    %inv_l = map",
+            "    %swizzle_heads = map expr(1) : i32[] @reg\n    %inv_l = map",
+            "%swizzle_heads is a name that the printed kernel needs for itself",
+        ),
+        (
+            "causal_gqa",
+            "    %inv_l = map",
             "    %m_seen = map expr(1) : f32[] @reg\n    %inv_l = map",
             "%m_seen is a name that the printed kernel needs for itself",
         ),
