@@ -40,7 +40,6 @@ Panel = tuple[str, list[Line]]
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

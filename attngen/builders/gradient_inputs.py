@@ -167,5 +167,4 @@ def dq_factor(spec: Spec, x: Learned) -> Any:
 
 
 def _wants_fixed_order(spec: Spec) -> bool:
-    """Whether the spec asks for sums of gradients in a fixed order."""
     return bool(spec.backward and spec.backward.deterministic)

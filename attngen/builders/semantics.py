@@ -101,7 +101,6 @@ def unbounded(spec: Spec) -> bool:
 
 
 def only_fp32(spec: Spec) -> bool:
-    """Whether no element type of the spec has 16 bits."""
     return all(by_precision([dtype]) for dtype in spec.dtype)
 
 

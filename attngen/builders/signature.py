@@ -71,7 +71,6 @@ class Signature(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Whether dropout applies to the kernel's weights."""
         return self.scores and "KEY_MASS" not in self.writes
 
     @property

@@ -103,7 +103,6 @@ class Wrapper:
 
     @property
     def sink(self) -> bool:
-        """Whether every row's softmax has an additional logit, so that no row is empty."""
         return self.module.meaning.sink is not None
 
     @property

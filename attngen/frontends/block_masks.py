@@ -34,7 +34,6 @@ _MASKS: weakref.WeakKeyDictionary[Any, Masked] = weakref.WeakKeyDictionary()
 
 
 def is_block_mask(x: Any) -> bool:
-    """Whether it is a BlockMask of any version of torch."""
     return hasattr(x, "kv_num_blocks")
 
 

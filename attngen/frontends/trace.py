@@ -153,7 +153,6 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, positions: tuple[str, ...
 
 
 def occurs(name: str, text: str) -> bool:
-    """Whether a name occurs as a whole word in a text."""
     return re.search(rf"\b{name}\b", text) is not None
 
 
@@ -291,7 +290,6 @@ class _Tracer:
 
 
 def _may_have_gradient(x: Any) -> bool:
-    """Whether a captured tensor or a value may have a gradient."""
     return x.requires_grad if isinstance(x, torch.Tensor) else x.kind == "real" and x.number is None
 
 

@@ -241,7 +241,6 @@ class Kernel:
 
     @cached_property
     def combines_splits(self) -> bool:
-        """Whether it combines the partial results of the splits of a sequence."""
         return any(loop.var == "combined" for loop in self.loops)
 
     @cached_property
@@ -367,7 +366,6 @@ class Kernel:
 
     @cached_property
     def reads_quantised(self) -> bool:
-        """Whether it reads packed pairs of 8-bit numbers."""
         return any(isinstance(op, Load) and op.type.quantised for op in self.ops())
 
     @property

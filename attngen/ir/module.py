@@ -350,7 +350,6 @@ class Module:
 
     @property
     def trains(self) -> bool:
-        """Whether it has a backward."""
         return "backward" in self.directions
 
     def kernels_of(self, direction: str) -> tuple[Kernel, ...]:

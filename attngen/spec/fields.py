@@ -154,7 +154,6 @@ class SpecFields(BaseModel):
 
     @property
     def trains(self) -> bool:
-        """Whether the spec's module has a backward."""
         return self.backward is not None
 
     @property

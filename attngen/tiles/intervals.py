@@ -72,7 +72,6 @@ class MaskContext:
 
 
 def mentions(e: Any, names: frozenset[str]) -> bool:
-    """Whether an expression has one of these symbols."""
     return not names.isdisjoint(str(s) for s in e.free_symbols)
 
 

@@ -70,7 +70,6 @@ def _with_order(module: Module, kernel: Kernel) -> Kernel:
 
 
 def _lacks_order(kernel: Kernel) -> bool:
-    """Whether the order in which the kernel's programs accumulate is unknown."""
     return any(isinstance(op, OrderedAdd) and op.order is None for op in kernel.ops())
 
 

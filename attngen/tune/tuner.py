@@ -145,7 +145,6 @@ class Tried:
 
     @property
     def portable(self) -> bool:
-        """Whether its kernel is portable, not warp-specialized."""
         return self.config.backend not in SPECIALIZERS
 
     def beats(self, other: Tried) -> bool:

@@ -76,7 +76,6 @@ def _unproven(conclusions: Iterable[Bool], premises: Iterable[Bool], axis: str) 
 
 @cache
 def _of_integers(*conditions: Bool) -> bool:
-    """Whether conditions are about integers only."""
     return all(s.is_integer for c in conditions for s in c.free_symbols)
 
 

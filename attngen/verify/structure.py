@@ -163,7 +163,6 @@ def _runs_over_all(kernel: Kernel, loop: Loop) -> bool:
 
 
 def _runs_over_tiles(kernel: Kernel, loop: Loop) -> bool:
-    """Whether a loop runs over tiles of scores, which its class describes."""
     return loop.var in AXIS_EXTENT and not _runs_over_all(kernel, loop)
 
 

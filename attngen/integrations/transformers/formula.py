@@ -302,7 +302,6 @@ def _form_of(e: Any) -> Any:
 
 
 def _is_causal(mask: Mask) -> bool:
-    """Whether one of the conditions hides every later key."""
     return not _conditions(Causal()).isdisjoint(_conditions(mask))
 
 

@@ -18,7 +18,6 @@ SCORES = {"BLOCK_Q", "BLOCK_KV"}  # dimensions of a tile of scores
 
 
 def in_tf32(module: Module, config: Config) -> bool:
-    """Whether products are in TF32, on an NVIDIA GPU."""
     return CLASSES[config.device].backend == "cuda" and mode(module, config.elem_bytes) == "tf32"
 
 

@@ -140,12 +140,10 @@ def _streamed(kernel: Kernel, op: Load, device: DeviceClass, from_shared: bool, 
 
 
 def _is_operand(kernel: Kernel, op: Load) -> bool:
-    """Whether products read a tile as it is loaded."""
     return any(op.name in (dot.a, dot.b) for dot in kernel.dots)
 
 
 def _is_interleaved_again(kernel: Kernel, op: Deinterleave) -> bool:
-    """Whether the even and odd columns are interleaved again."""
     return any(isinstance(kernel.op(user), Interleave) for user in kernel.graph.successors(op.name))
 
 

@@ -90,7 +90,6 @@ def uses_three_consumers(module: Module, kernel: Kernel) -> bool:
 
 
 def _loads_rows_and_keys(kernel: Kernel) -> bool:
-    """Whether numbers are loaded per row, and others per key."""
     return len({op.type.dims for op in kernel.ops() if isinstance(op, Load) and len(op.type.dims) == 1}) > 1
 
 

@@ -98,7 +98,6 @@ class ExchangeContext(LoopContext):
         return {**text, "exchange": False, "stored": stored}
 
     def _is_of_rows(self, pipeline: str) -> bool:
-        """Whether a pipeline passes a vector with one value per row."""
         return len(self.pipelines[pipeline].type.dims) == 1 and not self.pipelines[pipeline].metadata_of
 
     def _read_of_rows(self, op: ReadMetadata) -> bool:
