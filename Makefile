@@ -38,7 +38,7 @@ help:
 	@echo "make versions  a short suite under each supported torch and Triton, in environments of their own (VERSIONS=DIR, 6 GB each)"
 	@echo "make regen     rebuild generated/ from specs/"
 	@echo "make gpu-test  rebuild, tests marked gpu, and docs/gpu-verification.md (needs CUDA)"
-	@echo "make soak      1,000 runs of every module, with other work beside it: each must give the same bits (needs CUDA)"
+	@echo "make soak      1,000 runs of every module, while other work runs: each must give the same bits (needs CUDA)"
 	@echo "make sanitize  compute-sanitizer's memcheck and racecheck over every module (needs CUDA; SANITIZER=FILE)"
 	@echo "VENV=DIR reuses an environment that has torch; VENV=system uses python3 as it is"
 	@echo "TORCH_INDEX=URL takes torch from there, as from https://download.pytorch.org/whl/cpu: small, without CUDA's libraries"

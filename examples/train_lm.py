@@ -238,7 +238,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         "--report",
         type=Path,
         metavar="PAGE",
-        help="train nothing; write this page, and its plot beside it, from --from",
+        help="train nothing; write this page, and its plot in the same folder, from --from",
     )
     option(
         "--from",

@@ -66,7 +66,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=size, help=f"{what} [{size}]")
     parser.add_argument(
-        "--with", dest="others", nargs="*", default=["sdpa"], help="implementations beside attngen [sdpa]"
+        "--with", dest="others", nargs="*", default=["sdpa"], help="implementations to compare attngen with [sdpa]"
     )
     parser.add_argument(
         "--padded", action="store_true", help="sequences of half the length to all of it, padded on the right"

@@ -302,23 +302,6 @@ def test_reduce_dq_multiplies_ds_of_both_consumers(name: str, part: str) -> None
     ]
 
 
-def order(after: str, name: str) -> list[str]:
-    """Products, waits, stores and scheduler barriers in order: `issue` and `await` with the name of the product."""
-    words = (line.replace("= ", "").split() for line in lines(after, "step", name))
-    named = {
-        "wgmma": lambda w: f"issue {w[0]}",
-        "wgmma_wait": lambda w: f"await {w[2]}",
-        "consumer_wait": lambda w: f"take {w[0]}",
-        "pin_before_wait": lambda w: "pin_before_wait",
-    }
-    kinds = [(w[1] if w[0].startswith("%") else w[0], w) for w in words]
-    return [
-        named[k](w).replace("%", "").replace("_flight", "") if k in named else " ".join(w[:2])
-        for k, w in kinds
-        if k in {*named, "scheduler_barrier", "pack", "producer_store"}
-    ]
-
-
 @pytest.mark.parametrize("name", ["wide", "narrow"])
 def test_software_pipeline_gradients_issues_scores_and_dp_together(name: str) -> None:
     """P is packed before the wait for dP if a tile has at most 64 queries."""
