@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -124,8 +128,6 @@ def profile(module: str, args: Sequence[str], seconds: float, watch: Callable[[s
 
 def _run(line: Sequence[str], seconds: float, watch: Callable[[str], None]) -> list[str]:
     """Run a command and return the lines that it prints, also passed to `watch`; AttngenError if it takes longer."""
-    import threading
-
     process = subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -158,10 +160,6 @@ def _run(line: Sequence[str], seconds: float, watch: Callable[[str], None]) -> l
 
 def _end_group(group: int) -> None:
     """End a process that we started, and its children."""
-    import contextlib
-    import os
-    import signal
-
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
