@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -358,6 +359,10 @@ MUTATIONS = (
 )
 
 
+# A line of pytest's summary: the test, whose parameters may have spaces, and what was wrong.
+_FAILED = re.compile(r"(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\])?)(?: - .*)?$")
+
+
 def python(folder: Path, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder that has the sources, which it imports from there."""
     environment = os.environ | {"PYTHONPATH": str(folder), "ATTNGEN_CACHE_DIR": str(folder / ".cache")}
@@ -403,8 +408,9 @@ def caught(mutation: Mutation, folder: Path, workers: str) -> str:
     if found:
         path.write_text(text, encoding="utf-8")
         copied(folder)  # the committed modules again
-        test = found.partition(" ")[2].partition(" - ")[0]
-        if again := failed(folder, test):
+        test = _FAILED.match(found)
+        assert test, found
+        if again := failed(folder, test[1]):
             raise RuntimeError(f"it fails without the mistake, too: {again}")
     return found
 
