@@ -49,8 +49,8 @@ class Texts:
     def module(self, name: str) -> Module:
         """The module in the last file at or before this pass; not verified. With `only`, passes in between may have
         changed the kernel without a file."""
-        last = [file for file in (FIRST, *PASSES)[: (FIRST, *PASSES).index(name) + 1] if file in self.files][-1]
-        return _read(self, last)
+        order = (FIRST, *PASSES)
+        return _read(self, [file for file in self.files if order.index(file) <= order.index(name)][-1])
 
     def steps(self) -> Iterator[tuple[str, str]]:
         """Yield the names of two files, of which the second one is what its pass makes of the first one."""
