@@ -11,8 +11,8 @@ heads (rule `same-tiles`), and persistent programs have the same work tiles in a
 The state space is finite. Data and loop counters are not in it. A barrier is a phase bit and a set of arrivals. Each
 instance counts its uses of a pipeline modulo a small multiple of the pipeline's number of stages: no instance can be
 that far ahead of another without an error. Decisions about iterations are kept only until the slowest instance has
-followed them. If warp groups could run apart without bound, the search would exceed `machine.MOST_STATES`, and the rule
-fails.
+followed them. If a warp group could get ahead of another without bound, the search would exceed `machine.MOST_STATES`,
+and the rule fails.
 
 What is modelled, as the hardware does it:
 
