@@ -205,11 +205,11 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     _add_query_gradients(b, head, fused, kv_outer)
-    b.add(Yield("yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
+    b.add(Yield("_yield_step", ((dk, "dk_next"), (dv, "dv_next"))), "step")
 
     _store_key_gradients(b, head if per_query_head else kv, home, *_left_to_the_end(b, common))
     if kv_outer:
-        b.add(Yield("yield_tile", ()), home)
+        b.add(Yield("_yield_tile", ()), home)
     return b.kernel()
 
 
@@ -294,7 +294,7 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], nest
     b.loop("total", "g", end, "group", home, cls="all", first=first, **starts)
     b.carried("group", **starts)
     b.loop("queries", "q", q_tiles, "step", "group", dk_step="dk", dv_step="dv")
-    b.add(Yield("yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
+    b.add(Yield("_yield_group", (("dk", "queries.dk_step"), ("dv", "queries.dv_step"))), "group")
 
 
 def _left_to_the_end(b: KernelBuilder, common: Any) -> list[str]:
@@ -372,7 +372,7 @@ def build_dkdv_end(spec: Spec) -> Kernel:
         index = ("b", sharing.owned, "split", "kv", width.lower())
         part = b.load(f"{name}_split", f"{name.upper()}_PARTIAL", index, home)
         b.map(f"{name}_next", symbol(name) + symbol(part), home, "f32", False, **{name: name, part: part})
-    b.add(Yield("yield_part", tuple((name, f"{name}_next") for name in columns)), home)
+    b.add(Yield("_yield_part", tuple((name, f"{name}_next") for name in columns)), home)
     for name, width in columns.items():
         _scaled(b, f"{name}_out", f"total.{name}")
         b.store(f"d{name[1:].upper()}", ("b", sharing.owned, "kv", width.lower()), f"{name}_out")
@@ -418,7 +418,7 @@ def build_dq(spec: Spec) -> Kernel:
     for x, slope in zip(gradients, slopes):
         _learn(b, x, reads[x.parts], slope, dscore, sums.get(x.parts, ()))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
-    b.add(Yield("yield_step", (("dq", "dq_next"), *((f"{name}_sum", f"{name}_next") for name in names))), "step")
+    b.add(Yield("_yield_step", (("dq", "dq_next"), *((f"{name}_sum", f"{name}_next") for name in names))), "step")
 
     _scaled(b, "dq_out", "keys.dq", "scale", "keep_scale")
     b.store("dQ", (*rows, "d_qk"), "dq_out")
@@ -461,7 +461,7 @@ def _learn(
     name, kept = x.parts.lower(), symbol("keep_scale") if b.spec.dropout else 1
     if x.by == "distance":
         b.add(
-            Store(f"{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"),
+            Store(f"_{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"),
             "step",
         )
     elif x.by == "entry":

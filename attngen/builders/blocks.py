@@ -37,5 +37,5 @@ def build_blocks(spec: Spec) -> Kernel:
     b.reduce_sum("count_rows", "visible", scores[1], "step")
     b.reduce_sum("count", "count_rows", scores[0], "step")
     b.store("COUNT_row", (strip,), "count", "step")
-    b.add(Yield("yield_step", ()), "step")
+    b.add(Yield("_yield_step", ()), "step")
     return b.kernel()

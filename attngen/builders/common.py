@@ -185,7 +185,7 @@ class KernelBuilder:
         check: Checks = tuple(
             (a, "always" if a == own or block == "entry" else "partial") for a in access.axes() if a in ROW_AXES
         )
-        self.add(Store(f"store_{sum(map(len, self.ops.values()))}", access, value, check), block)
+        self.add(Store(f"_store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
     def ordered_accumulate(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
         """Store the program's tile of `tensor`, or add it to the tile of the other program of its pair.
@@ -200,7 +200,7 @@ class KernelBuilder:
         ticket = mod(number, sympy.Integer(2))
         self.add(
             OrderedAccumulate(
-                f"merge_{value}", access, value, ((self.program_axis, "always"),), "", semaphore, ticket, ends
+                f"_merge_{value}", access, value, ((self.program_axis, "always"),), "", semaphore, ticket, ends
             ),
             "entry",
         )
@@ -216,7 +216,7 @@ class KernelBuilder:
         ticket, makers = order_of(own, tiles, listed_blocks(self.spec))
         for op in makers:
             self.add(op, "step")
-        self.add(OrderedAdd(f"add_{value}", access, value, check, "", counter, ticket), "step")
+        self.add(OrderedAdd(f"_add_{value}", access, value, check, "", counter, ticket), "step")
 
     def init(self, name: str, value: Any, *dims: str, block: str = "entry") -> str:
         return self.add(Init(name, sympy.sympify(value), Type("f32", dims)), block)

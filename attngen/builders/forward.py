@@ -100,7 +100,7 @@ def build_forward(spec: Spec, signature: Signature = FWD, kv_split: KVSplit | No
     if "e" in initial:
         carried["e"] = _entropy_sums(b, masked)
     b.map("l_next", symbol("l") * symbol("alpha") + symbol("p_sum"), "step", l="l", alpha="soft.alpha", p_sum="p_sum")
-    b.add(Yield("yield_step", (("m", "soft.m"), ("l", "l_next"), *carried.items())), "step")
+    b.add(Yield("_yield_step", (("m", "soft.m"), ("l", "l_next"), *carried.items())), "step")
 
     final = {
         **{name: f"keys.{name}" for name in initial if name not in accumulators},
@@ -333,7 +333,7 @@ def build_forward_kv_outer(spec: Spec) -> Kernel:
     b.load("k", "K", ("b", kv, "kv", "d_qk"), "tile")
     b.load("v", "V", ("b", kv, "kv", "d_v"), "tile")
     b.loop("queries", "q", cdiv(symbol("Nq"), symbol("BLOCK_Q")), "step", "tile")
-    b.add(Yield("yield_tile", ()), "tile")
+    b.add(Yield("_yield_tile", ()), "tile")
 
     rows = ("b", "h", "q")
     b.load("q", "Q", (*rows, "d_qk"), "step")
@@ -356,7 +356,7 @@ def build_forward_kv_outer(spec: Spec) -> Kernel:
     b.store("ROW_MAX", rows, "soft.m", "step")
     b.store("ROW_SUM", rows, "l_next", "step")
     b.store("O_ACC", (*rows, "d_v"), "acc_next", "step")
-    b.add(Yield("yield_step", ()), "step")
+    b.add(Yield("_yield_step", ()), "step")
     return b.kernel()
 
 

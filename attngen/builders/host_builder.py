@@ -37,13 +37,13 @@ class HostBuilder:
 
     def launch(self, kernel: str, block: str, args: Uses = (), **sizes: Any) -> None:
         given = tuple((size, sympy.sympify(value)) for size, value in sizes.items())
-        self.add(Launch(f"launch_{self._count()}", kernel, args, given), block)
+        self.add(Launch(f"_launch_{self._count()}", kernel, args, given), block)
 
     def branch(self, name: str, then: str, block: str = "entry", **options: Any) -> None:
         self.add(If(name, then, **options), block)
 
     def give(self, block: str = "entry", **values: str) -> None:
-        self.add(Yield(f"yield_{self._count()}", tuple(values.items())), block)
+        self.add(Yield(f"_yield_{self._count()}", tuple(values.items())), block)
 
     def _count(self) -> int:
         return sum(map(len, self.blocks.values()))

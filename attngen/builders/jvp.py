@@ -93,7 +93,7 @@ def build_jvp(spec: Spec) -> Kernel:
         "tscore",
         f_s * symbol("scale") * symbol("ts") + sympy.Add(*(slope * symbol(f"t{read.name}") for slope, read in along)),
     )
-    b.add(Yield("yield_step", tuple(_add_tile(b, with_entropy).items())), "step")
+    b.add(Yield("_yield_step", tuple(_add_tile(b, with_entropy).items())), "step")
 
     end = {field: f"keys.{field}" for field in starts}
     _store(b, rows, end if normalised else _normalised(b, rows, end), sink, reads)

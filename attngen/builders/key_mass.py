@@ -46,6 +46,6 @@ def build_key_mass(spec: Spec) -> Kernel:
     probabilities(b, "k", "q")
     b.reduce_sum("p_sum", "p", "BLOCK_Q", "step")
     b.map("mass_next", symbol("mass") + symbol("p_sum"), "step", mass="mass", p_sum="p_sum")
-    b.add(Yield("yield_step", (("mass", "mass_next"),)), "step")
+    b.add(Yield("_yield_step", (("mass", "mass_next"),)), "step")
     b.store("KEY_MASS", ("b", "h", "kv"), "queries.mass")
     return b.kernel()

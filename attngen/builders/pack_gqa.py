@@ -68,7 +68,7 @@ def launch(b: HostBuilder, block: str, module: Module) -> None:
     """Launch `packed` on views whose rows are the queries of all heads of a group."""
     names = view_rows(b, block, module.row_tensors)
     b.launch("packed", block, tuple(names.items()), Nq=symbol("Gq"), queries=symbol("Nq"))
-    b.add(Copy("copy_0", "O_rows", "O"), block)
+    b.add(Copy("_copy_0", "O_rows", "O"), block)
 
 
 PACKED = ForwardVariant(

@@ -173,7 +173,7 @@ def _append(spec: Spec, signature: Signature) -> Kernel:
             column = column.replace("d_", "pair_")
             value = quantise(b, value, SCALES[tensor].lower(), AXIS_DIM[column])
         index = (*(() if pages else (symbol("b"),)), head, symbol("kv"), symbol(column))
-        b.add(Append(f"append_{tensor}", Access(tensor, index), value, (("kv", "always"),), rows="rows", pages=pages))
+        b.add(Append(f"_append_{tensor}", Access(tensor, index), value, (("kv", "always"),), rows="rows", pages=pages))
     return b.kernel()
 
 
@@ -216,7 +216,7 @@ def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
     b.map("weighed", symbol("o_partial") * symbol("weights"), "join", o_partial="o_partial", weights="weights")
     b.reduce_sum("o_sum", "weighed", "BLOCK_SPLITS", "join")
     b.map("acc_next", acc * symbol("alpha") + symbol("o_sum"), "join", acc="acc", alpha="alpha", o_sum="o_sum")
-    b.add(Yield("yield_join", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "join")
+    b.add(Yield("_yield_join", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "join")
 
     store_results(b, head, sink, {name: f"over_splits.{name}" for name in starts})
     return b.kernel()
@@ -314,7 +314,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) ->
     queries = split_columns(b, "few_queries", "Q_rows", "Q") if spec.rope else (("Q", "Q_rows"),)
     b.launch("decode", "few_queries", (*queries, *cached), Nq=symbol("Gq"), queries=symbol("Nq"))
     b.launch("combine", "few_queries", (("O", "O_rows"), ("LSE", "LSE_rows")), Nq=symbol("Gq"), queries=symbol("Nq"))
-    b.add(Copy("copy_0", "O_rows", "O"), "few_queries")
+    b.add(Copy("_copy_0", "O_rows", "O"), "few_queries")
     of_all = split_columns(b, "many_queries", "Q", "Q", "Q_all") if spec.rope else ()
     b.launch("prefill", "many_queries", (*of_all, *cached))
     return b.host()

@@ -74,7 +74,7 @@ def parse_op(line: str, where: str, position: int, ops: Mapping[str, type[Op]] =
     if bool(head) == (kind in UNNAMED) or (head and not head[1:].isidentifier()):
         form = "no name, because it has no result" if kind in UNNAMED else "`%name = ...`"
         raise IRError(f"{where}: `{head}` does not name {kind}; expected {form}")
-    values: dict[str, Any] = {"name": head[1:] if head else f"{kind}_{position}"}
+    values: dict[str, Any] = {"name": head[1:] if head else f"_{kind}_{position}"}
     if len(words) <= len(positional):
         raise IRError(f"{where}: `{kind}` needs {' and '.join(positional)} after its name")
     for name, word in zip(positional, words[1:]):

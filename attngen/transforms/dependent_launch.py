@@ -44,6 +44,6 @@ def _waiting(kernel: Kernel) -> Kernel:
     """Return the kernel with a grid dependency wait before its loop over the splits, which other programs store."""
 
     def change(block: str, op: Op) -> list[Op]:
-        return [GridDependencyWait("wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]
+        return [GridDependencyWait("_wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]
 
     return kernel.rewrite(change)

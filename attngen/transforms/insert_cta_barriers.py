@@ -34,6 +34,6 @@ def _place(kernel: Kernel) -> Kernel:
     rewriting = kernel.rewriting
 
     def change(_: str, op: Op) -> list[Op]:
-        return [Barrier(f"barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]
+        return [Barrier(f"_barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]
 
     return kernel.rewrite(change) if rewriting else kernel

@@ -174,7 +174,7 @@ class KernelContext(ProgramContext):
         tensor = self.kernel.op(pages.src.tensor)
         assert isinstance(tensor, Arg)
         of_sequence = self._start(Access(tensor.name, pages.src.index[:-1]), tensor)
-        return f"{pages.name}_ahead = page_of({of_sequence}, {tile} * BLOCK_KV, {there}, TMA)"
+        return f"{pages.name}_ahead = _page_of({of_sequence}, {tile} * BLOCK_KV, {there}, TMA)"
 
     def _read_ahead(self, op: Loop, at: str, stop: str, moved: str, jumps: list[str]) -> list[str]:
         """Lines that read the number of the listed tile at a position, past the gaps between concatenated ranges.
@@ -184,7 +184,7 @@ class KernelContext(ProgramContext):
         """
         place = [f"{moved} = {at}", *jumps] if jumps else []
         args = (self.var(str(op.listed)), moved if jumps else at, f"{stop} > {at}", f"BLOCK // {AXIS_DIM[op.var]}")
-        return [*place, f"{op.var}_ahead = tile_at({', '.join(args)})"]
+        return [*place, f"{op.var}_ahead = _tile_at({', '.join(args)})"]
 
     def _list_position(self, op: ListPosition, cls: str) -> dict[str, Any]:
         ratio = f"BLOCK // {AXIS_DIM[self.kernel.ranked_axis(op)]}"
@@ -300,7 +300,7 @@ class KernelContext(ProgramContext):
     def _deinterleave(self, op: Deinterleave, cls: str) -> dict[str, Any]:
         value, of = self.var(op.value), self.kernel.type_of(op.value)
         rows, columns = op.type.dims
-        expr = f"from_pairs({value}, CONVERTS)" if of.quantised else f"tl.split({value}.reshape({rows}, {columns}, 2))"
+        expr = f"_from_pairs({value}, CONVERTS)" if of.quantised else f"tl.split({value}.reshape({rows}, {columns}, 2))"
         return {"var": f"{self.var(f'{op.name}.even')}, {self.var(f'{op.name}.odd')}", "expr": expr}
 
     def _interleave(self, op: Interleave, cls: str) -> dict[str, Any]:
@@ -308,7 +308,7 @@ class KernelContext(ProgramContext):
         quantised = op.type.quantised
         return {
             "var": self.var(op.name),
-            "expr": f"to_pairs({a}, {b})" if quantised else f"tl.join({a}, {b}).reshape({', '.join(op.type.dims)})",
+            "expr": f"_to_pairs({a}, {b})" if quantised else f"tl.join({a}, {b}).reshape({', '.join(op.type.dims)})",
         }
 
     def _yield(self, op: Yield, cls: str) -> dict[str, Any]:

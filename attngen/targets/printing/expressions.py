@@ -67,7 +67,7 @@ class ExpressionContext:
                 type_ = self.kernel.type_of(uses[name])
                 text = self.var(uses[name])
                 if tile and GROUPED.get(tile[-1]) in type_.dims:
-                    return f"of_columns({text}, {tile[-1]})", tile
+                    return f"_of_columns({text}, {tile[-1]})", tile
                 return (f"{text}.to(tl.float32)" if fp32 and type_.dtype == "T" else text), type_.dims
             for axis, dim in AXIS_DIM.items():
                 if name == f"{axis}_idx":

@@ -1,7 +1,7 @@
 """Prints expressions as Triton source, with explicit broadcasts; terms of one axis are added before they are broadcast.
 
 Integers become fp32 while they are rows or columns, before they are broadcast: positions up to 2**24 are exact there.
-Integer divisions round down, as in Python: `floor_div` and `floor_mod` are functions of the generated module. Integers
+Integer divisions round down, as in Python: `_floor_div` and `_floor_mod` are functions of the generated module. Integers
 have 32 bits if a call's positions and parameters cannot exceed them, and 64 elsewhere.
 """
 
@@ -50,7 +50,7 @@ CALLS: dict[Any, str] = {
     exp2: "tl.exp2",
     log2: "tl.log2",
     cdiv: "tl.cdiv",
-    portion: "portion",
+    portion: "_portion",
     sympy.Min: "tl.minimum",
     sympy.Max: "tl.maximum",
     sympy.Abs: "tl.abs",
@@ -211,7 +211,7 @@ class _Printer:
             if span(e.args[0])[0] >= 0 or e.args[0].is_nonnegative:
                 left, right = (self.print(a) for a in e.args)
                 return self._join(" // " if isinstance(e, floordiv) else " % ", [left, self._atom(right)], 2)
-            return self._call("floor_div" if isinstance(e, floordiv) else "floor_mod", e, False)
+            return self._call("_floor_div" if isinstance(e, floordiv) else "_floor_mod", e, False)
         raise AttngenError(f"`{to_text(e)}` has no Triton form")
 
     def _power(self, e: Any) -> Piece:
@@ -238,7 +238,7 @@ class _Printer:
     def _whole(self, e: Any) -> Piece:
         """A real number as an integer, of 64 bits if `wide`."""
         before, self.wide = self.wide, False
-        text, dims, _ = self._call({floor: "to_floor", nearest: "to_round", trunc: "to_int"}[e.func], e, True)
+        text, dims, _ = self._call({floor: "_to_floor", nearest: "_to_round", trunc: "_to_int"}[e.func], e, True)
         self.wide = before
         return (f"{text}.to(tl.int64)" if dims else f"tl.cast({text}, tl.int64)") if self.wide else text, dims, 3
 

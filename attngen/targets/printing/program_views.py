@@ -34,7 +34,7 @@ class ProgramContext(MemoryContext):
         lines += self._outer_indices(outer, rest)
         if self.kernel.kv_split and not over_splits:
             lines += self._by_sequences(
-                [("unit", "split_size", ""), (", ".join(SPLIT_SYMBOLS), "splits_of", "b, unit")]
+                [("unit", "_split_size", ""), (", ".join(SPLIT_SYMBOLS), "_splits_of", "b, unit")]
             )
         for axis in ROW_AXES:
             off = f"{axis}_off"
@@ -104,9 +104,9 @@ class ProgramContext(MemoryContext):
         item, of_place, extents = self._split_place("place")
         before = [
             f"q_tiles = {self.scalar(self.kernel.grid[0].extent)}",
-            *self._by_sequences([("unit", "split_size", ""), ("_, all_splits", "splits_of", "B, unit")]),
+            *self._by_sequences([("unit", "_split_size", ""), ("_, all_splits", "_splits_of", "B, unit")]),
         ]
-        lines = self._by_sequences([(f"b, kv_split, {', '.join(SPLIT_SYMBOLS)}", "split_of", f"{item}, unit")])
+        lines = self._by_sequences([(f"b, kv_split, {', '.join(SPLIT_SYMBOLS)}", "_split_of", f"{item}, unit")])
         return before, [*lines, *of_place], " * ".join(["all_splits", *extents])
 
     def _split_place(self, place: str) -> tuple[str, list[str], list[str]]:

@@ -125,14 +125,14 @@ def _exchange(kernel: Kernel) -> Kernel:
         *(Pipeline(f"L_{name}_pipeline", ROW, ONE) for name in PARITY),
     )
     tiles = tuple(Pipeline(_pipeline(op, parity), op.type, ONE) for parity in copies for op in left.keys)
-    query_loads = (ProducerLoad(f"load_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
+    query_loads = (ProducerLoad(f"_load_{_pipeline(op)}", _pipeline(op), op.src) for op in queries)
     loop = replace(left.pipelined, name="copy_keys", carry=(), step="copy_even", odd="copy_odd")
     entry, producer = kernel.block("entry"), kernel.block("producer")
     blocks = (
         replace(entry, ops=(*entry.ops, *once, *tiles, *exchanged)),
         replace(
             producer,
-            ops=(*query_loads, loop, *(ProducerTail(f"tail_{pipeline.name}", pipeline.name) for pipeline in tiles)),
+            ops=(*query_loads, loop, *(ProducerTail(f"_tail_{pipeline.name}", pipeline.name) for pipeline in tiles)),
         ),
         replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="peer"))),
         replace(kernel.block("right"), ops=tuple(right.warp_group(step="single", pair="both"))),
@@ -191,7 +191,7 @@ class _Side:
         refs = self._carried_after_peer()
         ends = [(field, refs.get(ref, ref)) for field, ref in self._yields({field: field for field in self.yielded})]
         yield from self._named(
-            body, [*self._carried_args(), *self._accumulate_peer(self.keeps_m), Yield("yield", tuple(ends))]
+            body, [*self._carried_args(), *self._accumulate_peer(self.keeps_m), Yield("_yield", tuple(ends))]
         )
 
     def both(self, body: str) -> Iterator[Op]:
@@ -219,8 +219,8 @@ class _Side:
             yield Gather(page, replace(op.src, index=index), op.uses, Type("i32", (), "reg"), op.where.xreplace(of_row))
         sides = {f"{name}_v": 1, OTHER[f"{name}_v"]: 2}
         for tile in sorted(self.keys, key=lambda tile: max(sides.get(str(e), 0) for e in tile.src.index)):
-            yield ProducerLoad(f"load_{_pipeline(tile, parity)}", _pipeline(tile, parity), tile.src, page)
-        yield Yield(f"yield_{parity}", ())
+            yield ProducerLoad(f"_load_{_pipeline(tile, parity)}", _pipeline(tile, parity), tile.src, page)
+        yield Yield(f"_yield_{parity}", ())
 
     def warp_group(self, step: str, odd: str = "", pair: str = "") -> Iterator[Op]:
         """The warp group's ops: its loops are merged into one, after which both warp groups add up their row sums."""
@@ -238,10 +238,10 @@ class _Side:
                 yield ConsumerWait(op.name, _pipeline(op), op.type)
             elif op is self.loops[0]:
                 yield merged
-                yield ProducerStore(f"store_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
+                yield ProducerStore(f"_store_l_{self.name}", f"L_{self.name}_pipeline", results[rows])
                 yield ConsumerWait(f"l_taken_{self.name}", f"L_{other}_pipeline", ROW)
                 yield LocalLoad(f"l_other_{self.name}", f"l_taken_{self.name}", replace(ROW, space="reg"))
-                yield ConsumerRelease(f"release_l_{self.name}", f"l_taken_{self.name}")
+                yield ConsumerRelease(f"_release_l_{self.name}", f"l_taken_{self.name}")
                 uses = (("l_own", results[rows]), ("l_other", f"l_other_{self.name}"))
                 yield Map(total, symbol("l_own") + symbol("l_other"), uses, replace(ROW, space="reg"))
             elif op not in self.loops and op.name not in dropped:
@@ -262,7 +262,7 @@ class _Side:
             yield Rematerialize(remat, dot.a, self.kernel.type_of(dot.a))
             yield replace(dot, a=remat)
         yield from (
-            ConsumerRelease(f"release_{name}", name)
+            ConsumerRelease(f"_release_{name}", name)
             for name in self._read_once()
             if not self.kernel.zeroes_past_end(tiles[name]) and name not in self._halves()
         )
@@ -284,8 +284,8 @@ class _Side:
             if isinstance(op, (Map, Mask)) and self.soft.name in nx.descendants(self.kernel.graph, op.name)
         ]
         yield from before
-        yield from (ZeroOutOfBounds(f"zero_{name}", name) for name in self._halves())
-        yield from (ConsumerRelease(f"release_{name}", name) for name in self._halves() if name != self.product.b)
+        yield from (ZeroOutOfBounds(f"_zero_{name}", name) for name in self._halves())
+        yield from (ConsumerRelease(f"_release_{name}", name) for name in self._halves() if name != self.product.b)
         yield self.soft
         yield Pack("weights", self.product.a, Type("T", ("BLOCK_Q", "BLOCK_KV"), "reg"))
 
@@ -295,15 +295,15 @@ class _Side:
         yield from self._ops_named(self._row_sum())
         soft = self.soft.name
         yield ProducerStore(
-            "store_p", "P_pipeline", "weights", (("M_pipeline", f"{soft}.m"), ("ALPHA_pipeline", f"{soft}.alpha"))
+            "_store_p", "P_pipeline", "weights", (("M_pipeline", f"{soft}.m"), ("ALPHA_pipeline", f"{soft}.alpha"))
         )
 
     def _accumulate_and_yield(self) -> Iterator[Op]:
         """Rescale O, add P V, release V, and yield."""
         yield from self._ops_named(str(self.product.acc))
         yield replace(self.product, a="weights")
-        yield ConsumerRelease(f"release_{self.product.b}", self.product.b)
-        yield Yield("yield", tuple(self._yields(self.yielded)))
+        yield ConsumerRelease(f"_release_{self.product.b}", self.product.b)
+        yield Yield("_yield", tuple(self._yields(self.yielded)))
 
     def _accumulate_peer(self, continues: bool) -> Iterator[Op]:
         """Add P V with the P that the other warp group has computed: read its alpha, rescale the row sums and O, and
@@ -330,8 +330,8 @@ class _Side:
         yield replace(
             product, name=self._peer_of(product.name), a="p_peer", b="v_peer", acc=self._peer_of(str(product.acc))
         )
-        yield ConsumerRelease("release_p_peer", "p_peer")
-        yield ConsumerRelease("release_v_peer", "v_peer")
+        yield ConsumerRelease("_release_p_peer", "p_peer")
+        yield ConsumerRelease("_release_v_peer", "v_peer")
 
     def _carried_after_peer(self) -> dict[str, str]:
         """Carried value -> the value after a tile whose P the other warp group has computed."""

@@ -87,10 +87,10 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
             Pipeline(f"{op.src.tensor}_pipeline", op.type, stages, each, piece if "D_QK" in op.type.dims else 0)
         )
     loops = [op for op in blocks["consumer"].ops if isinstance(op, Loop)]
-    producer: list[Op] = [ProducerLoad(f"load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in once]
+    producer: list[Op] = [ProducerLoad(f"_load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in once]
     producer += [replace(loop, name=f"copy_{loop.name}", carry=(), body="copy", tiles=()) for loop in loops]
     streamed = [op for home, op in loads if home != "consumer"]
-    producer += [ProducerTail(f"tail_{op.name}", f"{op.src.tensor}_pipeline") for op in streamed]
+    producer += [ProducerTail(f"_tail_{op.name}", f"{op.src.tensor}_pipeline") for op in streamed]
     first_tile = streamed[0]  # the tile that an iteration loads first: K, or Q in the backward. Metadata comes with it.
     row_vectors = [op for op in kernel.ops() if isinstance(op, Load) and is_row_vector(kernel, op)]
     sources: dict[str, Load] = {}
@@ -102,8 +102,8 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
         pipelines.append(Pipeline(f"{op.src.tensor}_pipeline", vector, symbol("num_stages"), metadata_of=tiles))
     copied = (*sources.values(), *streamed)
     copy_ops = (
-        *(ProducerLoad(f"load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in copied),
-        Yield("yield_copy", ()),
+        *(ProducerLoad(f"_load_{op.name}", f"{op.src.tensor}_pipeline", op.src) for op in copied),
+        Yield("_yield_copy", ()),
     )
     made = {
         "entry": replace(blocks["entry"], ops=(*blocks["entry"].ops, *pipelines)),
@@ -151,7 +151,7 @@ def _with_waits(ops: tuple[Op, ...], replacements: dict[str, Op], streamed: set[
         last |= {tiles[name]: reader for name in op.operands() if name in tiles and not isinstance(op, ReadMetadata)}
     for op in changed:
         yield op
-        yield from (ConsumerRelease(f"release_{name}", name) for name, reader in last.items() if reader == op.name)
+        yield from (ConsumerRelease(f"_release_{name}", name) for name, reader in last.items() if reader == op.name)
 
 
 def _with_late_reads(ops: list[Op]) -> Iterable[Op]:

@@ -202,9 +202,9 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
             yield op
             return
         if isinstance(op, OrderedAccumulate) and op is accumulations[0] and op.order is not None:
-            yield from (SemaphoreAcquire("acquire_semaphore", of, op.order) for of in semaphores)
+            yield from (SemaphoreAcquire("_acquire_semaphore", of, op.order) for of in semaphores)
         yield TmaStore(
-            f"tma_store_{op.value}",
+            f"_tma_store_{op.value}",
             op.dst,
             op.value,
             names[op.name],
@@ -212,8 +212,8 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
         )
 
     kernel = kernel.rewrite(change)
-    store_waits = [TmaStoreWait(f"tma_store_wait_{pipeline}", pipeline) for pipeline in dict.fromkeys(names.values())]
-    semaphore_releases = [SemaphoreRelease("release_semaphore", of) for of in semaphores]
+    store_waits = [TmaStoreWait(f"_tma_store_wait_{pipeline}", pipeline) for pipeline in dict.fromkeys(names.values())]
+    semaphore_releases = [SemaphoreRelease("_release_semaphore", of) for of in semaphores]
     last = {
         "entry": (*pointers, *pipelines),
         "consumer": (*(op for op in store_waits if op.staging not in released), *semaphore_releases),

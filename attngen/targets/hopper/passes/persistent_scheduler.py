@@ -128,9 +128,9 @@ def _make_persistent(kernel: Kernel, change: Callable[[Pipeline], Pipeline]) -> 
     work = Pipeline(WORK, Type("i32", (), "sram"), sympy.Integer(WORK_STAGES), mbarrier_release=by_mbarrier)
     tails = [op for warp_group in kernel.warp_groups for op in warp_group.ops if isinstance(op, ProducerTail)]
     at_end = [
-        *(ProducerTail(f"tail_{name}", pipeline) for pipeline, name in once.items()),
+        *(ProducerTail(f"_tail_{name}", pipeline) for pipeline, name in once.items()),
         *tails,
-        ProducerTail("tail_work", WORK),
+        ProducerTail("_tail_work", WORK),
     ]
     warp_groups, bodies = [], []
     for warp_group in kernel.warp_groups:
@@ -165,6 +165,6 @@ def _with_releases(kernel: Kernel, warp_group: Block, once: dict[str, str]) -> I
     for op in warp_group.ops:
         yield op
         if op is last:
-            yield from (ConsumerRelease(f"release_{name}", name) for name in once.values() if name not in staging)
-            yield ReloadTile(f"reload_{warp_group.name}", WORK)
-    yield from (ConsumerRelease(f"release_{name}", name) for name in staging)
+            yield from (ConsumerRelease(f"_release_{name}", name) for name in once.values() if name not in staging)
+            yield ReloadTile(f"_reload_{warp_group.name}", WORK)
+    yield from (ConsumerRelease(f"_release_{name}", name) for name in staging)

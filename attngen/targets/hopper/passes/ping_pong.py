@@ -72,9 +72,9 @@ def _with_scheduler_barriers(kernel: Kernel) -> Kernel:
         if block.name in (loop.first, loop.step):
             ops = tuple(_with_barriers(block, twice))
         elif block.name == loop.skip:
-            ops = (SchedulerBarrier("sync_skip", "sync"), SchedulerBarrier("arrive_skip", "arrive"), *ops)
+            ops = (SchedulerBarrier("_sync_skip", "sync"), SchedulerBarrier("_arrive_skip", "arrive"), *ops)
         elif block.name == "consumer":
-            ops = (SchedulerBarrier("init_scheduler", "init"), *ops, SchedulerBarrier("tail_scheduler", "tail"))
+            ops = (SchedulerBarrier("_init_scheduler", "init"), *ops, SchedulerBarrier("_tail_scheduler", "tail"))
         blocks.append(replace(block, ops=ops))
     return replace(kernel, blocks=tuple(blocks))
 
@@ -92,9 +92,9 @@ def _with_barriers(block: Block, twice: bool) -> Iterator[Op]:
     groups = [group for group in ([op for op in before_wait if op in of_scores], others) if group]
     for op in block.ops:
         yield from (
-            SchedulerBarrier(f"sync_{n}_{block.name}", "sync") for n, group in enumerate(groups) if op is group[0]
+            SchedulerBarrier(f"_sync_{n}_{block.name}", "sync") for n, group in enumerate(groups) if op is group[0]
         )
         yield op
         yield from (
-            SchedulerBarrier(f"arrive_{n}_{block.name}", "arrive") for n, group in enumerate(groups) if op is group[-1]
+            SchedulerBarrier(f"_arrive_{n}_{block.name}", "arrive") for n, group in enumerate(groups) if op is group[-1]
         )

@@ -128,15 +128,15 @@ def _reduce(module: Module, kernel: Kernel) -> Kernel:
                 replace(part, space="flight"),
             )
             yield WgmmaWait(product.name, f"{product.name}_flight", part)
-            yield ConsumerRelease(f"release_{ds_all}", ds_all)
+            yield ConsumerRelease(f"_release_{ds_all}", ds_all)
         elif op is add:
-            yield ProducerStore("store_dq", "dQ_pipeline", product.name)
+            yield ProducerStore("_store_dq", "dQ_pipeline", product.name)
         elif op in order:
             return  # the writer gets them
         elif op in users:
             if op is users[0]:
                 yield Pack(cast, product.a, ds)
-                yield ProducerStore("store_ds", "dS_pipeline", cast)
+                yield ProducerStore("_store_ds", "dS_pipeline", cast)
             yield op.with_operands({product.a: cast})
         else:
             yield op
@@ -160,8 +160,8 @@ def _writer_body(add: OrderedAdd, order: Sequence[Op], tile: Type) -> Block:
         *order,
         ConsumerWait("dq_tile", "dQ_pipeline", tile),
         replace(add, value="dq_tile"),
-        ConsumerRelease("release_dq_tile", "dq_tile"),
-        SemaphoreRelease("release_dq_semaphore", add.semaphore),
-        Yield("yield_write", ()),
+        ConsumerRelease("_release_dq_tile", "dq_tile"),
+        SemaphoreRelease("_release_dq_semaphore", add.semaphore),
+        Yield("_yield_write", ()),
     )
     return Block("write", ops, about="add the consumers' tiles of dQ to device memory")

@@ -115,4 +115,4 @@ def _skipped(ops: Sequence[Op]) -> Iterator[Op]:
     for op in ops:
         if isinstance(op, ConsumerWait):
             yield replace(op, name=f"{op.name}_in_skip")
-            yield ConsumerRelease(f"release_{op.name}_in_skip", f"{op.name}_in_skip")
+            yield ConsumerRelease(f"_release_{op.name}_in_skip", f"{op.name}_in_skip")

@@ -145,7 +145,7 @@ def _overlap(kernel: Kernel) -> Kernel:
                 i for i, op in enumerate(block.ops) if isinstance(op, ProducerLoad) and op.pipeline == keys_pipeline
             )
             blocks.append(
-                replace(block, ops=(*block.ops[:at], WriteTileIndex("write_index", indices), *block.ops[at:]))
+                replace(block, ops=(*block.ops[:at], WriteTileIndex("_write_index", indices), *block.ops[at:]))
             )
         else:
             blocks.append(replace(block, ops=tuple(reordered.get(op.name, op) for op in block.ops)))

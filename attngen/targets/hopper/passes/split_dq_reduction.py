@@ -82,7 +82,7 @@ def _round_robin(kernel: Kernel) -> Kernel:
     add = _add(kernel)
     pipeline = _sums(kernel, add)
     assert add.semaphore is not None and add.order is not None
-    body, acquire = kernel.block_of(add).name, SemaphoreAcquire("acquire_dq_semaphore", add.semaphore, add.order)
+    body, acquire = kernel.block_of(add).name, SemaphoreAcquire("_acquire_dq_semaphore", add.semaphore, add.order)
 
     def change(_: str, op: Op) -> Iterator[Op]:
         if isinstance(op, PipelinedLoop) and op.step == body:

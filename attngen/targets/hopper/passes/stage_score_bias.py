@@ -69,7 +69,7 @@ def _through_pipelines(kernel: Kernel, inputs: dict[str, str]) -> Kernel:
             yield ConsumerWait(f"{op.name}_tile", pipelines[op.src.tensor].name, pipelines[op.src.tensor].type)
             yield LocalLoad(op.name, f"{op.name}_tile", op.type)
         elif isinstance(op, Store) and op.dst.tensor in inputs:
-            yield TmaStore(f"tma_store_{op.value}", op.dst, op.value, pipelines[inputs[op.dst.tensor]].name)
+            yield TmaStore(f"_tma_store_{op.value}", op.dst, op.value, pipelines[inputs[op.dst.tensor]].name)
         else:
             yield op
 
@@ -90,10 +90,10 @@ def _with_ends(kernel: Kernel, block: Block, loads: list[Load], pipelines: dict[
         return replace(block, ops=(*block.ops, *pipelines.values()))
     if block.name == "producer":
         return replace(
-            block, ops=(*block.ops, *(ProducerTail(f"tail_{op.name}", pipelines[op.src.tensor].name) for op in loads))
+            block, ops=(*block.ops, *(ProducerTail(f"_tail_{op.name}", pipelines[op.src.tensor].name) for op in loads))
         )
     if block.name == "copy":
-        loads_of_tiles = [ProducerLoad(f"load_{op.name}", pipelines[op.src.tensor].name, op.src) for op in loads]
+        loads_of_tiles = [ProducerLoad(f"_load_{op.name}", pipelines[op.src.tensor].name, op.src) for op in loads]
         at = next(
             at for at, op in enumerate(block.ops, 1) if isinstance(op, ProducerLoad) and op.pipeline == "Q_pipeline"
         )
@@ -105,8 +105,8 @@ def _with_ends(kernel: Kernel, block: Block, loads: list[Load], pipelines: dict[
     ends: list[Op] = []
     for op in waited:
         pipeline = pipelines[op.src.tensor].name
-        ends += [TmaStoreWait(f"tma_store_wait_{pipeline}", pipeline)] if pipeline in staged else []
-        ends.append(ConsumerRelease(f"release_{op.name}_tile", f"{op.name}_tile"))
+        ends += [TmaStoreWait(f"_tma_store_wait_{pipeline}", pipeline)] if pipeline in staged else []
+        ends.append(ConsumerRelease(f"_release_{op.name}_tile", f"{op.name}_tile"))
     return replace(
         block,
         ops=(

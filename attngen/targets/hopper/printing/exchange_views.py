@@ -68,7 +68,7 @@ class ExchangeContext(LoopContext):
         return str(int(self._free(op.pipeline)) + (mine if isinstance(op, ProducerStore) else 1 - mine))
 
     def _store_exchanged(self, op: ProducerStore) -> dict[str, Any]:
-        stored = [f"{self._short(op.pipeline)}_smem.index(0).store(unpack({self.var(op.value)}, dtype))"]
+        stored = [f"{self._short(op.pipeline)}_smem.index(0).store(_unpack({self.var(op.value)}, dtype))"]
         stored += [f"{self._short(pipeline)}_smem.index(0).store({self.var(ref)})" for pipeline, ref in op.metadata]
         return {
             "pipeline": self._short(op.pipeline),
@@ -237,11 +237,11 @@ class ExchangeContext(LoopContext):
         args = ", ".join(split_args(self.kernel))
         before = [
             f"q_tiles = {self.scalar(self.kernel.grid[0].extent)}",
-            f"first_work = work_of(CACHE_SEQLENS, gl.arange(0, 128, layout=lengths_layout()), {args})",
-            f"unit = split_size(CACHE_SEQLENS, first_work, {args})",
-            " * ".join([f"places = total_splits(CACHE_SEQLENS, first_work, unit, {args})", *extents]),
+            f"first_work = _work_of(CACHE_SEQLENS, gl.arange(0, 128, layout=_lengths_layout()), {args})",
+            f"unit = _split_size(CACHE_SEQLENS, first_work, {args})",
+            " * ".join([f"places = _total_splits(CACHE_SEQLENS, first_work, unit, {args})", *extents]),
         ]
-        lines = [f"b, kv_split, {', '.join(SPLIT_SYMBOLS)} = split_of(CACHE_SEQLENS, first_work, {item}, unit, {args})"]
+        lines = [f"b, kv_split, {', '.join(SPLIT_SYMBOLS)} = _split_of(CACHE_SEQLENS, first_work, {item}, unit, {args})"]
         return gluon(before), gluon([*lines, *of_place])
 
     # ------------------------------------------------------------------ coordinates and threads

@@ -275,7 +275,7 @@ class LoopContext(SoftmaxContext):
             "before": [*loop.text["before"], f"{at}, {MEMBER} = {first}, {begin}"],
             "comment": f"{loop.text['comment']}; each for all heads of the program",
         }
-        after = Node("lines", {"lines": [f"{at}, {MEMBER} = next_head({at}, {MEMBER}, {begin}, {past})"]})
+        after = Node("lines", {"lines": [f"{at}, {MEMBER} = _next_head({at}, {MEMBER}, {begin}, {past})"]})
         return Node("loop", {**loop.text, **text}, [*loop.body, after])
 
     def _loop_of_both(
@@ -372,19 +372,19 @@ class LoopContext(SoftmaxContext):
         pipeline = self.kernel.op(str(op.tile_indices))
         assert isinstance(pipeline, Pipeline)
         stage = "0" if pipeline.stages == 1 else f"{self._short(str(pipeline.metadata_of))}_stage"
-        return f"{op.var}_tile = read_index({self._short(pipeline.name)}_smem.index({stage}))"
+        return f"{op.var}_tile = _read_index({self._short(pipeline.name)}_smem.index({stage}))"
 
     @staticmethod
     def _short(pipeline: str) -> str:
-        """`k` for %K_pipeline."""
-        return pipeline.removesuffix("_pipeline").lower()
+        """`K` for %K_pipeline, as in `K_smem`."""
+        return pipeline.removesuffix("_pipeline")
 
     def _ahead(self, op: PipelinedLoop, at: str, listed: str) -> str:
         """The line that reads the number of the listed tile at a position, one iteration ahead."""
         assert op.listed
-        return f"{op.var}_ahead = tile_at({self.var(op.listed)}, {at}, {listed}, BLOCK // {AXIS_DIM[op.var]})"
+        return f"{op.var}_ahead = _tile_at({self.var(op.listed)}, {at}, {listed}, BLOCK // {AXIS_DIM[op.var]})"
 
     def _tile(self, op: PipelinedLoop, at: str) -> str:
         if not op.listed:
             return at
-        return f"tile_at({self.var(op.listed)}, {at}, True, BLOCK // {AXIS_DIM[op.var]})"
+        return f"_tile_at({self.var(op.listed)}, {at}, True, BLOCK // {AXIS_DIM[op.var]})"

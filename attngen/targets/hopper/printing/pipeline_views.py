@@ -313,11 +313,11 @@ class PipelineContext(ShapeContext):
             tile = f"{text['pipeline']}_smem.index({place}).reshape([{shape}])"
             wide = self._columns(value.dims[1]) >= SWIZZLED_COLUMNS
             stored = (
-                f"store_acc({tile}, {self.var(op.value)}, PARTS)" if wide else f"{tile}.store({self.var(op.value)})"
+                f"_store_acc({tile}, {self.var(op.value)}, PARTS)" if wide else f"{tile}.store({self.var(op.value)})"
             )
             return {**text, "stored": [stored], "index": one, "waits": True}
         tile = f"{text['pipeline']}_smem.index({one}).slice(WARP_GROUP * ROWS, ROWS, 0)"
-        return {**text, "stored": [f"{tile}.store(unpack({self.var(op.value)}, dtype))"], "index": one, "waits": False}
+        return {**text, "stored": [f"{tile}.store(_unpack({self.var(op.value)}, dtype))"], "index": one, "waits": False}
 
     def _stored_pieces(self, op: ProducerStore) -> list[str]:
         """Stores of a consumer instance's part of dQ: both halves of its own piece, and its half of the piece between
@@ -329,8 +329,8 @@ class PipelineContext(ShapeContext):
             ("4 * WARP_GROUP + 1", f"gl.convert_layout({whole}_right, REST, assert_trivial=True)"),
             ("2 + WARP_GROUP", rest),
         ]
-        stores = [f"store_acc({pipeline}.index({at}).reshape({shape}), {value}, REST)" for at, value in sums]
-        return [f"{whole}_left, {whole}_right = split_halves({whole})", *stores]
+        stores = [f"_store_acc({pipeline}.index({at}).reshape({shape}), {value}, REST)" for at, value in sums]
+        return [f"{whole}_left, {whole}_right = _split_halves({whole})", *stores]
 
     def _shared_stage(self, name: str) -> dict[str, Any]:
         """The stage of a tile that instances store together, the named barrier of its first part, and how many threads
@@ -365,7 +365,7 @@ class PipelineContext(ShapeContext):
         assert isinstance(wait, ConsumerWait)
         pipeline = self.pipelines[wait.pipeline]
         index = self._stage(wait.pipeline, "WARP_GROUP")["index"]
-        at = "opaque_zero()" if index == "0" else f"{index} + opaque_zero()"
+        at = "_opaque_zero()" if index == "0" else f"{index} + _opaque_zero()"
         return {
             "tiles": self._tiles_at(op.name, pipeline, at),
             "pipeline": self._short(wait.pipeline),
@@ -412,7 +412,7 @@ class PipelineContext(ShapeContext):
             not isinstance(self.kernel.op(reader), (ConsumerRelease, Rematerialize))
             for reader in self.kernel.graph.successors(op.name)
         )
-        at = "opaque_zero()" if self.of_latents and rematerializes_address(pipeline) else stage["index"]
+        at = "_opaque_zero()" if self.of_latents and rematerializes_address(pipeline) else stage["index"]
         tiles = self._tiles_at(op.name, pipeline, at) if read else []
         return {
             "tiles": tiles,

@@ -77,7 +77,7 @@ class SoftmaxContext(KernelContext):
         value = self.var(op.value)
         return {
             "var": self.var(op.name),
-            "value": f"unpack({value}, dtype)" if op.to == "operand" else value,
+            "value": f"_unpack({value}, dtype)" if op.to == "operand" else value,
             "layout": layout,
         }
 

@@ -132,7 +132,7 @@ class StoreContext(PipelineContext):
             return {**text, "split": "", **self._store_pieces(op, stage, f"{rows}, {widths[0]}")}
         groups = [[(part, at, stage)] for part, at in halves or [(value, place)]]
         shape = f"{columns}, {rows}" if transposed else f"{rows}, {half if halves else columns}"
-        return {**text, "split": "split_halves" if halves else "", "seen": "", "groups": groups, "shape": shape}
+        return {**text, "split": "_split_halves" if halves else "", "seen": "", "groups": groups, "shape": shape}
 
     def _store_pieces(self, op: TmaStore, stage: str, shape: str) -> dict[str, Any]:
         """An output in pieces, which are stored through a stage as wide as a tile of V: as many at a time as fit."""
@@ -142,7 +142,7 @@ class StoreContext(PipelineContext):
         found = [
             (part, at, f"pieces.index({i % room})") for i, (part, at) in enumerate(zip(self._parts(op.value), places))
         ]
-        seen = f"pieces = reinterpret({stage}, dtype, [{room}, 1, 1, {shape}], {op.dst.tensor}.layout)"
+        seen = f"pieces = _reinterpret({stage}, dtype, [{room}, 1, 1, {shape}], {op.dst.tensor}.layout)"
         return {"seen": seen, "groups": [found[at : at + room] for at in range(0, len(found), room)], "shape": shape}
 
     def _reuse_comment(self, op: TmaStore) -> str:

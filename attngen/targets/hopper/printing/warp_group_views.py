@@ -150,22 +150,22 @@ class WarpGroupContext(WgmmaContext):
 
     def _positions(self, words: set[str]) -> list[str]:
         """Lines that define layouts, and the offsets of rows and keys inside their tiles."""
-        lines = [f"SCORES: gl.constexpr = layout_of({AXIS_DIM[self.loop]})"]
+        lines = [f"SCORES: gl.constexpr = _layout_of({AXIS_DIM[self.loop]})"]
         if words & {"ACC", "OPERAND"}:
-            lines.append(f"ACC: gl.constexpr = layout_of({HALF if self.of_latents else self._width('d_v')})")
+            lines.append(f"ACC: gl.constexpr = _layout_of({HALF if self.of_latents else self._width('d_v')})")
         if "OPERAND" in words:
             lines.append("OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ACC, k_width=2)")
         if "PARTS" in words:
             part = next(op.type for op in self.kernel.ops() if isinstance(op, Wgmma) and op.over in TILE_DIM.values())
-            lines.append(f"PARTS: gl.constexpr = layout_of({[*self._widths(part), self._dims(part.dims)[1]][0]})")
+            lines.append(f"PARTS: gl.constexpr = _layout_of({[*self._widths(part), self._dims(part.dims)[1]][0]})")
         if "REST" in words:
-            lines.append(f"REST: gl.constexpr = layout_of({self._widths(part)[-1]})")
+            lines.append(f"REST: gl.constexpr = _layout_of({self._widths(part)[-1]})")
         if "OPERAND_OF_PARTS" in words:
             lines.append(
                 "OPERAND_OF_PARTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PARTS, k_width=2)"
             )
         if "PARTIALS_LAYOUT" in words:
-            lines.append("PARTIALS_LAYOUT: gl.constexpr = partials_layout()")
+            lines.append("PARTIALS_LAYOUT: gl.constexpr = _partials_layout()")
         if f"{self.own}_off" in words or (f"{self.own}_idx" in words and not self.places_rows):
             lines.append(f"{self.own}_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         if f"{self.own}_rows" in words:

@@ -142,7 +142,7 @@ def _captures(module: Module, kernel: Kernel) -> tuple[int, int]:
     names = {name for warp_group, _ in printed["partitions"][1:] for name in warp_group.params}
     buffers: dict[str, int] = {}  # name -> number of dimensions
     for pipeline, op in context.pipelines.items():
-        short = pipeline.removesuffix("_pipeline").lower()
+        short = pipeline.removesuffix("_pipeline")
         to_other_group = context.shared.get(pipeline)
         # Tiles that only consumers share have no batch and no head.
         among_consumers = to_other_group is False or op.exchange or len(op.type.dims) == 1
