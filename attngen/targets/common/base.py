@@ -127,7 +127,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Specialization:
-    """Whether a backend warp-specializes one kernel, and under which configs."""
+    """How a backend warp-specializes one kernel: when it can, and under which configs."""
 
     kernel: str
     # Other kernels that a module must have, too; without them, no reason is given why this one is not specialized.

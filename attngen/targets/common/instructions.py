@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def is_product(self) -> bool:
-        """Whether the tensor cores run it."""
+        """True if the tensor cores run the instruction."""
         return self.op == "HGMMA"
 
 

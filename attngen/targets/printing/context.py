@@ -113,8 +113,8 @@ class KernelContext(ProgramContext):
         return gathered(nodes)
 
     def _idle(self, op: Op, cls: str) -> bool:
-        """Whether an op is not printed: a mask that loops of this class do not apply, or a value in the same body that
-        only such a mask reads."""
+        """True if an op is not printed: a mask that loops of this class do not apply, or a value that only such masks
+        in the same body read."""
         if isinstance(op, Mask):
             return not applies(op.when, cls)
         graph = self.kernel.graph
@@ -225,7 +225,7 @@ class KernelContext(ProgramContext):
         return f"{self.var(keep)}_words"
 
     def _is_only_cast(self, op: Op) -> bool:
-        """Whether the only use of a value is a cast to the element type, which a compiler may then move before the
+        """True if the only use of a value is a cast to the element type. A compiler may then move the cast before the
         value's own op."""
         readers = [self.kernel.op(name) for name in self.kernel.graph.successors(op.name)]
         casts = [
@@ -317,5 +317,5 @@ class KernelContext(ProgramContext):
 
 
 def transposed(op: DropoutMask | Dropout) -> bool:
-    """Whether the rows of a tile of scores are keys."""
+    """True if the rows of a tile of scores are keys."""
     return op.type.dims[0] == "BLOCK_KV"

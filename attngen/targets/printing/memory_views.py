@@ -40,7 +40,7 @@ def _as_tile(access: Access, tile: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def applies(when: str, cls: str) -> bool:
-    """Whether loops of class `cls` run what is marked `always` or `partial`."""
+    """True if loops of class `cls` run an op that is marked `always` or `partial`."""
     return when == "always" or (when == "partial" and cls == "partial")
 
 
@@ -49,7 +49,6 @@ class MemoryContext(ExpressionContext):
 
     @property
     def _loops_over_splits(self) -> bool:
-        """Whether a program processes one split of the keys after another."""
         return any(axis.var == "kv_split" for axis in self.kernel.grid)
 
     def _pages_by_tile(self, op: Loop) -> Gather | None:

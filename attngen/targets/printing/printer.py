@@ -134,7 +134,7 @@ def _between(e: Any) -> tuple[Any, Any] | None:
 
 
 def _is_wide(e: Any) -> bool:
-    """Whether an integer may exceed 32 bits."""
+    """True if an integer may exceed 32 bits."""
     low, high = _range(e)
     return not -(2**31) <= low <= high < 2**31
 

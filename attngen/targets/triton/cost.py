@@ -99,8 +99,8 @@ def _listed() -> frozenset[str]:
 
 
 def spills(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether a config is known to spill registers (spills.txt) although the model says that it need not; `attngen
-    verify` finds these."""
+    """True if spills.txt lists the config: it spills registers although the model does not predict it. `attngen verify`
+    finds these."""
     key = schedule_key(module, kernel, config)
     return any(line in _listed() for line in (key, f"{key} mask={module.mask}"))
 
@@ -181,7 +181,7 @@ def _iteration(module: Module, kernel: Kernel, config: Config) -> tuple[float, i
 
 
 def _is_crammed(module: Module, kernel: Kernel, config: Config, device: DeviceClass) -> bool:
-    """Whether a wide accumulator has fewer rows than the matrix instruction that reads operands from shared memory.
+    """True if a wide accumulator has fewer rows than the matrix instruction that reads operands from shared memory.
 
     Smaller instructions have their operands in registers, which have no room for them next to the accumulator.
     """

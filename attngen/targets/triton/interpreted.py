@@ -29,7 +29,7 @@ class Interpreted(NamedTuple):
     classes: Mapping[str, str]
 
     def takes(self, kernel: Kernel, config: Config) -> bool:
-        """Whether the interpreter gets a copy of a portable config."""
+        """True if the interpreter gets a copy of a portable config."""
         if self.name != OWN_CONFIGS or config.device != self.classes[kernel.name]:
             return False
         return kernel.prepares or config.elem_bytes == self.elem_bytes
@@ -56,5 +56,5 @@ def interpreted(module: Module) -> Interpreted:
 
 
 def _exceeds_interpreter(device: DeviceClass) -> bool:
-    """Whether configs of a class may use options that the interpreter lacks."""
+    """True if configs of a class may use options that the interpreter lacks."""
     return device.tma or device.converts or device.overlaps

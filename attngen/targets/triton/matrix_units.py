@@ -22,7 +22,7 @@ def in_tf32(module: Module, config: Config) -> bool:
 
 
 def on_matrix_units(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether products run on the device's own matrix instruction: they have enough rows, and are not in full fp32."""
+    """True if products run on the device's own matrix instruction: they have enough rows, and are not in full fp32."""
     if not kernel.dots:
         return False
     return (
@@ -32,12 +32,12 @@ def on_matrix_units(module: Module, kernel: Kernel, config: Config) -> bool:
 
 
 def from_shared(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether products run on a matrix instruction that reads its operands from shared memory."""
+    """True if products run on a matrix instruction that reads its operands from shared memory."""
     return CLASSES[config.device].reads_shared and on_matrix_units(module, kernel, config)
 
 
 def by_warp_groups(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether products run on matrix instructions of four warps, which read operands from shared memory."""
+    """True if products run on matrix instructions of four warps, which read operands from shared memory."""
     return config.num_warps >= GROUP_WARPS and from_shared(module, kernel, config)
 
 
@@ -77,12 +77,12 @@ def _ready_scores(kernel: Kernel) -> int:
 
 
 def _accumulates_scores(kernel: Kernel, op: Dot) -> bool:
-    """Whether a product accumulates scores, or a function of them, times another tile."""
+    """True if a product accumulates scores, or a function of them, times another tile."""
     return bool(op.acc) and takes_scores(kernel, op)
 
 
 def takes_scores(kernel: Kernel, op: Dot) -> bool:
-    """Whether the left operand of a product is a tile of scores, or a function of one."""
+    """True if the left operand of a product is a tile of scores, or a function of one."""
     return set(kernel.type_of(op.a).dims) == SCORES
 
 
@@ -108,5 +108,5 @@ def in_sram(op: Op) -> TypeGuard[Load]:
 
 
 def aligned(module: Module) -> bool:
-    """Whether rows of tensors are known to start at multiples of 16 bytes, which Triton requires to copy ahead."""
+    """True if rows of tensors are known to start at multiples of 16 bytes, which Triton requires to copy ahead."""
     return not (module.head_dim_qk % 16 or module.head_dim_v % 16)

@@ -95,12 +95,12 @@ def sram_formula(
 
 
 def _is_pair_mask(kernel: Kernel, op: Op) -> bool:
-    """Whether it loads a boolean per score, which is too narrow to be copied ahead."""
+    """True if the op loads a boolean per score, which is too narrow to be copied ahead."""
     return isinstance(op, Load) and op.type.dtype == "b1" and set(op.type.dims) == SCORES and bool(kernel.dots)
 
 
 def _is_statistic(kernel: Kernel, op: Load) -> bool:
-    """Whether a load in a loop has its buffers with the statistics, which are aligned."""
+    """True if a load in a loop has its buffers among those of the statistics, which are aligned."""
     if in_sram(op) or is_rewritten(kernel, op) or not op.type.dims or not in_loop(kernel, op):
         return False
     return op.type.dtype == "b1" or len(op.type.dims) > 1 or kernel.accessed(op)[0].name in STATISTICS
@@ -153,7 +153,7 @@ def pair_bytes(op: Deinterleave) -> Expr:
 
 
 def _are_pages(kernel: Kernel, op: Gather) -> bool:
-    """Whether a gather reads page numbers, by which tiles are loaded."""
+    """True if a gather reads page numbers, by which tiles are loaded."""
     return any(isinstance(user, Load) and user.pages == op.name for user in kernel.ops())
 
 
@@ -206,13 +206,13 @@ def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_sha
 
 
 def is_read_alike(kernel: Kernel, op: Load) -> bool:
-    """Whether several products read a streamed tile, all over the same dimension."""
+    """True if several products read a streamed tile, all over the same dimension."""
     read = [dot.over for dot in kernel.dots if op.name in (dot.a, dot.b)]
     return len(read) > 1 and len(set(read)) == 1 and in_loop(kernel, op)
 
 
 def is_continued(kernel: Kernel, op: Load) -> bool:
-    """Whether another product of the same iteration continues the sum of a product of scores and this tile."""
+    """True if another product of the same iteration accumulates onto the product of scores and this tile."""
     continued = {dot.acc for dot in kernel.dots}
     return any(op.name in (dot.a, dot.b) and dot.over in SCORES and dot.name in continued for dot in kernel.dots)
 
@@ -249,8 +249,7 @@ def _prepare_bytes(kernel: Kernel, config: Config) -> Expr:
 
 
 def _few_rows(kernel: Kernel, config: Config) -> bool:
-    """Whether rewritten tiles have fewer rows than the matrix instruction that reads its operands from shared
-    memory."""
+    """True if rewritten tiles have fewer rows than the matrix instruction that reads operands from shared memory."""
     device = CLASSES[config.device]
     return (
         bool(kernel.rewriting)
@@ -267,12 +266,12 @@ def _converted_bytes(kernel: Kernel) -> Expr:
 
 
 def is_rewritten(kernel: Kernel, op: Load) -> bool:
-    """Whether a load's tile is stored again, because it is accumulated in HBM; rows of statistics do not count."""
+    """True if a load's tile is stored again, because it is accumulated in HBM. Rows of statistics do not count."""
     return len(op.type.dims) == 2 and not in_sram(op) and kernel.graph.nodes[op.name]["block"] in kernel.rewriting
 
 
 def in_loop(kernel: Kernel, op: Op) -> bool:
-    """Whether an op runs once per loop tile, not once per program tile."""
+    """True if an op runs once per loop tile, not once per program tile."""
     walked = {loop.body for loop in kernel.loops if loop.var == kernel.program_axis}
     return bool(kernel.graph.nodes[op.name]["block"] not in ("entry", *walked))
 
@@ -320,5 +319,5 @@ def _warps_per_row(module: Module, kernel: Kernel, config: Config) -> int:
 
 
 def reduces_single_product(kernel: Kernel) -> bool:
-    """Whether the scores of the only product are reduced: warps then hold parts of rows, and exchange partial sums."""
+    """True if the scores of the only product are reduced: warps then hold parts of rows, and exchange partial sums."""
     return len(kernel.dots) == 1 and any(isinstance(op, Reduce) for op in kernel.ops())

@@ -49,7 +49,7 @@ def _describe(module: Module, kernel: Kernel, op: Op) -> Op:
 
 
 def in_parts(kernel: Kernel, tensor: str) -> bool:
-    """Whether programs read only some columns of a tensor: a descriptor describes tiles of all columns."""
+    """True if programs read only some columns of a tensor. A descriptor describes tiles of all columns."""
     return any(
         isinstance(op, Load) and op.src.tensor == tensor and not OWN.keys().isdisjoint(op.src.axes())
         for op in kernel.ops()
@@ -57,13 +57,13 @@ def in_parts(kernel: Kernel, tensor: str) -> bool:
 
 
 def has_tiles(module: Module) -> bool:
-    """Whether a page of the cache holds whole tiles: its size is known, and a multiple of split-KV's unit."""
+    """True if a page of the cache holds whole tiles: its size is known, and a multiple of split-KV's unit."""
     page = module.cache.page if module.cache else ""
     return page.isdigit() and int(page) % UNIT == 0
 
 
 def describable(kernel: Kernel, op: Load) -> bool:
-    """Whether a load reads a tile for shared memory: consecutive rows of one head of [batch, head, row, column]."""
+    """True if a load reads a tile for shared memory: consecutive rows of one head of [batch, head, row, column]."""
     rows = kernel.type_of(op.src.tensor).dims
     return (
         op.type.space == "sram"

@@ -104,7 +104,7 @@ def release_arrivals(kernel: Kernel, name: str) -> int:
 
 
 def is_consumed_in_loop(kernel: Kernel, pipeline: str) -> bool:
-    """Whether a pipeline is consumed once per tile of a loop, rather than once per work tile."""
+    """True if a pipeline is consumed once per tile of a loop, rather than once per work tile."""
     steps = {op.step for op in kernel.ops() if isinstance(op, PipelinedLoop)}
     return any(
         isinstance(op, ConsumerWait) and op.pipeline == pipeline for step in steps for op in kernel.block(step).ops
@@ -119,7 +119,7 @@ def acquire_of(kernel: Kernel, add: OrderedAdd) -> SemaphoreAcquire | None:
 
 
 def consumes(kernel: Kernel, warp_group: Block, pipeline: str) -> bool:
-    """Whether a warp group consumes from a pipeline: tiles, or the coordinates of work tiles."""
+    """True if a warp group consumes tiles, or the coordinates of work tiles, from a pipeline."""
     return any(
         op.pipeline == pipeline and not (isinstance(op, WorkLoop) and op.fetches)
         for op in kernel.within(warp_group.name)
@@ -128,7 +128,7 @@ def consumes(kernel: Kernel, warp_group: Block, pipeline: str) -> bool:
 
 
 def is_reused(kernel: Kernel, pipeline: str) -> bool:
-    """Whether the stages of a pipeline are released and filled again."""
+    """True if the stages of a pipeline are released and filled again."""
     users = [kernel.op(name) for name in kernel.graph.successors(pipeline)]
     waited = [
         kernel.op(name) for op in users if isinstance(op, ConsumerWait) for name in kernel.graph.successors(op.name)

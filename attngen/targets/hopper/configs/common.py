@@ -41,14 +41,13 @@ def infeasible_in_any_family(module: Module, kernel: Kernel) -> str:
 
 
 def is_shared(op: Op) -> bool:
-    """Whether all warp groups have the op's result: an argument of the kernel, or one integer or pointer, such as a
-    loop bound."""
+    """True if all warp groups have the op's result: it is an argument of the kernel, or a single integer or pointer,
+    such as a loop bound."""
     types = op.results().values()
     return isinstance(op, Arg) or (bool(types) and all(not t.dims and t.dtype in ("i32", "ptr") for t in types))
 
 
 def has_positional_modifier(kernel: Kernel) -> bool:
-    """Whether a score modifier depends on the positions of the query or the key."""
     maps = (op for op in kernel.ops() if isinstance(op, Map) and set(op.type.dims) == SCORE_DIMS)
     return any({"q_idx", "kv_idx"} & set(map(str, op.expr.free_symbols)) for op in maps)
 
@@ -68,10 +67,10 @@ def ops_per_score(kernel: Kernel) -> int:
 
 
 def is_row_vector(kernel: Kernel, op: Op) -> bool:
-    """Whether the op loads a 32-bit number per row of a tile that a loop visits, so that the producer can copy it next
-    to the tile.
+    """True if the op loads a 32-bit number for each row of a loop's tile, so that the producer can copy the numbers
+    with the tile.
 
-    The number is 0 past the end.
+    Rows past the end of the tensor have the number 0.
     """
     if not isinstance(op, Load) or op.type.dims != (AXIS_DIM[kernel.loop_axis],) or op.type.dtype not in ("f32", "i32"):
         return False
@@ -85,6 +84,6 @@ def smem_limit(programs: int) -> int:
 
 
 def overlaps_softmax(kernel: Kernel) -> bool:
-    """Whether a consumer overlaps its softmax with its own matrix products. Where programs share an SM, it overlaps
-    with those of the others instead."""
+    """True if a consumer overlaps its softmax with its own matrix products. Where programs share an SM, the softmax of
+    one overlaps with products of the others instead."""
     return kernel.ctas_per_sm == 1

@@ -87,7 +87,7 @@ def not_preferred(module: Module) -> str:
 
 
 def _looks_up_scores(module: Module, kernel: Kernel) -> bool:
-    """Whether scores get numbers from a table, such as one of distances, and masks and modifiers do little else.
+    """True if scores get numbers from a table, such as one of distances, and masks and modifiers do little else.
 
     Then two consumers are 2.4 to 7 times as fast as the portable kernel (docs/perf-log.md, section 30). The portable
     kernel is faster at reading a tensor with a number per score.
@@ -96,11 +96,11 @@ def _looks_up_scores(module: Module, kernel: Kernel) -> bool:
 
 
 def _is_crowded(module: Module, kernel: Kernel) -> bool:
-    """Whether the mask lists blocks by data, and heads wider than 64 leave no registers for what else is read: such
+    """True if the mask lists blocks by data, and heads wider than 64 leave no registers for the other loads: such
     kernels spilled when compiled.
 
-    They read booleans per key; or numbers per query together with numbers per score, or with a modifier of positions
-    where head_dim of V is more than 128.
+    Those loads are booleans per key; or numbers per query, together with numbers per score or, if head_dim of V is more
+    than 128, with a modifier that depends on positions.
     """
     read = [op for op in kernel.ops() if isinstance(op, (Gather, Load)) and not kernel.only_known(op)]
     booleans = any(op.type.dims == ("BLOCK_KV",) and op.type.dtype == "b1" for op in read)
@@ -160,8 +160,8 @@ def _most_keys(module: Module) -> int:
 
 
 def _fits(module: Module, config: Config) -> bool:
-    """Whether the pipelines of Q, K and V fit shared memory, a consumer's accumulator, scores and weights fit its
-    registers, and tiles divide blocks."""
+    """True if shared memory holds the pipelines of Q, K and V, a consumer's registers hold its accumulator, scores and
+    weights, and the mask's blocks consist of whole query tiles."""
     programs, tiles = ctas_per_sm(module, config), tile_registers(module, config)
     divides = not module.blocks or module.blocks.size % config.block_q == 0
     fits = programs > 1 or tiles + SPARE_REGISTERS <= REGISTERS[config.block_q // ROWS][0]

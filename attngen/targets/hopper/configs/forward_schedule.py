@@ -51,17 +51,17 @@ Q_STAGES = (2, 1)
 
 
 def is_narrow(module: Module) -> bool:
-    """Whether the softmax takes as long as the matrix products."""
+    """True if heads are so narrow that the softmax takes as long as the matrix products."""
     return max(module.head_dim_qk, module.head_dim_v) <= NARROW
 
 
 def is_balanced(kernel: Kernel) -> bool:
-    """Whether all tiles of queries visit as many keys, except for what data says."""
+    """True if all query tiles visit equally many keys, as far as that does not depend on data."""
     return all(axis.swizzle == 1 for axis in kernel.grid)
 
 
 def is_plain(module: Module, kernel: Kernel) -> bool:
-    """Whether loops run over one range of tiles per class, no number is loaded per key, and no modifier depends on
+    """True if loops run over one range of tiles per class, no number is loaded per key, and no modifier depends on
     positions.
 
     Kernels that are not plain spilled in the specs that were compiled, if they had three consumers, generated dropout
@@ -74,17 +74,15 @@ def is_plain(module: Module, kernel: Kernel) -> bool:
 
 
 def is_light(module: Module, kernel: Kernel) -> bool:
-    """Whether masks and modifiers do so little that a third of the registers is enough for a consumer; never with
-    dropout."""
+    """True if masks and modifiers do so little that a consumer needs a third of the registers; never with dropout."""
     few = not (module.dropout or kernel.reads_pairs) and ops_per_score(kernel) <= MOST_OPS_OF_THREE
     return few and is_plain(module, kernel)
 
 
 def uses_three_consumers(module: Module, kernel: Kernel) -> bool:
-    """Whether a third of the registers is enough for a consumer, and a program of 192 queries is fast.
+    """True if a third of the registers is enough for a consumer, and a program of 192 queries is fast.
 
-    Under a mask with which some tiles visit fewer keys, such as a causal one, wider tiles compute more scores that the
-    mask hides.
+    If the mask lets some tiles visit fewer keys, as a causal mask does, wider tiles compute more hidden scores.
     """
     return is_balanced(kernel) and is_light(module, kernel)
 
@@ -97,8 +95,8 @@ def _loads_rows_and_keys(kernel: Kernel) -> bool:
 
 
 def allows_two_ctas(module: Module) -> bool:
-    """Whether two programs may share an SM, so that the softmax of each consumer overlaps with matrix products of the
-    other three.
+    """True if two programs may share an SM, so that the softmax of each consumer overlaps with matrix products of the
+    other three consumers.
 
     That takes narrow heads. A consumer then has half of the registers. Kernels that need more are excluded: those with
     dropout, those that load a number per score, and those that load numbers both per row and per key and compute more
@@ -124,8 +122,8 @@ def tile_registers(module: Module, config: Config) -> int:
 
 
 def fits_smem(module: Module, config: Config, programs: int, q_stages: int, output_columns: int = 0) -> bool:
-    """Whether shared memory holds the pipelines of K and V, so many stages of Q, and so many columns of outputs, for
-    each of the programs that share an SM."""
+    """True if shared memory holds the pipelines of K and V, `q_stages` stages of Q and `output_columns` columns of
+    outputs for each of the programs that share an SM."""
     qk, v = smem_widths(module)
     elements = config.block_q * (q_stages * qk + output_columns) + config.num_stages * config.block_kv * (qk + v)
     return 2 * elements + row_vector_bytes(module, config) + SPARE_SMEM <= smem_limit(programs)
@@ -139,7 +137,7 @@ def row_vector_bytes(module: Module, config: Config) -> int:
 
 
 def outputs_fit_q_stage(module: Module) -> bool:
-    """Whether outputs can leave through the stage of Q: both tiles are whole, and as wide."""
+    """True if outputs can be stored from the stage of Q: both tiles have the same width, without padding."""
     return module.head_dim_qk == module.head_dim_v and is_power_of_two(module.head_dim_v)
 
 
@@ -159,21 +157,22 @@ def output_stage_width(module: Module, config: Config, q_stages: int) -> int:
 
 
 def keeps_column_bias(module: Module, kernel: Kernel) -> bool:
-    """Whether a consumer has registers for a number per column that is the same in all tiles. Other kernels spilled
-    when compiled so."""
+    """True if a consumer has registers for one number per column that stays the same in all tiles. Other kernels
+    spilled when they kept it."""
     consumer = kernel.sharing_warp_group
     light = ops_per_score(kernel) <= LIGHT_OPS and max(module.head_dim_qk, module.head_dim_v) <= MEDIUM
     return light and consumer.registers == REGISTERS[FULL_REGISTERS][0]
 
 
 def splits_mask(module: Module, kernel: Kernel, op: Mask, bounds: Sequence[Bool], others: Sequence[Bool]) -> bool:
-    """Whether the bounds of a mask get masks of their own, which tiles that they do not cut skip; others: the parts of
-    the condition whose cut is not known.
+    """True if the bounds of a mask become masks of their own, which a tile skips unless a bound cuts it.
 
-    Not where all tiles apply the mask, because tiles that a bound does not cut pay for its branch, too: 4% of the time
-    of a dilated mask. Nor where registers spill, as in many kernels that were compiled: with more than one comparison
-    of bounds and other parts; with wide heads and any other parts, or three comparisons; with bounds only where tiles
-    are listed.
+    others: the parts of the condition for which no cut is known.
+
+    False if all tiles apply the mask: tiles that no bound cuts would pay for the branch, too (4% of the time of a
+    dilated mask). False also where kernels spilled when they were compiled. With other parts, those had more than one
+    comparison of bounds, or wide heads. Without other parts, they had listed tiles, or wide heads and more than two
+    comparisons.
     """
     if op.when != "partial":
         return False
@@ -205,10 +204,10 @@ def persistent_q_stages(module: Module, config: Config) -> int:
 
 
 def can_skip_masked_tiles(module: Module, config: Config) -> bool:
-    """Whether a consumer can skip tiles that its own rows do not see.
+    """True if a consumer can skip tiles that its own rows do not see.
 
-    It can where the rows of all consumers except one are at least as many as the keys of a tile, no mask reads what is
-    loaded for a tile, and the loop bounds say which tiles each consumer's rows see.
+    It can if the rows of all consumers except one are at least as many as the keys of a tile, no mask reads data that
+    is loaded per key tile, and the loop bounds tell which tiles each consumer's rows see.
     """
     kernel = module.kernel(FORWARD)
     loads = (op for op in kernel.ops() if isinstance(op, (Gather, Load)))

@@ -120,7 +120,7 @@ def config(
 
 
 def issues_dp_late(module: Module) -> bool:
-    """Whether dP is multiplied after all that depends only on S is computed, because registers do not hold both at
+    """True if dP is multiplied only after everything that depends on S alone, because registers do not hold both at
     once."""
     kernel = module.kernel(FUSED)
     sloped = "p_steep" in kernel.graph  # dS needs weights times the slope of a modifier, in addition to the weights
@@ -129,18 +129,18 @@ def issues_dp_late(module: Module) -> bool:
 
 
 def is_wide(module: Module) -> bool:
-    """Whether the accumulators of dK and dV take more than half of a consumer's registers, and tiles most of the shared
+    """True if the accumulators of dK and dV take more than half of a consumer's registers, and tiles most of the shared
     memory."""
     return (module.head_dim_qk, module.head_dim_v) == WIDE
 
 
 def can_be_persistent(module: Module, kernel: Kernel) -> bool:
-    """Whether programs fetch one tile after another: those of one head (docs/perf-log.md, section 31), except with wide
-    heads, which spill."""
+    """True if programs fetch one tile after another. They do if they process one query head (docs/perf-log.md, section
+    31), except with wide heads, which spill."""
     return not (is_wide(module) or kernel.takes_heads)
 
 
 def is_signed(module: Module, kernel: Kernel) -> bool:
-    """Whether the sign of a weight says if dropout keeps it: registers do not hold both separately, nor weights
-    together with dropout bits."""
+    """True if the sign of a weight stores whether dropout keeps it. Registers do not hold weights and a separate mask,
+    nor weights and dropout bits."""
     return kernel.name == FUSED and kernel.has_dropout and module.head_dim_v > NARROW

@@ -57,7 +57,7 @@ def config(
 
 
 def can_be_persistent(module: Module) -> bool:
-    """Whether programs fetch one tile after another.
+    """True if programs fetch one tile after another.
 
     A causal kernel with a head_dim of 128 is 4% faster at 4k if each tile has a program of its own, and as fast at 1k
     (measured). Such a kernel is still persistent if its mask takes more operations than a causal one: with a program
@@ -68,10 +68,10 @@ def can_be_persistent(module: Module) -> bool:
 
 
 def _is_crowded(module: Module) -> bool:
-    """Whether registers may spill next to two tiles of 128 columns.
+    """True if registers may spill next to two tiles of 128 columns.
 
-    They may with a score modifier, with a number per score, with a number per key that cannot be copied with its tile,
-    and with a mask that takes many operations.
+    They may with a score modifier, a number per score, a number per key that cannot be copied with its tile, or a mask
+    that takes many operations.
     """
     kernel = module.kernel(JVP)
     of_keys = (op for op in kernel.ops() if isinstance(op, (Gather, Load)) and op.type.dims == ("BLOCK_KV",))

@@ -24,7 +24,7 @@ OF_STEP = (Arg, Dot, Load, Map, Mask, Reduce, SoftmaxStep, Yield)
 
 
 def is_mla_decode(kernel: Kernel) -> bool:
-    """Whether two warp groups split the columns of its outputs (see split_d_warp_groups.py)."""
+    """True if two warp groups split the columns of the kernel's outputs (see split_d_warp_groups.py)."""
     return kernel.stands_for == DECODE
 
 

@@ -39,7 +39,7 @@ def infeasible(name: str, module: Module) -> str:
 
 
 def _differs(op: Op) -> bool:
-    """Whether an op in the loop over the query heads of a group computes different results for different heads."""
+    """True if an op in the loop over a group's query heads computes different results for different heads."""
     if isinstance(op, (Arg, Loop, Yield)):
         return isinstance(op, Loop) and op.listed is not None
     return not is_shared(op) or MEMBER in set().union(*(symbol_names(e) for e in op.expressions))
@@ -65,13 +65,13 @@ def not_preferred(name: str, module: Module) -> str:
 
 
 def computes_dp(kernel: Kernel) -> bool:
-    """Whether the kernel multiplies dP in addition to scores: those of dQ and of dK do."""
+    """True if the kernel multiplies dP in addition to scores, as those of dQ and of dK do."""
     return kernel.stands_for in SEPARATE_BACKWARD and kernel.stands_for != DV_KERNEL
 
 
 def is_pipelined_as_forward(kernel: Kernel) -> bool:
-    """Whether a tile's weights are computed while the product of the previous tile runs, as in the forward: for dV,
-    with one head."""
+    """True if a tile's weights are computed while the product of the previous tile runs, as in the forward. The kernel
+    of dV does so if it has one head."""
     return kernel.stands_for == DV_KERNEL and not kernel.takes_heads
 
 

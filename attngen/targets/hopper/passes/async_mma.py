@@ -93,7 +93,7 @@ def _flight(name: str) -> str:
 
 
 def _is_continued(kernel: Kernel, op: Dot) -> bool:
-    """Whether another product is accumulated onto this one."""
+    """True if another product is accumulated onto this one."""
     users = [kernel.op(name) for name in kernel.graph.successors(op.name)]
     return any(isinstance(user, Dot) and user.acc == op.name for user in users)
 

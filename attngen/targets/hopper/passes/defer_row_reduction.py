@@ -107,7 +107,7 @@ def _field(pipelined: PipelinedLoop, op: Op, body: str) -> str:
 
 
 def _is_linear(kernel: Kernel, op: Op, found: set[str]) -> bool:
-    """Whether an op reads no sums, passes them on, or is a linear combination of row sums."""
+    """True if an op reads no row sums, passes them on, or is a linear combination of them."""
     if isinstance(op, Yield) or not found & set(op.operands()):
         return op.name not in found or kernel.type_of(op.name).dims == ("BLOCK_Q",)
     if not isinstance(op, Map) or op.type.dims != ("BLOCK_Q",):

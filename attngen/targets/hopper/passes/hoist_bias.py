@@ -76,7 +76,7 @@ def _masks_of(kernel: Kernel, ref: str) -> tuple[list[Mask], Op]:
 
 
 def _is_read_once(kernel: Kernel, score: Map, masks: list[Mask]) -> bool:
-    """Whether only the next mask and the softmax read the score and the masked scores."""
+    """True if the score and the masked scores have one reader each: the next mask or the softmax."""
     return all(kernel.graph.out_degree(op.name) == 1 for op in (score, *masks))
 
 

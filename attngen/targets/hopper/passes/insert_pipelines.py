@@ -124,10 +124,10 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
 
 
 def _has_one_stage(kernel: Kernel, tile: Load) -> bool:
-    """Whether, in the separate kernels of dQ and dK, a tile is read by one product only, where the other tile is read
-    by two.
+    """True if the pipeline of a tile has one stage. In the separate kernels of dQ and dK, that is the tile that only
+    one product reads; two read the other tile.
 
-    It is released early in an iteration, and there is room for only one stage of it.
+    The tile is released early in an iteration, and there is room for only one stage of it.
     """
     readers = [op for op in kernel.dots if tile.name in (op.a, op.b)]
     return computes_dp(kernel) and len(readers) == 1

@@ -159,7 +159,7 @@ def _pin(kernel: Kernel) -> Kernel:
 
 
 def _is_of_exchanged_p(kernel: Kernel, op: WgmmaWait) -> bool:
-    """Whether the wait is for a product whose operand P another warp group has computed."""
+    """True if the wait is for a product whose operand P another warp group has computed."""
     issue = kernel.op(op.value)
     wait = kernel.wait_of(issue.a) if isinstance(issue, Wgmma) else None
     pipeline = kernel.op(wait.pipeline) if wait else None

@@ -120,7 +120,7 @@ def _split_backward(kernel: Kernel) -> Kernel:
 
 
 def _differs_by_row(kernel: Kernel, op: Mask, part: Bool) -> bool:
-    """Whether a part of the mask compares keys with rows. Other parts cut few tiles: those where a tensor or a sequence
+    """True if a part of the mask compares keys with rows. Other parts cut few tiles: those where a tensor or a sequence
     ends."""
     by_row = {"q_idx", *(name for name, ref in op.uses if "BLOCK_Q" in kernel.type_of(ref).dims)}
     return not by_row.isdisjoint(symbol_names(part))

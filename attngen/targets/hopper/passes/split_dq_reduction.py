@@ -56,8 +56,8 @@ class SplitDQReduction(Pass):
 
 
 def _pays(module: Module, kernel: Kernel) -> bool:
-    """Whether there is a stage for each instance, and one writer has hardly the time for a tile: one of few queries, or
-    one whose semaphore order is read from lists.
+    """True if there is a stage for each instance, and one writer hardly has the time for a tile: tiles have few
+    queries, or the semaphore order is read from lists.
 
     Measured: docs/perf-log.md, section 31.
     """

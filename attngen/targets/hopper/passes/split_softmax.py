@@ -137,7 +137,7 @@ def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
 
 
 def _needs_weights(kernel: Kernel, parts: _Parts, name: str) -> bool:
-    """Whether an op depends on the weights other than through their sum."""
+    """True if an op depends on the weights other than through their sum."""
     op = kernel.op(name)
     if op in (parts.sum, parts.total):
         return False

@@ -272,8 +272,8 @@ class ExchangeContext(LoopContext):
         return str(sum(32 * warp_group.warps * warp_group.instances for warp_group in warp_groups if warp_group))
 
     def _is_silent(self, op: Op) -> bool:
-        """Whether nothing is printed for an op: a release of an exchanged tile needs no barrier, and the first of a
-        run of zero_out_of_bounds ops prints them all."""
+        """True if nothing is printed for an op. A release of an exchanged tile needs no barrier, and the first of a run
+        of zero_out_of_bounds ops prints them all."""
         if isinstance(op, ZeroOutOfBounds):
             return op is not self._zeroed_with(op)[0]
         wait = self.kernel.op(op.value) if isinstance(op, ConsumerRelease) else None
@@ -286,6 +286,6 @@ def side_of(dims: tuple[str, ...]) -> str:
 
 
 def rematerializes_address(pipeline: Pipeline) -> bool:
-    """Whether a tile's address is recomputed at each wait: that of half of the latent's columns, or of the rotated
-    columns that go with them."""
+    """True if each wait recomputes the tile's address. The tile is half of the latent's columns, or the rotated columns
+    that go with them."""
     return bool({*pipeline.type.dims} & {*SIDES.values(), "D_ROPE"})

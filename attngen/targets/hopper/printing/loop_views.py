@@ -46,7 +46,7 @@ class LoopContext(SoftmaxContext):
 
     @cached_property
     def places_rows(self) -> bool:
-        """Whether the positions of an instance's rows are recomputed where a tile is masked, and held nowhere.
+        """True if the positions of an instance's rows are recomputed where a tile is masked, and not kept in registers.
 
         That is so if only masks of partial tiles need them and the loop recomputes its integers in each iteration.
         """
@@ -325,7 +325,7 @@ class LoopContext(SoftmaxContext):
         return (body, own, at) if separable and not left else (body, [], 0)
 
     def _is_one(self, ranges: Any) -> bool:
-        """Whether ranges have at most one tile, cut by the end of a tensor: then @first runs it, and no loop over
+        """True if ranges have at most one tile, cut by the end of a tensor. Then @first runs it, and no loop over
         others is needed."""
         if len(ranges) > 1 or ping_pong_barriers(self.kernel) > FULL_REGISTERS:
             return False

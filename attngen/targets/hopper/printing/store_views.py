@@ -20,7 +20,7 @@ class StoreContext(PipelineContext):
     """Builds the views of ops that write outputs."""
 
     def _polls_ahead(self, block: Block) -> bool:
-        """Whether a warp group adds to tiles in semaphore order, and polls the next tile's semaphore while it adds."""
+        """True if a warp group adds to tiles in semaphore order, and polls the next tile's semaphore while it adds."""
         return any(
             isinstance(op, OrderedAdd) and not acquire_of(self.kernel, op) for op in self.kernel.within(block.name)
         )
