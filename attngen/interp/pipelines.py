@@ -156,7 +156,7 @@ class PipelineOps(Launch):
         return (*shape[:-1], -(-shape[-1] // pipeline.columns) * pipeline.columns) if pipeline.columns else shape
 
     def consumes(self, block: str, pipeline: str) -> bool:
-        """Whether a warp group's block, or a body that it runs, takes tiles from a pipeline."""
+        """True if a warp group's block, or a body that it runs, takes tiles from the pipeline."""
         for op in self.kernel.block(block).ops:
             receives_tiles = isinstance(op, WorkLoop) and op.pipeline == pipeline and not op.fetches
             if (

@@ -224,11 +224,11 @@ class Launch(MemoryOps, ArithmeticOps):
                     yield position
 
     def is_visited(self, op: Loop, tile: int, values: Values) -> bool:
-        """Whether a tile is in a visited block. With a block mask, loops over ranges without a block list skip the
+        """True if a tile is in a visited block. With a block mask, loops over ranges without a block list skip the
         other tiles.
 
-        The mask is known by its ranks: a block is visited if one more listed block comes before the next block than
-        before it.
+        The mask is known by its ranks. The rank of a block counts the listed blocks before it, so a block is visited if
+        the rank of the next block is larger.
         """
         blocks, axis = self.module.blocks, self.kernel.program_axis
         if blocks is None or blocks.data or op.cls == "all":

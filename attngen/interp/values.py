@@ -54,7 +54,7 @@ def spread(x: Any, dims: tuple[str, ...], over: tuple[str, ...]) -> Any:
 
 
 def applies(when: str, cls: str) -> bool:
-    """Whether a field `always` or `partial` of an op applies in a block that a loop of class `cls` runs."""
+    """True if an op whose field says `always` or `partial` applies in the body of a loop of class `cls`."""
     return when == "always" or (when == "partial" and cls in ("partial", "unknown"))
 
 

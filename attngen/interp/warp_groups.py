@@ -193,7 +193,7 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         yield False
 
     def _has_rows(self, values: Values) -> bool:
-        """Whether the instance has rows of the program's tile."""
+        """True if the first row of the instance is inside the tensor."""
         axis = self.kernel.program_axis
         return bool(values[f"{axis}_start"] < values[AXIS_EXTENT[axis]])
 
@@ -252,8 +252,8 @@ class WarpSpecializedLaunch(PipelineOps, AsyncOps):
         values |= {f"{op.name}.{field}": x for field, x in carried.items()}
 
     def is_mine(self, pipeline: str, values: Values) -> bool:
-        """Whether the next tile of a pipeline is in the stage with the instance's number. If not, it is counted as
-        taken."""
+        """True if the next tile of a pipeline is in the stage with the instance's number. If not, the tile is counted
+        as taken."""
         taken, stages = values["taken"], len(self.buffers(pipeline, values).tiles)
         if taken.get(pipeline, 0) % stages == values["instance"]:
             return True

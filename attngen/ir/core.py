@@ -39,7 +39,7 @@ class Type:
 
     @property
     def quantised(self) -> bool:
-        """Whether its elements are packed pairs of 8-bit numbers."""
+        """True if the elements are packed pairs of 8-bit numbers."""
         return self.dtype in QUANTISED.values()
 
 

@@ -60,7 +60,7 @@ def of_size(dtypes: Iterable[str], elem_bytes: int) -> str:
 
 
 def by_precision(dtypes: Iterable[str]) -> bool:
-    """Whether the module's precision says how products of some of these element types are computed."""
+    """True if the module's precision decides how products of at least one of these element types are computed."""
     return any(not ELEMENTS[d].products for d in dtypes if d in ELEMENTS)
 
 
@@ -77,8 +77,8 @@ def result_type(dtypes: Sequence[str]) -> str:
 
 
 def agree(dtypes: Iterable[str]) -> bool:
-    """Whether kernels and schedules are the same for all of these element types: outputs have one type in the IR,
-    weights one factor, and products of types of the same size are computed in the same way."""
+    """True if all these element types use the same kernels and schedules: outputs have one type in the IR, weights have
+    one factor, and types of the same size compute products in the same way."""
     elements = [ELEMENTS[d] for d in dtypes]
     products = {(e.bytes, e.products) for e in elements}
     return len({(e.results, e.weights) for e in elements}) <= 1 and len(products) == len({size for size, _ in products})

@@ -36,7 +36,7 @@ class Sharing:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several query heads may read one K/V head."""
+        """True if several query heads may read one K/V head."""
         return self.name != "mha"
 
     @property
@@ -47,7 +47,7 @@ class Sharing:
 
     @property
     def counts_group(self) -> bool:
-        """Whether the K/V head of a query head depends on the size of a group."""
+        """True if the K/V head of a query head depends on the size of a group."""
         return self.read.has(_group)
 
 

@@ -184,7 +184,7 @@ class Kernel:
         return {name for name in named if name in self.graph}
 
     def only_known(self, op: Op) -> bool:
-        """Whether a load is read by no op: then only facts of masks name it, and it is not printed."""
+        """True if the op is a load that no op reads. Only facts of masks name it, and it is not printed."""
         return isinstance(op, (Gather, Load)) and not self.graph.out_degree(op.name)
 
     def loops_around(self, block: str) -> list[Loop]:
@@ -231,12 +231,12 @@ class Kernel:
 
     @cached_property
     def waits(self) -> bool:
-        """Whether its programs may start before the previous launch has ended, and wait for that end."""
+        """True if programs may start before the previous launch has ended, and wait for that end."""
         return any(isinstance(op, GridDependencyWait) for op in self.ops())
 
     @property
     def overlaps(self) -> bool:
-        """Whether its programs may run concurrently with those of the previous or of the next launch."""
+        """True if programs may run concurrently with those of the previous or of the next launch."""
         return self.launches_dependents or self.waits
 
     @cached_property
@@ -273,7 +273,7 @@ class Kernel:
 
     @cached_property
     def adds_in_order(self) -> bool:
-        """Whether its programs add to a tensor in order. Such a kernel runs only warp-specialized, because TMA does the
+        """True if programs add to a tensor in order. Such a kernel runs only warp-specialized, because TMA does the
         additions."""
         return any(isinstance(op, OrderedAdd) for op in self.ops())
 
@@ -284,7 +284,7 @@ class Kernel:
 
     @cached_property
     def takes_heads(self) -> bool:
-        """Whether its programs process several query heads of a group one after another."""
+        """True if programs process several query heads of a group one after another."""
         return any(isinstance(op, (Loop, PipelinedLoop)) and op.heads for op in self.ops())
 
     @cached_property
@@ -303,7 +303,7 @@ class Kernel:
 
     @cached_property
     def has_groups(self) -> bool:
-        """Whether its programs have a K/V head and loop over query heads of its group."""
+        """True if programs have a K/V head and loop over query heads of its group."""
         return any(MEMBER in loop.variables for loop in self.loops)
 
     @cached_property
@@ -312,22 +312,22 @@ class Kernel:
 
     @cached_property
     def of_entropy(self) -> bool:
-        """Whether it computes entropies of queries, or gradients from these."""
+        """True if the kernel computes entropies of queries, or gradients from these."""
         return not {"ENTROPY", "DENTROPY2"}.isdisjoint(arg.name for arg in self.args)
 
     @cached_property
     def normalises(self) -> bool:
-        """Whether it keeps the running maximum of the softmax."""
+        """True if the kernel keeps the running maximum of the softmax."""
         return any(isinstance(op, SoftmaxStep) for op in self.ops())
 
     @property
     def reads_cache(self) -> bool:
-        """Whether its keys are in a cache, in which each sequence has its own number of keys."""
+        """True if the keys are in a cache, in which each sequence has its own number of keys."""
         return any(isinstance(op, CacheLength) for op in self.ops())
 
     def zeroes_past_end(self, op: Load | Map) -> bool:
-        """Whether the rows of a tile past the end of the sequence in a cache are set to zero, because they are summed
-        with others. For a tile dequantised from 8-bit numbers and scales, its own rows are set to zero, not those of
+        """True if the rows of a tile past the end of the sequence in a cache are set to zero, because they are summed
+        with others. If a tile is dequantised from 8-bit numbers and scales, its own rows are set to zero, not those of
         its operands."""
         if not self.reads_cache or op.type.dims[:1] != ("BLOCK_KV",):
             return False
@@ -342,7 +342,7 @@ class Kernel:
         )
 
     def multiplies(self, dot: Dot, op: Op) -> bool:
-        """Whether a product has a value as an operand: directly, through the numbers of its 8-bit pairs, or as a scale
+        """True if a product has a value as an operand: directly, through the numbers of its 8-bit pairs, or as a scale
         of these."""
         return any(op.name in self._sources(ref) for ref in (dot.a, dot.b))
 
@@ -370,17 +370,17 @@ class Kernel:
 
     @property
     def rotates(self) -> bool:
-        """Whether its q and k have two tensors each: columns of the latent, and rotated columns."""
+        """True if q and k have two tensors each: columns of the latent, and rotated columns."""
         return any(arg.name == "K_ROPE" for arg in self.args)
 
     @cached_property
     def reads_pairs(self) -> bool:
-        """Whether its mask or modifiers read an element for each score."""
+        """True if the mask or a modifier reads an element for each score."""
         return bool(self.of_pairs)
 
     @cached_property
     def looks_up(self) -> bool:
-        """Whether all elements that are read for each score are gathered from tables at computed indices."""
+        """True if all elements that are read for each score are gathered from tables at computed indices."""
         return self.reads_pairs and all(isinstance(op, Gather) for op in self.of_pairs)
 
     @cached_property
@@ -397,18 +397,19 @@ class Kernel:
 
     @property
     def counts_pairs(self) -> bool:
-        """Whether it evaluates a data-dependent mask ahead of the other kernels, and counts the visible pairs of each
-        block."""
+        """True if the kernel evaluates a data-dependent mask ahead of the other kernels, and counts the visible pairs
+        of each block."""
         return "COUNT" in self.writes
 
     @cached_property
     def prepares(self) -> bool:
-        """Whether it computes tensors for other kernels from a call's integers: all of its arguments are integers."""
+        """True if the kernel computes tensors for other kernels from a call's integers: all of its arguments are
+        integers."""
         return all(arg.type.dtype == "i32" for arg in self.args)
 
     @property
     def visits_all_tiles(self) -> bool:
-        """Whether each program visits all tiles of the program axis (the FlashAttention-1 loop order). In other kernels
+        """True if each program visits all tiles of the program axis (the FlashAttention-1 loop order). In other kernels
         the grid gives each program one tile."""
         return self.grid[0].var not in AXIS_EXTENT
 

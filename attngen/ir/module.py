@@ -371,15 +371,15 @@ class Module:
         return sorted(pairs, key=lambda pair: pair[1].min_rows)
 
     def warp_specialized_named(self, name: str) -> bool:
-        """Whether a warp-specialized kernel has this name, and it is not that of the kernel that it stands in for."""
+        """True if a warp-specialized kernel has this name and the portable kernel that it replaces has another one."""
         return any(kernel.name == name and kernel.of for kernel in self.warp_specialized)
 
     def not_fitting(self, kernel: str) -> tuple[DoesNotFit, ...]:
         return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, DoesNotFit))
 
     def covers(self, x: Learned) -> bool:
-        """Whether kernels write all elements of a tensor of partial gradients: one per query; or one per score, if no
-        mask and no block list leaves any out."""
+        """True if kernels write every element of a tensor of partial gradients: one per query, with or without an index
+        of a small dimension; or one per score, if no mask and no block list leaves any out."""
         return x.by in ("query", "entry") or (
             x.by == "score" and self.meaning.where == sympy.true and self.blocks is None
         )

@@ -379,7 +379,7 @@ class TmaStore(Op):
     order: Expr | None = None
 
     def is_of_scores(self, kernel: Types) -> bool:
-        """Whether it stores scores, which are transposed in the tensor and so in the stage."""
+        """True if it stores scores, which are transposed in the tensor and so in the stage."""
         return kernel.type_of(self.value).dims == kernel.type_of(self.staging).dims[::-1]
 
 

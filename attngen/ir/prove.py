@@ -25,13 +25,13 @@ def prove_le(a: Expr, b: Expr) -> bool:
 
 
 def is_given_up(a: Expr, b: Expr) -> bool:
-    """Whether the proof of a <= b ran out of steps."""
+    """True if the proof of a <= b ran out of steps."""
     return _proof(a, b)[1] >= MOST_STEPS
 
 
 @cache
 def _proof(a: Expr, b: Expr) -> tuple[bool, int]:
-    """Whether a <= b is proven, and the steps that this takes, including those of cached answers."""
+    """Return whether a <= b is proven, and the steps that this takes, including those of cached answers."""
     steps = 1
 
     def le(x: Expr, y: Expr) -> bool:
@@ -47,7 +47,7 @@ def _proof(a: Expr, b: Expr) -> tuple[bool, int]:
 
 
 def _decide(a: Expr, b: Expr, le: LessEqual) -> bool:
-    """Whether a <= b is proven, given answers of `le` to simpler questions."""
+    """True if a <= b is proven, given answers of `le` to simpler questions."""
     if a == b:
         return True
     if isinstance(a, sympy.Max):

@@ -46,7 +46,7 @@ def _derived(where: Bool, data: frozenset[str]) -> Bool | None:
 
 
 def is_full_unless(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
-    """Whether `where` is proven for all pairs of the tiles for which `cut` is false."""
+    """True if `where` is proven for all pairs of the tiles for which `cut` is false."""
 
     def is_shown(part: Bool) -> bool:
         bounds = [key - end for key, end in filter(None, (_beyond(e, data) for e in sympy.Or.make_args(part)))]
@@ -56,8 +56,7 @@ def is_full_unless(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
 
 
 def _follows(bounds: list[Expr], cut: Bool) -> bool:
-    """Whether, for each comparison in `cut`, one of the bounds is proven to be at most 0 where the comparison is
-    false."""
+    """True if, for each comparison in `cut`, one of the bounds is proven to be <= 0 where the comparison is false."""
     parts = sympy.And.make_args(cut)
     return all(
         isinstance(part, INEQUALITIES) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds)

@@ -102,7 +102,7 @@ def _shape(kernel: Kernel, rows: int) -> str:
 
 
 def _reads_row(kernel: Kernel, op: Op) -> bool:
-    """Whether an op reads one number per row of a tile for the mask or a modifier."""
+    """True if an op reads one number per row of a tile for the mask or a modifier."""
     if not isinstance(op, (Gather, Load)) or len(op.type.dims) != 1:
         return False
     return (op.src.tensor if isinstance(op, Gather) else kernel.accessed(op)[0].name) not in STATISTICS

@@ -105,7 +105,7 @@ def terms(where: Bool, context: MaskContext) -> tuple[Term, ...]:
 
 
 def exceeds_limits(where: Bool, context: MaskContext) -> bool:
-    """Whether `terms` reaches a limit before the whole condition is solved."""
+    """True if `terms` reaches a limit before the whole condition is solved."""
     return _solved_terms(where, context)[1]
 
 
@@ -147,7 +147,7 @@ class _Budget:
 
 
 def _positive_in_all_rows(rest: Expr, context: MaskContext) -> bool:
-    """Whether an expression without the loop's index is proven to be above 0 in every row of the program axis, so that
+    """True if an expression without the loop's index is proven to be above 0 in every row of the program axis, so that
     no row satisfies the bound `rest <= 0`."""
     found = extremes(rest, context, (sympy.Integer(0), symbol(AXIS_EXTENT[context.axis]) - 1))
     return found is not None and prove_le(sympy.Integer(1), with_rows(found[0], context.axis, context.rows))
@@ -211,7 +211,7 @@ def _plain(e: Bool, context: MaskContext) -> Bool:
 
 
 def _whole(e: Expr) -> bool:
-    """Whether an expression is an integer whenever its symbols are integers."""
+    """True if an expression is an integer whenever its symbols are integers."""
     return not e.has(sympy.Pow, sympy.Float, *REAL, *TO_INTEGER) and all(n.is_Integer for n in e.atoms(sympy.Number))
 
 
@@ -258,7 +258,7 @@ def _solved(e: Expr, context: MaskContext) -> Any:
 
 
 def _positive(e: Expr) -> bool:
-    """Whether a divisor is known to be positive. Symbols are: the verifier's rule `names` admits only positive
+    """True if a divisor is known to be positive. Symbols are: the verifier's rule `names` admits only positive
     arguments as divisors."""
     return bool(e.is_positive or e.is_Symbol)
 
@@ -384,7 +384,7 @@ def _without_remainders(p: Bool) -> Bool:
 
 
 def implies(p: Bool, q: Bool, own: str, loop: str) -> bool:
-    """Whether p is proven to imply q for all rows 0 <= own_idx <= extent - 1. Both must be linear, with the same
+    """True if p is proven to imply q for all rows 0 <= own_idx <= extent - 1. Both must be linear, with the same
     coefficient of the loop's index. Only p may contain remainders of a row's index."""
     first, second = linear_parts(_without_remainders(p), own, loop), linear_parts(q, own, loop)
     if first is None or second is None or first[1] != second[1]:

@@ -116,8 +116,8 @@ def order_by_direction(reversed_group: Expr | None, order: Expr) -> Expr:
 
 
 def ends_jump(module: Module, kernel: Kernel) -> bool:
-    """Whether loops may end elsewhere than at a fixed distance from their program tile or at one common place, such as
-    at the ends of documents.
+    """True if loops may end at places, such as ends of documents, that are neither at a fixed distance from the program
+    tile nor the same for all program tiles.
 
     Then some program tiles visit more tiles than the one before. If programs of several heads visited all tiles of one
     head before those of the next, programs with few tiles would reach their second head early, and wait there for
@@ -145,7 +145,7 @@ def whole_range(ranges: Sequence[tuple[Expr, Expr]]) -> tuple[Expr, Expr] | None
 
 
 def differs(kernel: Kernel, e: Expr) -> bool:
-    """Whether an expression depends on the program tile: on its start, or on values loaded there."""
+    """True if an expression depends on the program tile: on its start, or on values loaded there."""
     start = f"{kernel.program_axis}_start"
     names = {*symbol_names(kernel.resolve(e))}
     loads = (op for op in kernel.ops() if isinstance(op, Load) and op.name in names)
@@ -195,7 +195,7 @@ class _ProgramTiles:
         self.of_rows = {s: op for s, op in ends.items() if op.src.index[-1] in (self.start, last_row(own))}
 
     def knows(self, *bounds: Expr) -> bool:
-        """Whether bounds depend only on the start of the program tile, on values that are the same for all programs,
+        """True if bounds depend only on the start of the program tile, on values that are the same for all programs,
         and on loaded numbers that rise with the program tile."""
         given = {symbol(arg.name) for arg in self.kernel.args if arg.role == "scalar"} | {
             symbol(dim) for dim in AXIS_DIM.values()
@@ -203,11 +203,11 @@ class _ProgramTiles:
         return all(e.free_symbols <= given | {self.start, *self.uniform, *self.of_rows} for e in bounds)
 
     def depends(self, e: Expr) -> bool:
-        """Whether an expression depends on the program tile: on its start, or on numbers loaded at its rows."""
+        """True if an expression depends on the program tile: on its start, or on numbers loaded at its rows."""
         return bool(e.free_symbols & {self.start, *self.of_rows})
 
     def rises(self, e: Expr) -> bool:
-        """Whether an expression is known never to fall from one program tile to the next."""
+        """True if an expression is known never to fall from one program tile to the next."""
         if e == self.start or e in self.of_rows or not self.depends(e):
             return True
         if isinstance(e, (floordiv, cdiv)):  # the divisor is the rows of a tile or a constant, so it is positive

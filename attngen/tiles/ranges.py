@@ -71,7 +71,7 @@ def rows_of(kernel: Kernel) -> frozenset[str]:
 
 
 def gathers_per_query(op: Gather) -> bool:
-    """Whether a gather gives each row of a pack-GQA tile the element of its query."""
+    """True if a gather gives each row of a pack-GQA tile the element of its query."""
     of_head, rows = mod(symbol("q_idx"), symbol("queries")), symbol("q_idx") < symbol("Nq")
     *others, last = op.src.index
     only_last = all(not e.has(symbol("q_idx")) for e in others)
@@ -114,7 +114,7 @@ def needed_rows(kernel: Kernel, body: str) -> tuple[Expr, Expr] | None:
 
 
 def _is_of_data(kernel: Kernel, e: Expr) -> bool:
-    """Whether an expression depends on data, and the kernel has a value for each of its names."""
+    """True if an expression depends on data, and the kernel has a value for each of its names."""
     names = {str(s) for s in e.free_symbols} - {f"{axis}_start" for axis in AXIS_EXTENT} - {*AXIS_DIM.values()}
     ops = [kernel.op(name) for name in names if name in kernel.graph]
     # A name that is neither in the graph nor a size is not known in the kernel.
@@ -124,11 +124,11 @@ def _is_of_data(kernel: Kernel, e: Expr) -> bool:
 
 
 def _may_exclude(side: int, rest: Expr, context: MaskContext) -> bool:
-    """Whether a bound may exclude a row of the loop for all programs.
+    """True if a bound may exclude a row of the loop for all programs.
 
-    An upper bound may if it is not proven to leave every row for the program of the last row; a lower bound, if it is
-    not proven to leave every row for the first program. Otherwise each row that the bound excludes for one program is
-    left for another one.
+    An upper bound may, unless it is proven to leave every row for the program of the last row. A lower bound may,
+    unless it is proven to leave every row for the first program. Otherwise each row that the bound excludes for one
+    program is left for another one.
     """
     start, extent = symbol(f"{context.axis}_start"), symbol(AXIS_EXTENT[context.axis])
     if side > 0:
@@ -138,7 +138,7 @@ def _may_exclude(side: int, rest: Expr, context: MaskContext) -> bool:
 
 
 def shows_nothing(where: Bool) -> bool:
-    """Whether a mask hides every pair inside the tensors for any data and any arguments."""
+    """True if a mask hides every pair inside the tensors for any data and any arguments."""
     inside = {
         context: sympy.And(where, context.loop_idx < symbol(AXIS_EXTENT[context.loop])) for context in _contexts(where)
     }
@@ -146,7 +146,7 @@ def shows_nothing(where: Bool) -> bool:
 
 
 def _is_empty(term: Term, context: MaskContext) -> bool:
-    """Whether a literal of the term holds at no position of any program: it needs a negative position (side 1), or is
+    """True if a literal of the term holds at no position of any program: it needs a negative position (side 1), or is
     false at all positions (side 0)."""
     return any(
         x.side >= 0 and prove_le(sympy.Integer(1), with_rows(x.rest, context.axis, context.rows)) for x in term.solved
@@ -154,7 +154,7 @@ def _is_empty(term: Term, context: MaskContext) -> bool:
 
 
 def is_too_complex(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
-    """Whether a mask exceeds the limits of the interval solver, or its tile bounds exceed those of `classify`.
+    """True if a mask exceeds the limits of the interval solver, or its tile bounds exceed those of `classify`.
 
     numbers: names of integer arguments.
     """

@@ -23,8 +23,8 @@ from attngen.tiles.tiles import evaluate
 
 @cache
 def worth_listing(where: Bool) -> bool:
-    """Whether block lists would reduce the cost below WORTH_LISTING times that of bounds in closed form, for a mask of
-    positions and lengths: with program tiles of queries, or with program tiles of keys.
+    """True if, for a mask of positions and lengths, block lists would cost less than WORTH_LISTING times as much as
+    bounds in closed form, with program tiles of queries or with program tiles of keys.
 
     SAMPLED_ROWS evenly spaced rows of blocks are counted, for as many queries as keys: the shortest of SAMPLED_LENGTHS
     that is not below any number in the mask.
@@ -51,7 +51,7 @@ class Counted(NamedTuple):
 
 
 def samples(where: Bool) -> bool:
-    """Whether a mask can be sampled: it is a formula of positions and lengths, and is not constant."""
+    """True if a mask can be sampled: it is a formula of positions and lengths, and is not constant."""
     known = {"q_idx", "kv_idx", *_sizes(0)}
     return where not in (sympy.true, sympy.false) and {s.name for s in where.free_symbols} <= known
 

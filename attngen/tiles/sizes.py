@@ -91,7 +91,7 @@ def sizes(module: Module, config: Config) -> Mapping[str, int]:
 
 
 def lies_in_pages(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether each tile of keys that TMA loads by descriptor is in one page of the KV cache."""
+    """True if each tile of keys that TMA loads by descriptor is in one page of the KV cache."""
     described = config.tma and any(isinstance(op, Load) and op.via and op.pages for op in kernel.ops())
     return not described or (module.cache is not None and int(module.cache.page) % config.block_kv == 0)
 

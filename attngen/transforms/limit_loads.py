@@ -84,7 +84,7 @@ def _named(kernel: Kernel, axis: str, word: str, e: Expr) -> tuple[Expr, Map | N
 
 
 def limitable(kernel: Kernel, op: Op) -> bool:
-    """Whether a load reads matrix operands along the loop's axis with a bounds check there."""
+    """True if a load reads matrix operands along the loop's axis with a bounds check there."""
     return (
         isinstance(op, Load)
         and kernel.loop_axis in dict(op.check)

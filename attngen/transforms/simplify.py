@@ -121,7 +121,7 @@ def _solved(p: Bool, own: str, loop: str, loaded: frozenset[str]) -> Bool:
 
 
 def _simpler(a: sympy.Expr, b: sympy.Expr, even: bool) -> bool:
-    """Whether a has fewer terms than b; for an equal number, `even`."""
+    """True if `a` has fewer terms than `b`; if both have equally many, `even`."""
     terms = len(sympy.Add.make_args(b)) - len(sympy.Add.make_args(a))
     return terms > 0 or (terms == 0 and even)
 
@@ -151,7 +151,7 @@ def _one_bound_a_side(
 
 
 def _is_plain(e: sympy.Expr) -> bool:
-    """Whether an expression is a sum of integers with factors 1 or -1. Others may need 64 bits, and so would the
+    """True if an expression is a sum of integers with factors 1 or -1. Others may need 64 bits, and so would the
     comparison of every score."""
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(e) if not term.is_Integer]
     return all(abs(factor) == 1 and term.is_Symbol for factor, term in terms)

@@ -48,7 +48,7 @@ class SplitDkdv(Pass):
 
 
 def _has_both(kernel: Kernel) -> bool:
-    """Whether each program has a tile of keys and accumulates dK and dV, and no dQ."""
+    """True if each program has a tile of keys and accumulates dK and dV, and no dQ."""
     return (
         kernel.writes.issuperset(GRADIENTS)
         and bool(kernel.dots)

@@ -121,5 +121,5 @@ def _name_bounds(kernel: Kernel, loop: Loop) -> tuple[list[Map], list[Expr]]:
 
 
 def _is_value(kernel: Kernel, name: str, bounds: list[Map]) -> bool:
-    """Whether a symbol is an op's result and not a size, a tile size or a position."""
+    """True if a symbol is an op's result and not a size, a tile size or a position."""
     return name in {b.name for b in bounds} or (name in kernel.graph and not isinstance(kernel.op(name), Arg))

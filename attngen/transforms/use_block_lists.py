@@ -119,7 +119,7 @@ def _by_class(kernel: Kernel, group: list[Loop]) -> list[Loop]:
 
 
 def _is_reduced(kernel: Kernel, e: Expr) -> bool:
-    """Whether a bound is reduced from one number per row of a tile."""
+    """True if a bound is reduced from one number per row of a tile."""
     used = {str(s) for s in e.free_symbols} & set(kernel.graph)
     return any(isinstance(kernel.op(name), Reduce) for one in used for name in nx.ancestors(kernel.graph, one))
 
