@@ -111,7 +111,7 @@ def _in_base_two(e: Any, args: list[Expr]) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two normal expressions are equal, up to TOLERANCE in their numbers."""
+    """True if two normal expressions are equal, up to TOLERANCE in their numbers."""
     if a == b:
         return True
     if a.is_Number and b.is_Number:
@@ -125,12 +125,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two expressions are equal in their normal forms or by their values at enough points."""
+    """True if two expressions are equal in their normal forms or by their values at enough points."""
     return same(normal(a), normal(b)) or agree(a, b) is True
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two conditions are built of equal comparisons: equal in form, or for real numbers in value."""
+    """True if two conditions are built of equal comparisons: equal in form, or for real numbers in value."""
     if same(a, b):
         return True
     if a.func != b.func or len(a.args) != len(b.args):
@@ -144,14 +144,14 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _of_reals(e: Any) -> bool:
-    """Whether some number in an expression is not known to be an integer."""
+    """True if some number in an expression is not known to be an integer."""
     return any(
         x.is_integer is not True for x in sympy.preorder_traversal(e) if not isinstance(x, Boolean) or x.is_Symbol
     )
 
 
 def _matched(some: tuple[Any, ...], others: tuple[Any, ...], like: Callable[[Any, Any], bool] = same) -> bool:
-    """Whether two collections have the same expressions, in any order."""
+    """True if two collections have the same expressions, in any order."""
     left = list(others)
     for x in some:
         found = next((y for y in left if like(x, y)), None)

@@ -37,7 +37,7 @@ def wgmma_waits(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _is_accumulated_to(kernel: Kernel, op: Wgmma, users: list[Op]) -> bool:
-    """Whether another wgmma of the block is the only user, and accumulates to this one."""
+    """True if another wgmma of the block is the only user, and accumulates to this one."""
     after = [user for user in users if isinstance(user, Wgmma) and user.acc == op.name]
     return len(users) == 1 and [kernel.block_of(user) for user in after] == [kernel.block_of(op)]
 

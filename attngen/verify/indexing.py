@@ -159,18 +159,18 @@ def _entries(kernel: Kernel, by_entry: set[str]) -> Iterator[str]:
 
 
 def in_pages(op: Any) -> bool:
-    """Whether an op accesses rows by their pages, and so has no index for the dimension of pages."""
+    """True if an op accesses rows by their pages, and so has no index for the dimension of pages."""
     return isinstance(op, (Append, Load)) and op.pages is not None
 
 
 def is_page_of(module: Module, index: Any) -> bool:
-    """Whether an index is that of a row's page among the pages of its sequence."""
+    """True if an index is that of a row's page among the pages of its sequence."""
     return bool(module.cache and isinstance(index, floordiv) and index.args[1] == dimension(module.cache.page))
 
 
 def _is_page(kernel: Kernel, op: Gather | Scatter, index: Any) -> bool:
-    """Whether an index is a page number that was read under conditions of the access, so where the sequence has the
-    row."""
+    """True if an index is a page number that was read under conditions of the access, so only where the sequence has
+    the row."""
     table = next((kernel.op(ref) for name, ref in op.uses if symbol(name) == index), None)
     return (
         isinstance(table, Gather)

@@ -83,13 +83,13 @@ class _Machine(Tables):
         return canonical(self, self.run_local(moved(state, i, node), i))
 
     def is_next_for_all(self, state: State, r: int, tile: int) -> bool:
-        """Whether a tile is the next one of each of the pipeline's consumers in its stage, so that none can pass the
-        stage's full barrier before."""
+        """True if each consumer of the pipeline takes this tile next from the tile's stage, so that none can pass the
+        stage's full barrier before the tile arrives."""
         n = self.stages[r]
         return all((tile - state.agents[i].uses[r]) % (PERIOD * n) < n for i in self.consumers[r])
 
     def comes_first(self, state: State, i: int, step: Step) -> bool:
-        """Whether nothing that others can do before an agent's next step bears on it (see above)."""
+        """True if nothing that other agents can do before this agent's next step affects the step (see above)."""
         agent = state.agents[i]
         pipelines = [
             r for r, (name, owner) in enumerate(self.pipelines) if name == step.name and owner in ("", self.who[i])
@@ -109,7 +109,7 @@ class _Machine(Tables):
         return True
 
     def may_arrive(self, state: State, i: int) -> bool:
-        """Whether an agent may arrive at a scheduler barrier before another one arrives at its own: it can sync, or
+        """True if an agent may arrive at a scheduler barrier before another one arrives at its own: it can sync, or
         arrives without a sync."""
         return i in state.arrivals or state.agents[i].at in self.before_arrive[i]
 
@@ -132,7 +132,7 @@ class _Machine(Tables):
         return state
 
     def skips(self, state: State, i: int, step: Step) -> bool:
-        """Whether a step waits for or releases a round-robin tile of another instance: then it only counts it."""
+        """True if a step waits for or releases a round-robin tile of another instance. Then it only counts the tile."""
         if step.name not in self.round_robin or step.kind not in ("consumer_wait", "consumer_release"):
             return False
         agent, r = state.agents[i], self.index(step.name, self.who[i])
@@ -246,7 +246,7 @@ class _Machine(Tables):
         return state
 
     def holds(self, agent: Agent, r: int, s: int) -> bool:
-        """Whether an agent has waited for a tile in this stage that it has not released."""
+        """True if an agent has waited for a tile in this stage that it has not released."""
         n = self.stages[r]
         held = (agent.uses[r] - agent.released[r]) % (PERIOD * n)
         in_stage = any((agent.released[r] + k) % n == s for k in range(held))

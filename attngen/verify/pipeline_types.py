@@ -74,13 +74,13 @@ def _metadata_errors(kernel: Kernel, op: Pipeline) -> Iterator[str]:
 
 
 def _has_work_tiles(op: Op) -> bool:
-    """Whether an op is a pipeline that passes the number of a work tile to all warp groups."""
+    """True if an op is a pipeline that passes the number of a work tile to all warp groups."""
     work_tile = ("i32", (), "", None)
     return isinstance(op, Pipeline) and (op.type.dtype, op.type.dims, op.per_instance, op.metadata_of) == work_tile
 
 
 def _has_row_vectors(kernel: Kernel, op: Pipeline) -> bool:
-    """Whether a pipeline passes one number per row from one warp group to another."""
+    """True if a pipeline passes one number per row from one warp group to another."""
     written = any(
         isinstance(user, ProducerStore) and user.pipeline == op.name
         for user in map(kernel.op, kernel.graph.successors(op.name))

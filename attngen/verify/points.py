@@ -184,7 +184,7 @@ def value(e: Any, at: Point) -> Any:
 
 
 def _holds(e: Any, at: Point) -> bool:
-    """Whether a condition holds at a point; a symbol that is a condition holds where it is not 0. Raises Unknown."""
+    """True if a condition holds at a point. A symbol that is a condition holds where it is not 0. Raises Unknown."""
     found = value(e, at)
     return found if isinstance(found, bool) else bool(found != 0)
 
@@ -260,7 +260,7 @@ def _sample(s: Any, chance: Random, pool: list[int], near: list[int], numbers: l
 
 @cache
 def agree(a: Expr, b: Expr) -> bool | None:
-    """Whether two expressions have the same value; None if too few points decide it."""
+    """True if two expressions have the same value; None if too few points decide it."""
     count = 0
     for at in points(a, b):
         try:

@@ -138,7 +138,7 @@ def _same_accumulations(kernel: Kernel, portable: Kernel) -> Iterator[str]:
 
 
 def _accumulates(kernel: Kernel, op: Op, semaphores: set[Any]) -> bool:
-    """Whether an op is a step of the accumulation of tiles by TMA, under these semaphores."""
+    """True if an op is a step by which TMA accumulates tiles under these semaphores."""
     match op:
         case SemaphoreAcquire():
             adds = {o.semaphore.tensor for o in kernel.ops() if isinstance(o, OrderedAdd) and o.semaphore}

@@ -192,7 +192,7 @@ def _steps(kernel: Kernel, ops: Iterable[Op]) -> Iterator[Step]:
 
 
 def _is_metadata(kernel: Kernel, name: str) -> bool:
-    """Whether a pipeline has metadata of another one's tiles, and so no barriers of its own."""
+    """True if a pipeline has metadata of another one's tiles, and so no barriers of its own."""
     pipeline = kernel.op(name)
     return isinstance(pipeline, Pipeline) and bool(pipeline.metadata_of)
 

@@ -132,5 +132,5 @@ def _summed(kernel: Kernel, values: Values, dot: Dot) -> Iterator[str]:
 
 
 def _times(values: Values, op: Op, dot: Dot, size: Expr) -> bool:
-    """Whether an op adds a product times the largest scale of its tile."""
+    """True if an op adds the product `dot` times `size`, the largest scale of its tile."""
     return isinstance(op, Map) and sympy.expand(values.of(op.name)).coeff(values.of(dot.name)) == size

@@ -66,7 +66,7 @@ def defined_in_scope(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _is_defined(kernel: Kernel, around: dict[str, Op], ref: str, place: dict[str, Any]) -> bool:
-    """Whether a value is defined before a place, which is a node of the kernel's graph."""
+    """True if a value is defined before a place, which is a node of the kernel's graph."""
     source = kernel.graph.nodes[ref.split(".")[0]]
     seen = {"entry"}
     while place["block"] != source["block"] and place["block"] in around:
@@ -110,7 +110,8 @@ def all_used(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _is_read_in_other_body(kernel: Kernel, arg: Arg) -> bool:
-    """Whether a carried value is read in another body of its loop, where even and odd iterations differ."""
+    """True if another body of a carried value's loop reads the value. A loop has several bodies if even and odd
+    iterations differ."""
     home = kernel.block_of(arg).name
     loop = next(
         (op for op in kernel.ops() if isinstance(op, PipelinedLoop) and (op.odd or op.pair) and home in op.bodies), None

@@ -67,7 +67,7 @@ def _subtracted(x: Expr, tensor: str) -> list[Expr]:
 
 
 def _normalised(op: Map, values: Values) -> bool:
-    """Whether weights that a map recomputes with the row's maximum are normalized by the row's sum.
+    """True if weights that a map recomputes with the row's maximum are normalized by the row's sum.
 
     The map does that itself. Or each value that a loop carries is normalized where it is read, after the loops, which
     then store nothing and take no logarithms of the weights.
@@ -165,7 +165,7 @@ def _unlimited(e: Expr, score: Expr) -> Expr:
 
 
 def is_logarithm(kernel: Kernel, values: Values, op: Op) -> bool:
-    """Whether an op is log2 of a weight where that is positive, and 0 elsewhere, so that 0 is never multiplied by an
+    """True if an op is log2 of a weight where that is positive, and 0 elsewhere, so that 0 is never multiplied by an
     infinity."""
     if not isinstance(op, Map) or not isinstance(op.expr, select):
         return False

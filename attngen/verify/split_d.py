@@ -61,7 +61,7 @@ def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _is_part(kernel: Kernel, op: Load) -> bool:
-    """Whether a load has the program's columns of the tile that `columns_of` names, with the same checks of rows."""
+    """True if a load has the program's columns of the tile that `columns_of` names, with the same checks of rows."""
     whole = kernel.op(op.columns_of or "")
     axis = axis_of(op.src.index[-1])
     letters = {

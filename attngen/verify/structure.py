@@ -156,8 +156,8 @@ def loops(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _runs_over_all(kernel: Kernel, loop: Loop) -> bool:
-    """Whether a loop visits all tiles of its axis: the program axis where programs visit all its tiles, either axis in
-    a kernel without scores, or the splits of a sequence, which a program combines."""
+    """True if a loop visits all tiles of its axis: the program axis where programs visit all its tiles, either axis in
+    a kernel that prepares tensors, or the splits of a sequence, which a program combines."""
     own = kernel.visits_all_tiles and loop.var == kernel.program_axis
     return own or (kernel.prepares and loop.var in AXIS_EXTENT) or loop.var == "combined"
 

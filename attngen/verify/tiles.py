@@ -51,8 +51,8 @@ def extremes(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _at_end(kernel: Kernel, made: str, name: str, end: Any, rising: set[str]) -> bool:
-    """Whether the value `made` is that of the first or last row (`end`) of the value `name`, in a tensor whose numbers
-    never decrease."""
+    """True if `made` is the first or last row (`end`) of the value `name`, loaded from a tensor whose numbers never
+    decrease."""
     one, rows = kernel.op(made), kernel.op(name)
     if isinstance(one, Gather) and isinstance(rows, Gather):
         queries = sympy.Integer(0) if end == symbol("q_start") else symbol("queries") - 1
@@ -67,7 +67,7 @@ def _at_end(kernel: Kernel, made: str, name: str, end: Any, rising: set[str]) ->
 
 
 def _reduced(kernel: Kernel, made: str, name: str, kind: str, other: int) -> bool:
-    """Whether the value `made` is the minimum or maximum of the existing rows of the value `name`. Rows that do not
+    """True if the value `made` is the minimum or maximum of the existing rows of the value `name`. Rows that do not
     exist count as `other`."""
     own, reduce = kernel.program_axis, kernel.op(made)
     rows: Op | None = (
@@ -122,7 +122,7 @@ def _runs(tiles: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool:
-    """Whether the pieces are contiguous chains, in rising order, that cover the runs: all in one chain, or each run in
+    """True if the pieces are contiguous chains, in rising order, that cover the runs: all in one chain, or each run in
     its own."""
     pieces = [p for p in pieces if p[0] != p[1]]  # the others are empty in programs whose tile has a row
     if any(
@@ -143,7 +143,7 @@ def _covered(runs: list[tuple[Any, ...]], pieces: list[tuple[Any, Any]]) -> bool
 
 
 def _le(kernel: Kernel, a: Any, b: Any) -> bool:
-    """Whether a <= b is proven for a program whose tile has a row."""
+    """True if a <= b is proven for a program whose tile has a row."""
     return prove_le(_known(kernel, a), _known(kernel, b))
 
 

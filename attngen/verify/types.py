@@ -406,7 +406,7 @@ def _numbers_in(e: Any) -> tuple[Any, ...]:
 
 
 def is_integral(kernel: Kernel, e: Any, uses: dict[str, str]) -> bool:
-    """Whether an expression is made of integers: positions, sizes, and scalars of the kernel that are."""
+    """True if an expression is computed only from integers: positions, sizes, and integer values of the kernel."""
     names, conditions, whole = _integers_of(e)
     refs, others = ({uses.get(name, name) for name in of} - POSITIONS - kernel.variables for of in (names, conditions))
     known = all(ref.split(".")[0] in kernel.graph for ref in refs | others)

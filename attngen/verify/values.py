@@ -178,8 +178,8 @@ class Values:
         return made
 
     def _is_product(self, op: Dot) -> bool:
-        """Whether a dot sums over all of head_dim of q and k: over a latent by two products, one accumulated to the
-        other."""
+        """True if a dot sums over all of head_dim of q and k. Over a latent, this takes two products, one accumulated
+        onto the other."""
         if self.kernel.rotates and {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"}:
             rest = self.kernel.op(op.acc) if op.acc else None
             return (
