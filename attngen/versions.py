@@ -7,7 +7,7 @@ PAIRS = {"2.11.0": "3.6.0", "2.12.0": "3.7.0", "2.13.0": "3.7.1", "2.14.0": "3.8
 
 
 def is_supported(torch: str, triton: str) -> bool:
-    """Whether these versions, such as 2.13.0+cpu and 3.7.1, are a pair of PAIRS; the patch number is ignored."""
+    """True if these versions, such as 2.13.0+cpu and 3.7.1, are a pair of PAIRS; the patch number is ignored."""
     return (_minor(torch), _minor(triton)) in {(_minor(a), _minor(b)) for a, b in PAIRS.items()}
 
 

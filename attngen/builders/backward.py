@@ -263,8 +263,8 @@ def _fused(spec: Spec) -> Signature:
 
 
 def _differs_by_head(spec: Spec) -> bool:
-    """Whether query heads of a group visit different tiles, or read different values that a program would keep for all
-    its tiles."""
+    """True if the query heads of a group visit different tiles, or read different values that a program would load once
+    for all its tiles."""
     expressions = (spec.visible_by_key(), spec.modified())
     kept = (
         e

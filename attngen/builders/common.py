@@ -314,7 +314,7 @@ class KernelBuilder:
         return self.compute(name, at[dim], block, "i32")
 
     def _is_packed(self, read: Read) -> bool:
-        """Whether the rows of a tile belong to several heads and the read depends on the head or the query."""
+        """True if a tile has rows of several heads and the read depends on the head or the query."""
         return self.signature.pack_gqa and not {"Hq", "Nq"}.isdisjoint(self.tensor_types[read.tensor].dims)
 
     def _natural(self, read: Read) -> list[tuple[str, Any, Any]]:

@@ -62,8 +62,8 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
 
 
 def in_fixed_order(spec: Spec) -> bool:
-    """Whether the gradients of all learned inputs can be summed in a fixed order, as `backward: {deterministic: true}`
-    asks."""
+    """True if the gradients of all learned inputs can be summed in a fixed order, as `backward: {deterministic: true}`
+    requires."""
     grads = {i.name: i.shape for i in spec.inputs() if i.grad}
     by_entry = _by_entry(spec)
     read = (r for r in spec.reads() if r.tensor in grads and not any(s.sink() == symbol(r.name) for s in spec.score))
@@ -83,8 +83,7 @@ def _index_kinds(read: Read, dims: tuple[str, ...]) -> list[str | None]:
 
 
 def _summed_in_order(index: Sequence[str | None]) -> bool:
-    """Whether parts of a gradient with such an index can be summed in a fixed order: by row, by score or by
-    distance."""
+    """True if partial gradients with this index can be summed in a fixed order: by row, by score or by distance."""
     distances = [e for e in index if e and "distance" in e]
     if distances:
         return len(distances) == 1 and [e for e in index if e not in distances] in ([], ["b"], ["h"], ["b", "h"])

@@ -193,8 +193,8 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
 
 
 def _many_keys(module: Module) -> Bool:
-    """Whether sequences are long and each SM has several programs of key tiles; with few, most would wait for the
-    semaphore.
+    """The condition that sequences are long and each SM has several programs of key tiles. With few programs per SM,
+    most would wait for the semaphore.
 
     Shorter sequences need more programs. With block lists, programs wait for each other longer: shorter sequences are
     excluded there, and also those that are too long.

@@ -42,7 +42,7 @@ def build_count(module: Module, blocks: Blocks) -> Host:
 
 
 def _depends(kernel: Kernel, letter: str) -> bool:
-    """Whether the mask that a kernel evaluates depends on the sequence (`b`) or on the head (`h`)."""
+    """True if the mask that the kernel evaluates depends on `letter`: the sequence (`b`) or the head (`h`)."""
     written = {a.name for a in kernel.args if a.role == "out"}
     for op in kernel.ops():
         if isinstance(op, (Base, Load)) and op.src.tensor not in written:

@@ -37,8 +37,8 @@ SIGNATURE = Signature(
 
 
 def applies(spec: Spec) -> bool:
-    """Whether queries of all heads of a group may share a tile: no input, dropout or block list depends on the query or
-    the head."""
+    """True if the queries of all heads of a group may share a tile: no input, dropout or block list depends on the
+    query or the head."""
     shared = SHARINGS[spec.heads.sharing].is_shared
     if not shared or spec.rope or spec.schedule.order != "q_outer" or spec.dropout or listed_blocks(spec) is not None:
         return False

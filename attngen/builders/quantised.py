@@ -27,12 +27,12 @@ SMALLEST = sympy.Float(2.0**-126)  # smallest scale, because it is a divisor
 
 
 def _by_head(b: KernelBuilder) -> bool:
-    """Whether scales are the same for all keys of a head."""
+    """True if all keys of a head have the same scale."""
     return b.signature.cache is not None and b.signature.cache.scale == "head"
 
 
 def _by_tile(b: KernelBuilder, block: str) -> bool:
-    """Whether scales are the same for all keys of a tile in a loop: pages hold whole tiles (see Kernel.tile_page)."""
+    """True if all keys of a loop's tile have the same scale, because pages hold whole tiles (see Kernel.tile_page)."""
     cache = b.signature.cache
     tile = b.spec.schedule.block_kv or UNIT
     return block != "entry" and cache is not None and cache.page.isdigit() and int(cache.page) % tile == 0

@@ -68,5 +68,5 @@ def where_seen(b: KernelBuilder, e: Any) -> Any:
 
 
 def has_sink(spec: Spec) -> bool:
-    """Whether a modifier adds a sink logit to every row, so that no LSE is -inf."""
+    """True if a modifier adds a sink logit to every row, so that no LSE is -inf."""
     return any(s.sink() is not None for s in spec.score)

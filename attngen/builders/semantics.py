@@ -41,7 +41,7 @@ def meaning(spec: Spec) -> Meaning:
 
 
 def varies(spec: Spec, read: Read, position: Expr) -> bool:
-    """Whether the index of a read depends on a position, directly or through another read."""
+    """True if the index of a read depends on a position, directly or through another read."""
     names = {s for e in read.index for s in e.free_symbols}
     return position in names or any(
         varies(spec, other, position) for other in spec.reads() if symbol(other.name) in names
@@ -64,13 +64,14 @@ def listed_blocks(spec: Spec) -> Blocks | None:
 
 
 def _by_formula(spec: Spec) -> bool:
-    """Whether the mask depends only on positions and lengths, and listing its blocks is worth an evaluation of it."""
+    """True if the mask depends only on positions and lengths, and block lists are worth their cost (see
+    `worth_listing`)."""
     where, lists = spec.visible(), spec.cache is None and spec.schedule.order == "q_outer"
     return lists and not spec.mask.inputs() and not spec.mask.derived() and worth_listing(where)
 
 
 def _by_data(spec: Spec, axis: str) -> bool:
-    """Whether part of the mask is data that does not bound the loops of kernels whose programs own tiles of an axis."""
+    """True if part of the mask is data that does not bound the loops of kernels whose programs own tiles of `axis`."""
     loop = "kv" if axis == "q" else "q"
     types = input_tensors(spec.inputs(), spec.derived())
     along, rows = ({r.name for r in spec.reads() if varies(spec, r, symbol(f"{over}_idx"))} for over in (loop, axis))
@@ -82,8 +83,8 @@ def _by_data(spec: Spec, axis: str) -> bool:
 
 
 def singular(spec: Spec, e: Expr) -> bool:
-    """Whether an expression of a score, or its derivative, may be infinite or undefined somewhere, such as past the
-    ends."""
+    """True if an expression of a score, or its derivative, may be infinite or undefined for some pair, such as one past
+    the ends."""
     inside = _per_score(spec)
     return any(
         isinstance(f, (log, sqrt)) or (f.is_Pow and not (f.exp.is_Integer and f.exp > 0))
@@ -93,7 +94,7 @@ def singular(spec: Spec, e: Expr) -> bool:
 
 
 def unbounded(spec: Spec) -> bool:
-    """Whether scores may be -inf without a mask, as a bias per score can make them."""
+    """True if scores may be -inf without a mask, as a bias per score can make them."""
     score = spec.modified()
     kinds = {i.name: i.dtype for i in spec.inputs()}
     read = {symbol(r.name) for r in spec.reads() if kinds.get(r.tensor) in ("f32", "T")}
@@ -105,23 +106,23 @@ def only_fp32(spec: Spec) -> bool:
 
 
 def exact_partials(spec: Spec) -> bool:
-    """Whether splits of a row's keys are combined by maximum and sum, not by the LSE.
+    """True if the splits of a row's keys are combined by maximum and sum, not by the LSE.
 
-    The rounding of a split's LSE to fp32 would be a factor of its weight.
+    Rounding a split's LSE to fp32 would scale its weight by the exponential of the error.
     """
     return by_precision(spec.dtype)
 
 
 def exact_sums(spec: Spec) -> bool:
-    """Whether weights are recomputed from the row's maximum and sum, not from the LSE.
+    """True if weights are recomputed from the row's maximum and sum, not from the LSE.
 
-    The rounding of the LSE to fp32 would be a factor of each weight.
+    Rounding the LSE to fp32 would scale each weight by the exponential of the error.
     """
     return by_precision(spec.dtype) and (spec.trains or "key_mass" in spec.outputs)
 
 
 def keeps_extremes(spec: Spec) -> bool:
-    """Whether a score too large or too low for fp32 to base 2 stays finite there, so that a row with only lowest scores
+    """True if a score too large or too low for fp32 to base 2 stays finite there, so that a row with only lowest scores
     gets the mean of its values.
 
     This takes four operations per score. Modules that also accept 16-bit types do without: there a row of such scores
@@ -229,8 +230,8 @@ def _divisors(e: Expr) -> set[Any]:
 
 
 def _has_no_slope(e: Any, by: Expr) -> bool:
-    """Whether a part of an expression has no derivative, or 0: a condition, an integer, or a part that does not depend
-    on `by`."""
+    """True if a part of an expression has no derivative or the derivative 0: it is a condition, an integer, or does not
+    depend on `by`."""
     return isinstance(e, Boolean) and not e.is_Symbol or bool(getattr(e, "is_integer", False)) or not e.has(by)
 
 

@@ -56,17 +56,17 @@ class Signature(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether the kernel sums gradients or weights per key, so that keys are the rows of its scores."""
+        """True if the kernel sums gradients or weights per key, so that keys are the rows of its scores."""
         return not {"dK", "dV", "KEY_MASS"}.isdisjoint(self.writes)
 
     @property
     def by_key_head(self) -> bool:
-        """Whether a program owns a K/V head, for all query heads that share it."""
+        """True if a program owns a K/V head, for all query heads that share it."""
         return self.pack_gqa or "K" in self.writes or (self.transposed and not self.per_query_head)
 
     @property
     def scores(self) -> bool:
-        """Whether the kernel computes scores. Other kernels use no block lists and no dropout."""
+        """True if the kernel computes scores. Other kernels use no block lists and no dropout."""
         return "K" in self.reads
 
     @property
@@ -75,7 +75,7 @@ class Signature(NamedTuple):
 
     @property
     def masks(self) -> bool:
-        """Whether the kernel evaluates the mask. Other kernels process only rows."""
+        """True if the kernel evaluates the mask. Other kernels process only rows."""
         return self.scores or "COUNT" in self.writes
 
 

@@ -114,12 +114,12 @@ def _check() -> None:
 
 
 def _has_users() -> bool:
-    """Whether files have meaningful modes and owners; on Windows they do not."""
+    """True if files have meaningful modes and owners; on Windows they do not."""
     return hasattr(os, "geteuid")
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether a file or folder belongs to this user, or to root, who can write anywhere."""
+    """True if a file or folder belongs to this user, or to root, who can write anywhere."""
     return not _has_users() or found.st_uid in (os.geteuid(), 0)
 
 

@@ -115,7 +115,7 @@ def _tiles(module: Module, written: set[str]) -> str:
 
 
 def _writes(kernel: Kernel, written: set[str]) -> bool:
-    """Whether a kernel writes one of these tensors, or sums from which another kernel computes it."""
+    """True if a kernel writes one of these tensors, or sums from which another kernel computes it."""
     return any(
         a.role in ("out", "inout", "sum") and {a.name, a.name.removesuffix("_ACC")} & written for a in kernel.args
     )

@@ -62,7 +62,7 @@ class CacheWrapper(Wrapper):
 
     @property
     def counts_keys(self) -> bool:
-        """Whether `promises_in_cache` uses the variable `keys`, the number of keys of each sequence."""
+        """True if `promises_in_cache` uses the variable `keys`, the number of keys of each sequence."""
         return bool(re.search(r"\bkeys\b", re.sub(r'"[^"]*"', "", " ".join(self.promises_in_cache))))
 
     @property

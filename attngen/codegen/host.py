@@ -317,7 +317,7 @@ class HostContext:
         return {"var": f"{var}, {var}_strides", "expr": f"runtime.by_group({src}, {self._dim('group')}{options})"}
 
     def _is_described(self, op: View) -> bool:
-        """Whether a kernel with pack-GQA gets columns of this view, which the kernel's warp-specialized form reads by
+        """True if a pack-GQA kernel gets columns of this view and has a warp-specialized form, which reads the view by
         TMA."""
         columns = {o.name for o in self.host.ops() if isinstance(o, View) and o.by in COLUMN_VIEWS and o.src == op.name}
         launched = {o.kernel for o in self.host.ops() if isinstance(o, Launch) and columns & {ref for _, ref in o.args}}
@@ -452,8 +452,8 @@ class HostContext:
         return [f'-(-{_WIDTHS[WHOLE[block]]} // {schedule}["{block}"])']
 
     def _is_contiguous(self, ref: str) -> bool:
-        """Whether it is allocated as a contiguous tensor, or is a view of one that only launches take: its strides
-        follow from its dimensions."""
+        """True if the tensor is allocated as contiguous, or is a view of such a tensor that only launches use. Its
+        strides then follow from its dimensions."""
         op = self.host.by_name[ref]
         if isinstance(op, View) and op.by in ("heads", "group"):
             users = (user for user in self.host.ops() if ref in user.operands())

@@ -37,7 +37,7 @@ class Wrapper:
 
     @property
     def data(self) -> bool:
-        """Whether the data of a call decides which blocks are visible."""
+        """True if the data of a call decides which blocks are visible."""
         return self.module.blocks is not None and self.module.blocks.data
 
     @property
@@ -191,8 +191,8 @@ class Wrapper:
 
     @property
     def promising(self) -> bool:
-        """Whether the data of a call without a KV cache has promises: of numbers of inputs, or of block lists of a
-        plan."""
+        """True if a call without a KV cache makes promises about its data: the numbers in its inputs, or the block
+        lists of its plan."""
         return self.module.blocks is not None or any(i.promises for i in self.module.inputs) or bool(self.of_plan)
 
     @property

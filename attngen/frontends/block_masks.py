@@ -113,7 +113,7 @@ def _dense(counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int)
 def _agree(
     mask_mod: Mod, listed: torch.Tensor, full: torch.Tensor, block: tuple[int, int], lengths: tuple[int, int]
 ) -> bool:
-    """Whether the lists hide nothing that the function shows, and the full blocks show nothing that it hides."""
+    """True if the lists hide nothing that the function shows, and the full blocks show nothing that it hides."""
     (rows, columns), (n_q, n_kv), device = block, lengths, listed.device
     each = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
     each = torch.vmap(torch.vmap(each, (None, 0, None, None)), (0, None, None, None))

@@ -48,7 +48,7 @@ def _has_key(e: ast.expr) -> bool:
 
 
 def _is_integer(e: ast.expr, integers: Set[str]) -> bool:
-    """Whether an expression is computed only from integers; positions and reduction indices are integers."""
+    """True if an expression is computed only from integers; positions and reduction indices are integers."""
     match e:
         case ast.Constant():
             return type(e.value) is int

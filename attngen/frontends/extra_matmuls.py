@@ -128,7 +128,7 @@ def append_columns(
 
 
 def fits(products: tuple[Product, ...], width: int, sizes: Sizes, most: int) -> bool:
-    """Whether rows of q and k with the products' columns have at most `most` columns, and all query heads of a K/V head
+    """True if rows of q and k with the products' columns have at most `most` columns, and all query heads of a K/V head
     read the same key columns."""
     group = sizes.q_heads // sizes.kv_heads
     heads = [i[5:] or "1" for p in products for i in p.at_keys if i.startswith("h")]

@@ -110,7 +110,7 @@ def plan_for(
 
 
 def _is_recorded(x: torch.Tensor) -> bool:
-    """Whether a tracer or a CUDA graph records the call: it keeps operators or addresses, but not the module."""
+    """True if a tracer or a CUDA graph records the call: it keeps operators or addresses, but not the module."""
     return (
         torch.compiler.is_compiling()
         or is_tracing()

@@ -142,8 +142,8 @@ def dims_of(table: Table, sizes: Sizes | None, free: bool = True) -> tuple[str |
 
 
 def _is_bounded(index: str) -> bool:
-    """Whether constants bound an index: it is a constant, a reduction index, a remainder or a clamp. Such reads need
-    no checks."""
+    """True if constants bound an index: it is a constant, a reduction index, a remainder or a clamp. Such reads need no
+    checks."""
     match ast.parse(index, mode="eval").body:
         case ast.Constant() | ast.UnaryOp() | ast.BinOp(op=ast.Mod()) | ast.Call(func=ast.Name(id="clamp")):
             return True

@@ -115,7 +115,6 @@ class Traced:
         return " ".join((self.score or "", *self.score_parts.values()))
 
     def reads(self, table: Table) -> bool:
-        """Whether the mask or the score reads a captured tensor."""
         return occurs(table.name, f"{self.of_mask} {self.of_score}")
 
 

@@ -223,7 +223,8 @@ def reduced(x: Value, dims: tuple[int, ...], keep: bool, name: str, kind: Kind, 
 
 
 def never_negative(e: ast.expr) -> bool:
-    """Whether an integer expression is certainly >= 0: made of positions and constants without a subtraction."""
+    """True if an integer expression is certainly >= 0, because it combines positions and constants without a
+    subtraction."""
     match e:
         case ast.Constant() | ast.Name():
             return True

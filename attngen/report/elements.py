@@ -185,7 +185,7 @@ def _written(mask: Mask) -> Iterator[Written]:
 
 
 def _is_striped(i: Input) -> bool:
-    """Whether an input is a tensor of integers or bits with one element per query or key."""
+    """True if an input is a tensor of integers or bits with one element per query or key."""
     return bool(i.shape) and i.shape[-1] in ("Nq", "Nk") and i.dtype in STRIPES
 
 

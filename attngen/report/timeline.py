@@ -271,7 +271,7 @@ class Timeline:
         yield _Ask(lambda: end, shown, label, f"%{op.name}")
 
     def is_arithmetic(self, op: Op, cls: str) -> bool:
-        """Whether an op is arithmetic on a tile, in an iteration of this class."""
+        """True if an op does arithmetic on a tile in an iteration of class `cls`."""
         if isinstance(op, (Arg, Init, Yield, ConvertLayout, SplitHalves, PinBeforeWait, ConcatHalves)) or (
             isinstance(op, Mask) and cls == "full" and op.when == "partial"
         ):
@@ -357,7 +357,7 @@ class Timeline:
 
 
 def _consumes(kernel: Kernel, block: Block, pipeline: str) -> bool:
-    """Whether a block consumes tiles, or tile indices, from a pipeline."""
+    """True if a block, or a body that it runs, consumes tiles or tile indices from a pipeline."""
     for op in block.ops:
         if isinstance(op, (ConsumerWait, WorkLoop)) and op.pipeline == pipeline and not getattr(op, "fetches", False):
             return True

@@ -60,7 +60,7 @@ def best_stages(module: Module, kernel: Kernel, config: Config) -> Config:
 
 
 def _is_resident(module: Module, kernel: Kernel, config: Config) -> bool:
-    """Whether an SM has shared memory for the CTAs per SM that are launched."""
+    """True if the config fits, and an SM has shared memory for all CTAs that are launched per SM."""
     assert kernel.kv_split is not None
     backend, device = backend_of(config), CLASSES[config.device]
     each = backend.resources.sram_bytes(module, kernel, config) + device.smem_reserved

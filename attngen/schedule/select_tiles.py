@@ -245,7 +245,7 @@ def _combine_configs(module: Module, device: str, elem: int) -> Iterator[Config]
 
 
 def _is_pairwise(kernel: Kernel) -> bool:
-    """Whether a kernel that prepares tensors compares each query of a tile with each key of a tile."""
+    """True if a kernel that prepares tensors compares each query of a tile with each key of a tile."""
     return any(set(op.type.dims) == {"BLOCK_Q", "BLOCK_KV"} for op in kernel.ops() if isinstance(op, Map))
 
 
@@ -310,7 +310,7 @@ def _accumulation_order(module: Module, kernel: Kernel) -> Kernel:
 
 
 def _is_uneven(kernel: Kernel) -> bool:
-    """Whether the longest program visits more than UNEVEN times as many tiles as the average program. Such a program
+    """True if the longest program visits more than UNEVEN times as many tiles as the average program. Such a program
     would end long after the others, even later if it had several query heads."""
     tiles = [_visited(kernel, start) for start in range(0, MANY_ROWS, 64)]
     return max(tiles) * len(tiles) > UNEVEN * sum(tiles)

@@ -296,7 +296,7 @@ def compile_some(folder: Path, specs: Mapping[str, Path], tasks: Sequence[tuple[
 
 
 def _runs() -> bool:
-    """Whether the device still works: after an illegal access it does not, for this process."""
+    """True if the device still works. After an illegal access it does not, for this process."""
     with suppress(RuntimeError):
         torch.cuda.synchronize()
         return True

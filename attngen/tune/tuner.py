@@ -148,7 +148,7 @@ class Tried:
         return self.config.backend not in SPECIALIZERS
 
     def beats(self, other: Tried) -> bool:
-        """Whether it is faster by more than noise, in all rounds except one. A GPU that slows down as it warms up slows
+        """True if it is faster by more than noise, in all rounds except one. A GPU that slows down as it warms up slows
         both schedules of a round."""
         ratios = [mine / theirs for mine, theirs in zip(self.rounds, other.rounds)] or [self.median / other.median]
         lost = sum(ratio >= 1 for ratio in ratios)
@@ -204,7 +204,7 @@ class Outcome:
         )
 
     def _compares(self) -> bool:
-        """Whether the outcome is valid for warp-specialized kernels: one ran, or none has a certificate. Other failures
+        """True if the outcome is valid for warp-specialized kernels: one ran, or none has a certificate. Other failures
         may be due to a missing driver."""
         mine = [t for t in self.tried if not t.portable]
         return any(t.ms is not None for t in mine) or (

@@ -82,7 +82,7 @@ class CacheProblem(Problem):
 
     @property
     def of_latents(self) -> bool:
-        """Whether the cache has 8-bit latents, whose rows are bytes."""
+        """True if the cache holds 8-bit latents, whose rows are bytes."""
         return self.cell.spec.factors == "columns"
 
     @cached_property

@@ -77,17 +77,15 @@ class Cell:
 
     @property
     def cached(self) -> bool:
-        """Whether calls read a KV cache."""
         return self.spec.cache is not None
 
     @property
     def quantised(self) -> bool:
-        """Whether the KV cache has 8-bit numbers."""
+        """True if the KV cache holds 8-bit numbers."""
         return self.spec.cache is not None and self.spec.cache.dtype is not None
 
     @property
     def trains(self) -> bool:
-        """Whether calls have a backward."""
         return self.spec.trains and not self.cached
 
     @property

@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 def _near(
     at: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], canvas: Sequence[int], kernel: Sequence[int]
 ) -> Tensor:
-    """Whether a pixel, (row, column), is in the window of another one, which is centred there and shifted inwards at
-    the canvas's edges.
+    """True where the pixel `other`, (row, column), is in the window of the pixel `at`. The window is centred at `at`
+    and shifted inwards at the canvas's edges.
 
     canvas, kernel: height and width; the kernel's are odd. (Hassani et al. 2023, Neighborhood Attention Transformer.)
     """

@@ -63,7 +63,7 @@ def unquantised(cannot: Callable[[Cell], str], cell: Cell) -> str:
 
 
 def importable(name: str) -> bool:
-    """Whether a package is installed; it is not imported."""
+    """True if a package is installed; it is not imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # from a parent package

@@ -39,8 +39,8 @@ def _numbers(visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def _hides(cell: Cell) -> bool:
-    """Whether some query does not see all `n_kv` rows of a KV cache. With a causal mask the only query of a sequence
-    sees all its keys."""
+    """True if some query sees fewer than all `n_kv` rows of the KV cache. Under a causal mask, the only query of a
+    sequence sees all its keys."""
     mask = cell.spec.mask
     last = isinstance(mask, Causal) and mask.align == "bottom_right" and cell.n_q == 1
     return bool(cell.asked("ragged")) or not (last or isinstance(mask, NoMask))

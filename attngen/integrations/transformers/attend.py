@@ -342,7 +342,7 @@ def _unsupported(mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch
 
 
 def _can_decode(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether a call without gradients can use its keys as a KV cache: few queries, which are the last ones of their
+    """True if a call without gradients can use its keys as a KV cache: its queries are few and the last ones of their
     sequence."""
     few = query.shape[2] <= MOST_QUERIES and key.shape[2] > query.shape[2]
     at_end = not isinstance(mask.start, torch.Tensor) and mask.start + query.shape[2] == key.shape[2]
@@ -351,8 +351,8 @@ def _can_decode(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> bool:
 
 @cache
 def _has_cache(formula: Formula) -> bool:
-    """Whether a mask has kernels with a KV cache. It has none if it needs block lists, for example because it is data:
-    these are made for all keys of a call."""
+    """True if the mask has kernels with a KV cache. It has none if it needs block lists, for example because it reads
+    data: these lists are made for all keys of a call."""
     from attngen.builders.semantics import listed_blocks
     from attngen.spec import make_spec
 

@@ -237,7 +237,7 @@ def _packed(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor, bool] |
 
 
 def _never_falls(ids: torch.Tensor) -> bool:
-    """Whether the numbers of sequences never fall along a row. This waits for the device, as transformers does."""
+    """True if the numbers of sequences never fall along a row. This waits for the device, as transformers does."""
     return ids.is_meta or not bool((ids.diff(dim=1) < 0).any())
 
 
@@ -306,7 +306,7 @@ def _is_causal(mask: Mask) -> bool:
 
 
 def _shifts(mask: Mask) -> bool:
-    """Whether a mask does not change if all positions are shifted by the same number."""
+    """True if a mask stays the same when all positions are shifted by the same number."""
     by = sympy.Dummy("by", integer=True, nonnegative=True)
     return _flat(mask.expression().subs({Q: Q + by, KV: KV + by}, simultaneous=True)) == _conditions(mask)
 

@@ -195,7 +195,7 @@ def _padding(
 
 
 def _capturing(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured, so that the host must not wait for the device."""
+    """True if a CUDA graph is being captured, so that the host must not wait for the device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
