@@ -51,8 +51,8 @@ def compile_each(
     """The compile reports of jobs, in order, made by `workers` processes (by default one per core).
 
     The processes never interpret, see no cache, and need no GPU. A kernel that several modules have, such as `delta`,
-    is compiled once. One that does not compile gives the sentence on why. Jobs have a field `file`; compile_one is a
-    function that processes can import.
+    is compiled once. The result for a kernel that does not compile is a sentence with the reason. Jobs have a field
+    `file`; compile_one is a function that processes can import.
     """
     workers = min(workers or len(os.sched_getaffinity(0)), len(jobs)) or 1
     with tempfile.TemporaryDirectory(prefix="attngen-") as folder:

@@ -38,7 +38,7 @@ class ResourceModel:
     registers: Callable[[Module, Kernel, Config], int]  # 32-bit registers per thread that live tiles take
     # (module, kernel, config, change=...): a sentence if the config does not fit, or is miscompiled
     why_not_fit: Callable[..., str | None]
-    slack: Callable[[Module, Kernel, Config], str | None]  # why the formula may be above what the compiler reports
+    slack: Callable[[Module, Kernel, Config], str | None]  # why the formula may exceed the compiler's number
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ class Specialization:
     # (module, block_q, block_kv, stages): the default config, with a spec's own values where they are not None
     row: Callable[[Module, int | None, int | None, int | None], Config]
     long: Callable[[Module], Config | None]  # a config that is faster for calls of many rows, if there is one
-    # Rows of a call, beyond which a config is used although smaller calls were not measured.
+    # The number of rows beyond which calls use a config, unless measurements give another number.
     least: Callable[[Module, Config], int]
     candidates: Callable[[Module], tuple[Config, ...]]  # configs worth measuring; () if it is infeasible
-    not_preferred: Callable[[Module], str]  # why the default is the portable kernel; "" if it is expected to be slower
+    not_preferred: Callable[[Module], str]  # why the portable kernel is the default; "" if it is expected to be slower
 
 
-# A config for each specialized kernel that a kernel gets, the one for fewer rows first; or why it gets none, as the end
-# of a sentence.
+# The configs of the warp-specialized kernels that a kernel gets, one each, the one for fewer rows first; or why it gets
+# none, as the end of a sentence.
 Choose = Callable[[Specialization, Module], tuple[Config, ...] | str]
 
 
@@ -162,7 +162,7 @@ class Specializer:
     context: Callable[[Module], Mapping[str, Any]]  # the names that the template reads
     resources: ResourceModel
     compiler: Compiler
-    # What a compile report says against a config: the ends of sentences.
+    # Why a compile report rules out a config: ends of sentences.
     faults: Callable[[Module, Kernel, Config, CompileReport], Iterator[str]]
 
 

@@ -45,8 +45,8 @@ class Instruction:
 
     @cached_property
     def width(self) -> int:
-        """How many registers it writes, by its modifiers. A product writes the accumulator's registers of a thread:
-        N / 2 for 64 rows and N columns."""
+        """The number of registers that it writes, by its modifiers. A product writes the accumulator's registers of a
+        thread: N / 2 for 64 rows and N columns."""
         op, *more = self.name.split(".")
         if columns := re.search(r"^HGMMA\S*\.64x(\d+)x", self.name):
             return int(columns[1]) // 2

@@ -1,4 +1,4 @@
-"""Builds what the templates see of a kernel: one view per op, every string ready to print.
+"""Builds the views from which templates print a kernel: one view per op, every string ready to print.
 
 This module makes names and source strings; passes decided what a kernel does. Python variables are named after the
 IR's values, and a carried field has one variable from its start to its end.

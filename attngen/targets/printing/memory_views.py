@@ -34,7 +34,7 @@ def in_range(index: str, first: str, end: str) -> str:
 
 
 def _as_tile(access: Access, tile: tuple[str, ...]) -> tuple[str, ...]:
-    """The dimensions of an access, in the order of the tile if that is a transposed tile of scores."""
+    """The dimensions of an access, in the tile's order if the tile has transposed scores."""
     dims = tuple(AXIS_DIM[a] for a in access.axes())
     return tile if tile == dims[::-1] else dims
 
@@ -170,7 +170,7 @@ class MemoryContext(ExpressionContext):
         return {**text, "described": self._described(op, cls) if op.via else ""}
 
     def _own_columns(self, op: Load) -> dict[str, str]:
-        """For a load of some columns of a tile: that tile, and the condition that the columns are not all of it."""
+        """For a load of some columns of a tile: that tile, and the condition that they are not all its columns."""
         if not op.columns_of:
             return {"whole": ""}
         own = OWN[axis_of(op.src.index[-1])]

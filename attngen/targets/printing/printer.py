@@ -89,7 +89,7 @@ def _numbers(e: Any, lookup: Lookup, outermost: bool) -> Any:
 
 @cache
 def _range(e: Any) -> tuple[int, int]:
-    """Lower and upper bounds of an integer expression, and of any sum of some of its terms."""
+    """Bounds, lower and upper, that hold for an integer expression and for any sum of some of its terms."""
     if e.is_Integer:
         return int(e), int(e)
     if e.is_Symbol:

@@ -9,7 +9,8 @@ from attngen.ir.ops import Load
 from attngen.targets.printing.memory_views import MemoryContext
 from attngen.targets.printing.split_kv import split_args
 
-# How many lengths of sequences are read at once: one per thread of a warp, or, for more sequences, of four warps.
+# The number of sequences whose lengths are read at once: one per thread of a warp, or, for more sequences, of four
+# warps.
 LANES, LENGTHS = 32, 128
 
 
@@ -54,7 +55,7 @@ class ProgramContext(MemoryContext):
         return lines, iteration, iterations
 
     def _tile_start(self, own: GridAxis) -> tuple[list[str], str]:
-        """Lines that compute the first row of the program's tile, and the expression of what is left of `pid`.
+        """Lines that compute the first row of the program's tile, and the expression for the rest of `pid`.
 
         With a swizzle, programs of a group of heads alternate between these heads.
         """
@@ -110,8 +111,8 @@ class ProgramContext(MemoryContext):
         return before, [*lines, *of_place], " * ".join(["all_splits", *extents])
 
     def _split_place(self, place: str) -> tuple[str, list[str], list[str]]:
-        """(the number of the split at `place`, lines that find its queries and heads, the factors of how many places a
-        split has)."""
+        """(the number of the split at `place`, lines that find its queries and heads, factors whose product is the
+        number of places per split)."""
         own, *others = self.kernel.grid
         lines, item, extents = (
             [f"q_start = ({place} % q_tiles) * {AXIS_DIM[own.var]}"],
@@ -126,7 +127,8 @@ class ProgramContext(MemoryContext):
         return item, lines, extents
 
     def _by_sequences(self, found: list[tuple[str, str, str]]) -> list[str]:
-        """Lines that call functions of the lengths: (names of the results, function, its other arguments) each.
+        """Lines that call functions of the sequences' lengths; found: (names of the results, function, its other
+        arguments) for each call.
 
         They have two forms: for few sequences, whose lengths one warp holds, so that sums need no other warp; and for
         more. Programs that multiply latents have only the second form: with two, those of 64 rows spill.
@@ -145,7 +147,7 @@ class ProgramContext(MemoryContext):
         ]
 
     def _of_lengths(self, name: str, own: str = "", at_once: int = LENGTHS) -> str:
-        """A call of a function of all lengths, which reads `at_once` of them at a time; own: its other arguments."""
+        """A call of a function that reads all sequences' lengths, `at_once` at a time; own: its other arguments."""
         return (
             f"{name}({', '.join(['CACHE_SEQLENS', *([own] if own else []), *split_args(self.kernel), str(at_once)])})"
         )

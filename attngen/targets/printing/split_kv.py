@@ -1,4 +1,4 @@
-"""Builds what templates/split_kv.jinja sees: the functions that split a cache's keys among programs."""
+"""Builds the context of templates/split_kv.jinja: the functions that split a cache's keys among programs."""
 
 from __future__ import annotations
 

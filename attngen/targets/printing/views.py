@@ -49,8 +49,8 @@ class KernelView:
 
 
 def gathered(nodes: list[Node]) -> list[Node]:
-    """The same nodes, with the bases that only pointer loads need at the end of each run of bases, and the first of
-    these marked, so that one `if not TMA` covers them."""
+    """Reorder each run of bases so that those which only pointer loads need come last. The first of these is marked, so
+    that one `if not TMA` covers them."""
     found: list[Node] = []
     for is_base, run in groupby(nodes, lambda node: node.kind == "base"):
         if not is_base:

@@ -102,7 +102,8 @@ def job(module: Module, kernel: Kernel, config: Config, file: Path, arch: int | 
 def source_digest(kernels: str, name: str) -> str:
     """A short digest of one kernel of a kernels.py: its source and everything that it may use.
 
-    That is the constants and the functions that Triton compiles, except the other kernels, which SCHEDULES names.
+    It may use all constants and all functions that Triton compiles, except the other kernels. SCHEDULES names the
+    kernels.
     """
     others = {kernel for kernel in _kernels(kernels) if kernel != name}
     return short_digest("\n".join(text for defines, text in _compiled_parts(kernels) if defines not in others))

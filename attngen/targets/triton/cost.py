@@ -191,7 +191,7 @@ def _is_crammed(module: Module, kernel: Kernel, config: Config, device: DeviceCl
 
 @cache
 def _streams(kernel: Kernel) -> int:
-    """How many tiles an iteration of the loop over tiles loads for products."""
+    """The number of tiles that an iteration of the loop over tiles loads for products."""
     bodies = {loop.body for loop in kernel.loops if loop.cls != "all"}
     return max(
         (sum(isinstance(op, Load) and op.type.space == "sram" for op in kernel.block(body).ops) for body in bodies),

@@ -17,7 +17,7 @@ JOINED_ROWS = 32  # rows that four threads of a matrix instruction hold if dropo
 
 
 def slack(module: Module, kernel: Kernel, config: Config) -> str | None:
-    """Why the closed form may be above what the compiler reports; None if it should be equal."""
+    """Why the closed form may exceed the number that the compiler reports; None if both should be equal."""
     if kernel.rewriting:
         return "a tile that is rewritten changes layout through shared memory, in as many steps as the compiler takes"
     if any(isinstance(op, Interleave) for op in kernel.ops()):
@@ -75,8 +75,8 @@ def why_not_fit(
 def _exceeds_tensor_memory(module: Module, kernel: Kernel, config: Config) -> str | None:
     """One sentence if accumulators need more tensor memory than the device has, so that no launch would start; or None.
 
-    Each product has its own columns, also one whose sum another product continues, and so has an operand computed from
-    scores. Two tiles of half as many rows as a column has share columns.
+    Each product has its own columns, even if another product continues its sum. So has an operand computed from scores.
+    Two tiles share columns if each has half as many rows as a column.
     """
     device, dims = CLASSES[config.device], sizes(module, config)
     if not (device.tensor_columns and any(isinstance(op, Load) and is_continued(kernel, op) for op in kernel.ops())):

@@ -21,8 +21,8 @@ OWN_CONFIGS = "interpreter"  # in place of a device class in the tables
 
 
 class Interpreted(NamedTuple):
-    """Where the interpreter finds its configs: under `name`, for elements of `elem_bytes`; classes: kernel -> the
-    device class whose tiles it uses."""
+    """The interpreter's place in the tables of schedules: it finds its configs under `name`, for elements of
+    `elem_bytes`. classes: kernel -> the device class whose tiles it uses."""
 
     name: str
     elem_bytes: int

@@ -52,8 +52,8 @@ def moved_scores(module: Module, kernel: Kernel, config: Config) -> int:
     """Number of tiles of scores that pass through shared memory at one time on their way from product to product.
 
     They do because Triton gives the first product's result another warp layout than the second one's; in results that
-    are wider than high, warps are next to each other in a row. Tiles that a cast makes move one by one; others move all
-    at once as far as they are ready.
+    are wider than high, warps are next to each other in a row. Tiles that a cast makes move one by one. Of the others,
+    all that are ready move at once.
     """
     if not _moves_scores(module, kernel, config):
         return 0

@@ -52,10 +52,10 @@ def sram_formula(
 ) -> Expr:
     """Shared-memory bytes of one program: tiles loaded once, multi-buffered tiles loaded in a loop, and scratch.
 
-    How many buffers `stages` gives depends on whether matrix instructions read their operands from shared memory (see
-    DeviceClass). Scratch is for the tiles of scores that change layout at one time on their way to a product
-    (`moved_scores`), for the random words of dropout (`random_bytes` per score), and for tiles that are rewritten; for
-    kernels with such tiles the formula is an upper bound.
+    The number of buffers under `stages` depends on the device: whether its matrix instructions read operands from
+    shared memory (see DeviceClass). Scratch is for the tiles of scores that change layout at one time on their way to a
+    product (`moved_scores`), for the random words of dropout (`random_bytes` per score), and for tiles that are
+    rewritten; for kernels with such tiles the formula is an upper bound.
 
     tf32: products are in TF32, where a streamed tile that several of them read changes layout; an upper bound, too.
     """
@@ -180,13 +180,13 @@ def _made_bytes(kernel: Kernel) -> Expr:
 
 
 def _copies(kernel: Kernel, op: Load, depth: Expr, device: DeviceClass, from_shared: bool, tf32: bool) -> Expr:
-    """How many copies of a streamed tile are in shared memory: its buffers, and more if products read it both over its
+    """The number of copies of a streamed tile in shared memory: its buffers, and more if products read it both over its
     rows and over its columns.
 
-    In TF32 that is one copy in another layout, in addition to a single buffer; part of a copy if nothing is copied
-    ahead. A tile that several products read in one way has one copy more if these products run ahead of each other,
-    and a tile has one less if the next product continues its product's sum; on gfx942 the first kind has only one,
-    because it is copied ahead to registers.
+    In TF32, products that read it in both ways need a copy in another layout in addition to a single buffer, or part of
+    such a copy if nothing is copied ahead. A tile that several products read in one way has one copy more if these
+    products run ahead of each other; on gfx942 it has only one, because it is copied ahead to registers. A tile has one
+    copy less if the next product continues its product's sum.
     """
     parts = [
         1 - share_of(part) for part in kernel.ops() if isinstance(part, Load) and part.columns_of == op.name

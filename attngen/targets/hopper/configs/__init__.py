@@ -1,1 +1,1 @@
-"""Which kernels run warp-specialized, under which configs: facts about sm90, feasibility, preferences."""
+"""Choose the kernels that run warp-specialized and their configs: facts about sm90, feasibility, preferences."""

@@ -1,5 +1,4 @@
-"""How the pipelines of a warp-specialized kernel map to barriers: which warp groups wait where, and which barriers are
-named ones.
+"""The barriers of a warp-specialized kernel's pipelines: which warp groups wait at them, and which are named barriers.
 
 A stage that the producer fills has an mbarrier that says when it is full. The release of a stage is signalled by a
 named barrier, or, in pipelines with `mbarrier_release`, by a second mbarrier that counts arrivals.
@@ -36,8 +35,8 @@ def mma_warp_groups(kernel: Kernel) -> list[str]:
 
 
 def zeroing_warp_groups(kernel: Kernel) -> list[str]:
-    """The warp groups that zero rows past the end. The warps of each meet at a named barrier, because a product reads
-    what all of them have zeroed."""
+    """The warp groups that zero rows past the end. The warps of each such group meet at a named barrier, because a
+    product reads the rows that all of them have zeroed."""
     return [
         warp_group.name
         for warp_group in kernel.warp_groups
@@ -79,8 +78,8 @@ def named_barriers_per_stage(kernel: Kernel, pipeline: str) -> int:
     """Number of named barriers per stage of a pipeline.
 
     An exchange of P has one for each of its two warp groups. A tile that instances of one warp group store and read has
-    one per instance. Any other pipeline has one if its stages are reused, unless mbarriers say when a stage is full and
-    when it is free: those of a tile that another warp group reads, and of `mbarrier_release`.
+    one per instance. A tile that one warp group stores and another reads has none, because mbarriers say when a stage
+    is full and when it is free. Any other pipeline has one if its stages are reused and it has no `mbarrier_release`.
     """
     stored, of = stored_pipelines(kernel), kernel.op(pipeline)
     if isinstance(of, Pipeline) and of.exchange:

@@ -1,4 +1,4 @@
-"""What the configs of all kernel families share: whether a kernel can be warp-specialized at all, and how much work
+"""Functions for the configs of all kernel families: whether a kernel can be warp-specialized at all, and how much work
 its masks and modifiers do per score."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attngen.targets.hopper.configs.sm90 import DEVICE, FORWARD
 NARROW = 64  # head_dim up to which the softmax takes as long as the matrix products
 MEDIUM = 128  # head_dim beyond which heads are wide
 SCORE_DIMS = {"BLOCK_Q", "BLOCK_KV"}
-FEW_ROWS = 64  # calls of at most so many rows run the portable kernel, which has smaller tiles for them
+FEW_ROWS = 64  # calls of at most this many rows run the portable kernel, which has smaller tiles for them
 LIGHT_OPS = 10  # operations per score: those of ALiBi under a causal mask
 # Library functions, counted as so many operations each: with a logarithm per score, the portable forward takes 0.70 of
 # the time of the warp-specialized one, and with erf in addition 0.52 (docs/perf-log.md, section 34).
@@ -53,7 +53,7 @@ def has_positional_modifier(kernel: Kernel) -> bool:
 
 
 def ops_per_score(kernel: Kernel) -> int:
-    """Count the operations of masks, modifiers and gradients per score, those of library functions included."""
+    """Count the operations of masks, modifiers and gradients per score, including those of library functions."""
     scores = (
         op
         for op in kernel.ops()
@@ -78,7 +78,7 @@ def is_row_vector(kernel: Kernel, op: Op) -> bool:
 
 
 def smem_limit(programs: int) -> int:
-    """Bytes of shared memory for each of so many programs on an SM."""
+    """Bytes of shared memory for each program, if `programs` of them share an SM."""
     device = CLASSES[DEVICE]
     return min(device.smem_per_block, device.smem_per_sm // programs - device.smem_reserved)
 

@@ -1,4 +1,4 @@
-"""Whether the forward is warp-specialized, and the configs of its kernel."""
+"""Decide if the forward is warp-specialized, and under which configs."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def not_preferred(module: Module) -> str:
     """Return why the forward stays portable if a spec asks for no backend, as the end of a sentence; empty text if it
     is warp-specialized.
 
-    It stays portable where it cannot be warp-specialized, and where the warp-specialized kernel is not known to be
-    faster: with dropout, except heads of 65 to 128 columns whose masks and modifiers do little; with narrow heads,
-    except three consumers, two programs per SM, or scores that are looked up; and with masks and modifiers that compute
-    more per score than those that were compiled, because registers may spill.
+    It stays portable if it cannot be warp-specialized, or if the warp-specialized kernel is not known to be faster.
+    That is so with dropout, except for heads of 65 to 128 columns whose masks and modifiers do little; with narrow
+    heads, except with three consumers, two programs per SM, or scores that are looked up; and with masks and modifiers
+    that compute more per score than those that were compiled, because registers may spill.
     """
     kernel, wide = module.kernel(FORWARD), max(module.head_dim_qk, module.head_dim_v)
     if why := infeasible(module, kernel):
@@ -112,8 +112,8 @@ def _is_crowded(module: Module, kernel: Kernel) -> bool:
 def config(
     module: Module, block_q: int | None = None, block_kv: int | None = None, stages: int | None = None
 ) -> Config:
-    """Return the forward's config for any number of queries: what was measured to be fast, except where a spec sets a
-    value."""
+    """Return the forward's config for any number of queries: values that were measured to be fast, except those that
+    the spec sets."""
     three = is_narrow(module) and uses_three_consumers(module, module.kernel(FORWARD))
     fitting = (tiles for (qk, v), tiles in TILES.items() if module.head_dim_qk <= qk and module.head_dim_v <= v)
     others = TILES_OF_TWO_CTAS if allows_two_ctas(module) else next(fitting, [*TILES.values()][-1])
@@ -125,7 +125,7 @@ def config(
 
 
 def least_rows(module: Module, config: Config) -> int:
-    """Rows of a call beyond which the warp-specialized kernel is at least as fast as the portable one
+    """The number of rows beyond which the warp-specialized kernel is at least as fast as the portable one
     (docs/perf-log.md, section 28)."""
     return FEW_ROWS if config.block_q <= ROWS * FULL_REGISTERS else SHORT_ROWS
 

@@ -1,5 +1,5 @@
-"""Which optimizations the warp-specialized forward gets under a config, by its registers, shared memory and named
-barriers: three consumers, two programs per SM, ping-pong, persistence, skipped tiles."""
+"""Choose the optimizations of the warp-specialized forward under a config, as its registers, shared memory and named
+barriers allow: three consumers, two programs per SM, ping-pong, persistence, skipped tiles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from attngen.targets.hopper.configs.sm90 import (
 from attngen.targets.hopper.configs.work_tiles import WORK_STAGES
 from attngen.tiles.warp_groups import instance_bounds
 
-SPARE_SMEM = 1024  # bytes of shared memory, at most, that barriers take, and what Triton keeps there
+SPARE_SMEM = 1024  # the most bytes of shared memory that barriers and Triton itself take
 TWO_CTAS_ROWS = 128  # queries of a program, where two programs share an SM
 # Registers of a consumer in addition to its tiles, where two programs share an SM: for addresses, and for maxima and
 # sums of rows.
@@ -142,7 +142,7 @@ def outputs_fit_q_stage(module: Module) -> bool:
 
 
 def output_stage_width(module: Module, config: Config, q_stages: int) -> int:
-    """Columns of a pipeline of outputs that fits next to so many stages of Q: all, or half of them; else 0.
+    """Columns of the output pipeline that fits next to `q_stages` stages of Q: all columns, or half of them; else 0.
 
     Halves are stored one after the other. Where outputs fit the stage of Q, a program with one tile can store them from
     there. With tiles of different lengths, as under a causal mask, that is faster than halves.
@@ -186,14 +186,14 @@ def splits_mask(module: Module, kernel: Kernel, op: Mask, bounds: Sequence[Bool]
 def persistent_q_stages(module: Module, config: Config) -> int:
     """Stages of the pipeline of Q in a persistent kernel; 0 where the other pipelines leave no room for persistence.
 
-    Outputs need a pipeline of their own. Each stage that is filled again takes a named barrier, those of the pipeline
-    of work tiles included; so does each consumer in ping-pong order. There is one stage where a consumer has a loop per
-    class of tiles, and no product before both: ptxas 12.8 computes a stage's address at the start of only one of the
-    loops (see attngen/targets/common/unset.py).
+    Outputs need a pipeline of their own. Each stage that is filled again takes a named barrier, also in the pipeline of
+    work tiles; so does each consumer in ping-pong order. Q has one stage if a consumer has a loop for each class of
+    tiles and no product before both loops: ptxas 12.8 computes a stage's address at the start of only one of the loops
+    (see attngen/targets/common/unset.py).
     """
     kernel = module.kernel(FORWARD)
     if kernel.reads_pairs:
-        return 0  # it would spill: what addresses of data depend on is live during all products
+        return 0  # it would spill: the values from which addresses of data are computed are live during all products
     two_loops = ctas_per_sm(module, config) > 1 and len(kernel.loops) > 1
     separate = two_loops and not can_skip_masked_tiles(module, config)
     for stages in Q_STAGES[-1:] if separate else Q_STAGES:
@@ -222,14 +222,14 @@ def can_skip_masked_tiles(module: Module, config: Config) -> bool:
 def ping_pong_consumers(module: Module, config: Config) -> int:
     """Number of consumers that issue their matrix products in ping-pong order; 0 where they do not.
 
-    Three consumers of narrow heads do. Two would be slower so: their products end before the other's softmax does.
-    Two consumers of wider heads with light masks are faster if all tiles of queries visit as many keys, or if head_dim
-    of V is more than 128 (docs/perf-log.md, section 27): programs that keep in step read the same keys at the same
-    time, and the L2 serves fewer reads. Two that generate dropout bits are faster, too (section 30): while one
-    computes, products of the other run.
+    With narrow heads, three consumers do. Two would be slower in this order: the products of one end before the other's
+    softmax does. With wider heads and light masks, two consumers are faster in this order if all query tiles visit
+    equally many keys, or if head_dim of V is more than 128 (docs/perf-log.md, section 27): programs that keep in step
+    read the same keys at the same time, and the L2 serves fewer reads. Two that generate dropout bits are faster, too
+    (section 30): while one computes, products of the other run.
     """
     kernel, instances = module.kernel(FORWARD), config.block_q // ROWS
     in_step = (is_balanced(kernel) or module.head_dim_v > MEDIUM) and is_light(module, kernel)
     faster = instances > 2 if is_narrow(module) else instances > 1 and (in_step or module.dropout)
-    barriers = 2 * config.num_stages + instances  # at least: those of stages of K and V, and of the ping-pong order
+    barriers = 2 * config.num_stages + instances  # at least: for the stages of K and V, and for the ping-pong order
     return instances if faster and barriers <= NAMED_BARRIERS - FIRST_BARRIER else 0

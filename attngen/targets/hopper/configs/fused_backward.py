@@ -1,4 +1,4 @@
-"""Whether the fused backward is warp-specialized, and the config of its kernel."""
+"""Decide if the fused backward is warp-specialized, and under which config."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def infeasible(module: Module) -> str:
 
 
 def _not_loadable_by_tma(kernel: Kernel) -> str:
-    """Return why TMA cannot load what is read per score; empty text if it can, or if nothing is read per score."""
+    """Return why TMA cannot load the numbers that are read per score; empty text if it can, or if there are none."""
     if any(isinstance(op, Gather) for op in kernel.of_pairs):
         return "a number is looked up for each score"
     if any(op.type.dtype != "T" or len(op.src.index) != 4 for op in kernel.of_pairs):
@@ -81,7 +81,8 @@ def not_preferred(module: Module) -> str:
 
 
 def _spills_if_wide(module: Module, kernel: Kernel) -> str:
-    """Return what leaves the accumulators of wide heads too few registers, as a noun; empty text if nothing does."""
+    """Return the feature that leaves too few registers to the accumulators of wide heads, as a noun; empty text if none
+    does."""
     if kernel.has_dropout:
         return "dropout"
     if module.meaning.score != symbol("s"):

@@ -1,9 +1,9 @@
-"""Layout of tiles whose head_dim is not a power of two: buffers in shared memory and tiles in registers need a power of
-two of columns.
+"""Layout of tiles whose head_dim is not a power of two, although buffers in shared memory and tiles in registers need
+widths that are.
 
-A tile of Q or K is stored in pieces of equal width, and a product over head_dim adds up those of the pieces: 192
-columns are three pieces of 64, and 80 are three of 32, the last with 16 columns of zeros. A tile of V, and the
-accumulator of O, are padded to the next power of two; the padding is not stored.
+Tiles of Q and K are stored in pieces of equal width, and a product over head_dim is the sum of the pieces' products.
+192 columns are three pieces of 64; 80 columns are three pieces of 32, the last with 16 columns of zeros. Tiles of V and
+the accumulator of O are padded to the next power of two; the padding is not stored.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ def is_power_of_two(width: int) -> bool:
 
 
 def piece_of(width: int) -> int:
-    """Columns of a piece of a tile of Q or K: the widest that leaves the fewest columns of zeros; 0 where the tile is
-    whole."""
+    """Width of the pieces of a Q or K tile with `width` columns: the widest that needs the fewest columns of zeros; 0
+    if the tile is stored whole."""
     return 0 if is_power_of_two(width) else min(PIECES, key=lambda columns: -(-width // columns) * columns)
 
 
 def smem_widths(module: Module) -> tuple[int, int]:
-    """Columns of a tile of Q or K, and of V, in shared memory."""
+    """Columns in shared memory of a tile of Q or K, and of a tile of V."""
     qk, piece = module.head_dim_qk, piece_of(module.head_dim_qk)
     return (-(-qk // piece) * piece if piece else qk), tile_width(module.head_dim_v)
 
 
 def width_of(module: Module, pipeline: Pipeline) -> int:
-    """Columns of a pipeline's tiles in shared memory, those that pad the last piece included."""
+    """Columns of a pipeline's tiles in shared memory, including those that pad the last piece."""
     return pieces(module, pipeline) * pipeline.columns if pipeline.columns else tile_width(_width(module, pipeline))
 
 
 def pieces(module: Module, pipeline: Pipeline) -> int:
-    """Number of pieces of a pipeline's tiles."""
+    """Number of pieces in each tile of a pipeline."""
     return -(-_width(module, pipeline) // pipeline.columns) if pipeline.columns else 1
 
 

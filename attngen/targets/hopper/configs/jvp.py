@@ -1,4 +1,4 @@
-"""Whether the kernel of forward mode is warp-specialized, and its config."""
+"""Decide if the kernel of forward mode is warp-specialized, and under which config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether decode with a KV cache of latents (MLA) is warp-specialized, and the config of its kernel."""
+"""Decide if decode with a KV cache of latents (MLA) is warp-specialized, and under which config."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def candidates(module: Module) -> tuple[Config, ...]:
 
 
 def least_rows(module: Module, config: Config) -> int:
-    """Rows of a call beyond which the warp-specialized kernel is faster: any number, except that it loses 1 us where
-    there is least to read (docs/perf-log.md, section 33, has the times)."""
+    """The number of rows beyond which the warp-specialized kernel is faster. It is faster for any number, except that
+    it loses 1 us in the calls that read least (docs/perf-log.md, section 33, has the times)."""
     return 0

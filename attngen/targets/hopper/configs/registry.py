@@ -18,8 +18,8 @@ def _derivative(
     not_preferred: Callable[[Module], str],
     requires: tuple[str, ...] = (),
 ) -> Specialization:
-    """Return the specialization of a kernel of the backward or of forward mode: it has one config, for all calls except
-    the smallest, and no others are measured.
+    """Return the specialization of a backward or forward-mode kernel. It has one config, for all calls except the
+    smallest; no other configs are measured.
 
     requires: other kernels that a module must have, too; without them, no reason is given why it has no such kernel.
     """

@@ -1,4 +1,5 @@
-"""Whether the separate kernels of dQ, dK and dV, for a head_dim of 256, are warp-specialized, and their configs."""
+"""Decide if the separate kernels of dQ, dK and dV, for a head_dim of 256, are warp-specialized, and under which
+configs."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from attngen.targets.hopper.configs.common import infeasible_in_any_family, is_r
 from attngen.targets.hopper.configs.sm90 import DEVICE, DV_KERNEL, NAME, ROWS, SEPARATE_BACKWARD
 
 HEAD_DIM = 256  # an accumulator of as many columns takes half of a consumer's registers
-OUTPUTS = {"dq": {"dQ", "DELTA", "LSE2"}, "dk": {"dK"}, "dv": {"dV"}}  # what each kernel writes
+OUTPUTS = {"dq": {"dQ", "DELTA", "LSE2"}, "dk": {"dK"}, "dv": {"dV"}}  # the tensors that each kernel writes
 PROGRAM_ROWS, LOOP_ROWS = 2 * ROWS, ROWS  # rows of the program tile, and of the tiles that its loop visits
-# Stages of the pipelines of visited tiles. A tile that one product reads has one stage, where two products read the
-# other tile (see insert_pipelines.py).
+# Stages of the pipelines of visited tiles. If two products read one of the tiles and one product the other, the latter
+# has one stage (see insert_pipelines.py).
 STAGES = 2
 MOST_OPS = 18  # operations per score: those of a dilated mask; with a soft cap, which has 22, registers spill
 # The same with a score modifier: those of ALiBi; with a number per query and padding, which have 17, registers spill.

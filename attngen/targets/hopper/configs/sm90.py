@@ -1,8 +1,8 @@
-"""Facts about sm90 on which configs rest (rows of a wgmma, registers of warp groups, named barriers), and the names of
-the kernels that have a warp-specialized form.
+"""Facts about sm90 from which configs follow (rows of a wgmma, registers of warp groups, named barriers), and the names
+of kernels that have a warp-specialized form.
 
-Sources: the PTX ISA, wgmma (M = 64) and setmaxnreg (a multiple of 8 from 24 to 256, whose sum over the warps of a
-program is at most what the program was launched with: 65,536 registers per SM, in groups of 4 warps).
+Sources: the PTX ISA, wgmma (M = 64) and setmaxnreg (a multiple of 8 from 24 to 256, whose sum over a program's warps is
+at most the number with which it was launched: 65,536 registers per SM, in groups of 4 warps).
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ COUNTER = "COUNTER"  # parameter of persistent kernels: a pointer to two numbers
 NAMED_BARRIERS = 16  # per program
 # The first that a kernel may use: Triton uses two, and one for each warp group except the first, three at most.
 FIRST_BARRIER = 5
-# Columns of an accumulator tile from which on a row of it covers all banks of shared memory (128 bytes), so that its
-# layout is swizzled.
+# Least number of columns with which a row of an accumulator tile covers all banks of shared memory (128 bytes). Layouts
+# of such tiles are swizzled.
 SWIZZLED_COLUMNS = 32

@@ -36,5 +36,5 @@ def tile_coordinates(kernel: Kernel) -> list[str]:
 
 
 def tile_metadata(kernel: Kernel) -> list[str]:
-    """All integers that are passed for a tile: its coordinates, and what is computed from them."""
+    """All integers that are passed for a tile: its coordinates, and the integers computed from them."""
     return [*tile_coordinates(kernel), *tile_scalars(kernel)]

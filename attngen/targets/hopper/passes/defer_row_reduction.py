@@ -83,8 +83,8 @@ def _defer_in_loop(kernel: Kernel, pipelined: PipelinedLoop) -> Kernel:
 
 
 def _find_sums(kernel: Kernel, pipelined: PipelinedLoop) -> set[str]:
-    """The names of sums over keys in the loop's bodies, of values computed from them, of carried arguments that receive
-    these, and of their initial values."""
+    """Find the names of four kinds of values: sums over keys in the loop's bodies, values computed from them, carried
+    arguments that receive these, and the initial values of these arguments."""
     ops = [op for body in pipelined.bodies for op in kernel.block(body).ops]
     found = {op.name for op in ops if isinstance(op, Reduce) and op.op == "sum" and op.over in _KEYS}
     before: set[str] = set()

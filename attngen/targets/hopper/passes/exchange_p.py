@@ -143,7 +143,7 @@ def _exchange(kernel: Kernel) -> Kernel:
 
 
 def _pipeline(op: Load, parity: str = "") -> str:
-    """The name of the pipeline of a tile, or of half of its columns, such as `K_left_even_pipeline`."""
+    """The pipeline of a tile, or of half of its columns, by name: for example `K_left_even_pipeline`."""
     side = next((str(e).removesuffix("_v") for e in op.src.index if str(e) in SIDES), "")
     return "_".join(part for part in (op.src.tensor, side, parity, "pipeline") if part)
 

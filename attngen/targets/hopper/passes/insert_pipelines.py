@@ -75,7 +75,7 @@ class InsertPipelines(Pass):
 
 
 def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
-    """Move a kernel's loads to its producer; piece: columns of a piece of a tile of Q or K, 0 where it is whole."""
+    """Move a kernel's loads to its producer. `piece`: width of the pieces of Q and K tiles, 0 if tiles are whole."""
     blocks = {block.name: block for block in kernel.blocks}
     loads = [(name, op) for name, block in blocks.items() for op in block.ops if isinstance(op, Load) and op.via]
     once = [op for home, op in loads if home == "consumer"]

@@ -13,14 +13,14 @@ after:   %p_operand = convert_layout %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
          tma_store %O[b, h, q, d_v] %o staging(%Q_pipeline)
          tma_store_wait %Q_pipeline
 
-- Layouts: a value has the layout of scores, or, if one of its dimensions is D_V or PARTIALS, that of accumulators or of
-  partial sums. A row vector that these need is converted (`convert_layout`); so is an operand of a product in
-  registers.
-- What is computed from a tile in shared memory, such as delta from dO, is computed from a copy in registers
+- Layouts: a value has the layout of scores by default, that of accumulators if D_V is one of its dimensions, and that
+  of partial sums if PARTIALS is. A row vector that accumulators or partial sums need is converted (`convert_layout`);
+  so is an operand of a product in registers.
+- Values that are computed from a tile in shared memory, such as delta from dO, are computed from a copy in registers
   (`local_load`).
 - ptxas may sink exponentials and row sums below a wgmma wait, because the wait does not read them. They would then not
-  overlap with the product. So row sums are pinned before the wait (`pin_before_wait`): what they are computed from
-  stays there, too.
+  overlap with the product. So row sums are pinned before the wait (`pin_before_wait`), and the values from which they
+  are computed stay there, too.
 - LLVM may hoist exponentials above a wgmma wait for the same reason. So the softmax offset (`base`) that the
   exponentials after the wait subtract is made opaque there (`pin_after_wait`).
 - TMA stores outputs from shared memory that is no longer needed: the stage of Q, or of V in the backward. They have a
@@ -192,7 +192,8 @@ def _store_by_tma(kernel: Kernel, module: Module) -> Kernel:
         waited[op.value]: op.name for op in kernel.ops() if isinstance(op, ConsumerRelease) and op.value in waited
     }
     accumulations = [op for op in kernel.ops() if isinstance(op, OrderedAccumulate)]
-    # The semaphore, at most one, and a pointer to those of the head (here: of the pair of query heads of a program).
+    # The semaphore, at most one, and a pointer to the semaphores of its head (here: of the program's pair of query
+    # heads).
     used = [op.semaphore for op in accumulations if op.ends and op.semaphore]
     pointers = [Base(f"{of.tensor}_pair", Access(of.tensor, of.index[:-1]), Type("ptr", (), "reg")) for of in used]
     semaphores = [Access(pointer.name, of.index[-1:]) for pointer, of in zip(pointers, used)]

@@ -1,7 +1,7 @@
 """reduce-dq: pass tiles of dQ through shared memory to the writer warp, which adds them to device memory.
 
-A tile of dQ sums over the keys of all consumers. So each consumer writes its rows of dS to shared memory, and
-multiplies the rows of all consumers for its share of dQ: half of the columns, or half of the rows if tiles have more
+A tile of dQ sums over the keys of all consumers. So each consumer writes its rows of dS to shared memory, and computes
+its share of dQ from the rows of all consumers. A share is half of the columns, or half of the rows if tiles have more
 than 64 queries. The writer does the waiting, for the semaphore and for TMA. For the fused backward.
 
 before:  block @entry

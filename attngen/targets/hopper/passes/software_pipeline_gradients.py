@@ -1,7 +1,7 @@
 """software-pipeline-gradients: order the loop body of the backward so that elementwise work overlaps with products.
 
 Both products of scores, S = Q K^T and dP = dO V^T, are issued first, so that the exponentials of P overlap with dP. The
-products dV, dK and dQ run one after another, and overlap with what the other consumer computes. The loops over partial
+products dV, dK and dQ run one after another, and overlap with the other consumer's arithmetic. The loops over partial
 and full tiles become one `pipelined_loop`.
 
 before:  block @step                               after:  block @step
@@ -175,8 +175,8 @@ def _order_fused(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, l
 
     early: pack the weights before the wait for dP. Otherwise they are pinned after it, where packing them early would
     spill registers.
-    late: issue dP after all that depends only on S is computed. What dS needs of that is pinned, so that registers hold
-    nothing else.
+    late: issue dP after all values that depend only on S are computed. Those that dS needs are pinned, so that
+    registers hold no others.
     last: issue dQ after the waits for the other products, in the registers of their operands.
     """
     graph, of = kernel.graph, Kinds(ops)
@@ -193,7 +193,7 @@ def _order_fused(kernel: Kernel, ops: tuple[Op, ...], early: bool, late: bool, l
         if op.name in of_s - of_dp and op not in packs and of_dp & set(graph.successors(op.name))
     ]
     pinned = {name: f"{name}_held" for name in (needed if late else [] if early else [weights])}
-    # What needs no product, what needs S, what needs dP.
+    # Values that need no product, those that need S, and those that need dP.
     stages = [{op.name for op in of.computed} - of_s - of_dp, of_s - of_dp, of_dp]
 
     def stage(at: int) -> Iterator[Op]:

@@ -1,6 +1,6 @@
 """split-boundary-masks: give each bound of a mask a mask op of its own, which runs only in tiles that the bound cuts.
 
-A tile is partial if any part of the mask cuts it, but one bound alone cuts most partial tiles: under a window, the
+A tile is partial if any part of the mask cuts it, but most partial tiles are cut by one bound only: under a window, the
 oldest key that a row sees cuts the first tiles, and the newest the last. A comparison and a select per score take a
 quarter of the instructions of a tile's softmax. The test whether a bound cuts a tile (`unswitch`) is one comparison per
 tile and instance, with the instance's own rows (BLOCK_Q and q_start are these).

@@ -18,7 +18,7 @@ before:  block @step                         after:  block @entry
                                                        tma_store_wait %BIAS_pipeline
                                                        consumer_release %bias_tile
 
-A gradient leaves through the stage of the tile of bias that it belongs to, after that has been read.
+A gradient is stored through the stage of its tile of the bias, after that tile has been read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StageScoreBias(Pass):
 
 
 def _through_pipelines(kernel: Kernel, inputs: dict[str, str]) -> Kernel:
-    """inputs: tensor of a gradient per score -> the tensor that it is the gradient of."""
+    """inputs: tensor of gradients per score -> the tensor whose gradients they are."""
     loads = [op for op in kernel.of_pairs if isinstance(op, Load)]
     if not loads:
         return kernel
@@ -78,14 +78,14 @@ def _through_pipelines(kernel: Kernel, inputs: dict[str, str]) -> Kernel:
 
 
 def _pipeline(op: Load) -> Pipeline:
-    """The pipeline of a loaded tensor, whose tiles have the order of dimensions of the tensor."""
+    """The pipeline of a loaded tensor. Its tiles have the tensor's order of dimensions."""
     tile = replace(op.type, dims=tuple(AXIS_DIM[axis] for axis in op.src.axes()), space="sram")
     return Pipeline(f"{op.src.tensor}_pipeline", tile, symbol("num_stages"), "consumer", mbarrier_release=True)
 
 
 def _with_ends(kernel: Kernel, block: Block, loads: list[Load], pipelines: dict[str, Pipeline]) -> Block:
-    """Add to a block what its kind needs: the pipelines, their loads, their tails, or the releases at the end of an
-    iteration."""
+    """Add the ops that a block of its kind needs: the pipelines, their loads, their tails, or the releases at the end
+    of an iteration."""
     if block.name == "entry":
         return replace(block, ops=(*block.ops, *pipelines.values()))
     if block.name == "producer":

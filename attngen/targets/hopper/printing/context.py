@@ -1,4 +1,4 @@
-"""Builds what the templates see of a warp-specialized kernel: its warp groups, and one view per op.
+"""Builds the views from which templates print a warp-specialized kernel: its warp groups, and one view per op.
 
 Every string in a view is ready to print. Expressions are printed as for Triton: Gluon has the same functions under
 `gl`.

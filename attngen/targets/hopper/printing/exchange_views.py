@@ -183,13 +183,13 @@ class ExchangeContext(LoopContext):
         return {pipeline: leader for pipeline, leader in found.items() if pipeline != leader}
 
     def _step_with_comment(self, op: PipelinedLoop, body: str, at: str) -> list[Node]:
-        """The views of one tile's step, after the comment that says what it is for."""
+        """The views of one tile's step, after a comment with its purpose."""
         about = self.kernel.block(body).about
         return [*([Node("lines", {"lines": [f"# {about}"]})] if about else []), *self._step(op, body, at)]
 
     def _step(self, op: PipelinedLoop, body: str, at: str) -> list[Node]:
-        """The views of one tile's step. Ops for partial tiles only stand under a condition, with the tile's position
-        unless other ops read that, too."""
+        """The views of one tile's step. Ops that only partial tiles need stand under a condition; so does the tile's
+        position, unless other ops read it."""
         both = bool(op.partial and op.full)
         nodes, own, first = (
             self._differing_in(body) if both else (self.block(body, "partial" if op.partial else "full"), [], 0)
@@ -260,7 +260,8 @@ class ExchangeContext(LoopContext):
         return ", ".join([*([self.var(op.page)] if op.page else []), *map(self.scalar, heads), start, column])
 
     def _threads(self, pipeline: str) -> str:
-        """How many threads meet at the named barrier of a free stage: the producer's, and those of all consumers."""
+        """The number of threads that meet at the named barrier of a free stage: the producer's, and those of all
+        consumers."""
         if not self.of_latents:
             return "THREADS"
         using = (ProducerLoad, ConsumerWait)

@@ -1,4 +1,4 @@
-"""Builds what the template of a generated module's hopper.py sees."""
+"""Builds the context from which the template prints a generated module's hopper.py."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def gluon(text: Any) -> Any:
 
 
 def _unguarded(node: Node) -> tuple[str, Any, list[Node]]:
-    """What a view prints, except the softmax guard for rows that have seen no key.
+    """A view's kind, strings and body, without the softmax guard for rows that have seen no key.
 
     The guard is ignored when partial and full steps are compared: to run it in all tiles costs four instructions each.
     """
@@ -122,7 +122,8 @@ class LoopContext(SoftmaxContext):
         return {**super()._mask(op, cls), "unswitch": "" if op.unswitch is None else self._of_instance(op.unswitch)}
 
     def _reversed_tile(self, op: PipelinedLoop, at: str, partial: str) -> str:
-        """The tile at position `at`, where the first `partial` ones are partial; an empty `partial` says it is one."""
+        """The tile at position `at`, where the first `partial` tiles are partial. If `partial` is empty, so is this
+        tile."""
         lo, hi = self._term(op.full[0][0]), self._term(op.partial[0][1])
         full = f"{at} - partial_tiles" if lo == "0" else f"{lo} + {at} - partial_tiles"
         return f"gl.where({at} < {partial}, {hi} - 1 - {at}, {full})" if partial else f"{hi} - 1 - {at}"
@@ -311,7 +312,8 @@ class LoopContext(SoftmaxContext):
         return self._differing_in(op.step)
 
     def _differing_in(self, name: str) -> tuple[list[Node], list[Node], int]:
-        """The views of a block in partial tiles, those of them that only partial tiles need, and where these start."""
+        """Return a block's views for partial tiles, those of them that only partial tiles need (none if they cannot be
+        separated), and the index at which these start."""
         body, left, own = self.block(name, "partial"), self.block(name, "full"), []
         for node in body:
             if left and _unguarded(node) == _unguarded(left[0]):

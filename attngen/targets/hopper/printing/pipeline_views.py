@@ -116,7 +116,8 @@ class PipelineContext(ShapeContext):
         return PipelineView(self._short(op.name), stages, shape, add.dst.tensor, buffers, stages, False, emptied=True)
 
     def _in_phase_with(self, name: str) -> str:
-        """A one-stage pipeline that each iteration releases before it stores a tile of this one, also of one stage.
+        """A pipeline with one stage that each iteration releases before it stores a tile of this pipeline, which has
+        one stage, too.
 
         Both then always have the same phase, so one variable serves both. Empty text if there is none.
         """
@@ -292,7 +293,8 @@ class PipelineContext(ShapeContext):
         )
 
     def _producer_store(self, op: ProducerStore, cls: str) -> dict[str, Any]:
-        """Where a consumer instance writes its part, what it waits for first, and at which barrier it then arrives."""
+        """The place where a consumer instance writes its part, the barrier at which it waits first, and the one at
+        which it arrives then."""
         if self.pipelines[op.pipeline].exchange:
             return self._store_exchanged(op)
         if self._is_of_rows(op.pipeline):

@@ -97,7 +97,8 @@ class WarpGroupContext(WgmmaContext):
         )
 
     def _place_tiles(self, work: Node, known: list[Node], block: Block, words: set[str], params: list[str]) -> None:
-        """Put before the body of a work loop what the warp group computes for each tile, and the rows it owns.
+        """Insert, before the body of a work loop, the lines that compute the values of each tile and the warp group's
+        own rows.
 
         The call's integers are rematerialized for each tile: values computed from them before the loop would hold
         registers during products. Strides of tensors to which threads store tiles are not, because that would hide
@@ -107,7 +108,7 @@ class WarpGroupContext(WgmmaContext):
         needed = read = names_in([node for node in body if node.kind != "reload_tile"])
         mine = [node for node in known if work.text["fetches"] or node.text["var"] not in work.text["numbers"]]
         while (more := needed | names_in([node for node in mine if node.text["var"] in needed])) != needed:
-            needed = more  # and what the definitions of these read
+            needed = more  # also the names that their definitions read
         of_tile = [node for node in mine if work.text["fetches"] or node.text["var"] in needed]
         rows = self._own_rows(words) if block.warp_group and block.warp_group.rows else []
         start = [f"{self._next_start()}, order_seen = -1, 0"] if self._polls_ahead(block) else []
@@ -260,7 +261,7 @@ class WarpGroupContext(WgmmaContext):
         }
 
     def _index_count(self) -> int:
-        """How many of the integers that the scheduler passes are the tile's coordinates."""
+        """The number of coordinates among the integers that the scheduler passes for a tile."""
         return len(tile_coordinates(self.kernel)) if self.kernel.kv_split else len(self.kernel.grid)
 
     def _reload_tile(self, op: ReloadTile, cls: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class WgmmaContext(StoreContext):
         }
 
     def _count_of(self, op: Wgmma) -> int:
-        """How many products an op issues: one per piece of the accumulator, or of the right operand."""
+        """The number of products that an op issues: one per piece of the accumulator, or of the right operand."""
         return len(self._widths(op.type)) or len(self._tile_vars(op.b))
 
     def _scheduler_barrier(self, op: SchedulerBarrier, cls: str) -> dict[str, Any]:

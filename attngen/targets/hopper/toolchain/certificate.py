@@ -24,14 +24,14 @@ from attngen.targets.hopper.configs.sm90 import FORWARD, LANES, MOST_REGISTERS
 from attngen.targets.hopper.toolchain.resources import sram_bytes
 from attngen.tiles.launches import groups, lane_registers, launch_registers
 
-# Bytes of stores and loads that may spill outside loops, of values that the loops do not need: where accumulators, with
-# or without dropout bits, take most of the registers, and where in the backward a loop over heads or over work tiles
-# surrounds the loop over tiles.
+# The most bytes of spill stores and loads outside loops, of values that the loops do not need. Kernels may spill there
+# if accumulators, with or without dropout bits, take most of the registers, or if, in the backward, a loop over heads
+# or over work tiles surrounds the loop over tiles.
 MOST_SPILLED_OUTSIDE = 64
 
 
 def faults(module: Module, kernel: Kernel, config: Config, report: CompileReport) -> Iterator[str]:
-    """Yield why a config gets no certificate: the ends of sentences about its kernel, each with what was expected."""
+    """Yield why a config gets no certificate: ends of sentences about its kernel, each with the expected value."""
     predicted, limit = sram_bytes(module, kernel, config), smem_limit(kernel.ctas_per_sm)
     recomputes = any(isinstance(op, PipelinedLoop) and op.recompute for op in kernel.ops())
     by_head = any(isinstance(op, PipelinedLoop) and op.heads and not op.by_tile for op in kernel.ops())
@@ -102,8 +102,8 @@ def registers_of_instances(name: str, kernel: Kernel, config: Config) -> list[in
     """Registers per thread of the instances of a warp group, least first. For one that issues matrix products, return
     those of all warp groups that do.
 
-    Groups of four warps have what the IR gives their warp group. The first one, an instance of the warp group with the
-    most warps, has what the others leave, which is more where a program has few warps.
+    A group of four warps has the registers that the IR gives its warp group. The first group, an instance of the warp
+    group with the most warps, has those that the others leave, which are more if a program has few warps.
     """
     warp_groups = {block.name: block.warp_group for block in kernel.warp_groups if block.warp_group}
     first = max(warp_groups, key=lambda warp_group: warp_groups[warp_group].warps)
@@ -127,8 +127,8 @@ def _overlap(kernel: Kernel, config: Config, code: dict[str, Any]) -> Iterator[s
 
 
 def overlapped_share(kernel: Kernel, config: Config) -> tuple[Fraction, Fraction]:
-    """Return the least and the largest share of a loop's exponentials between the issue of a product of weights and its
-    wait.
+    """Return the least and the largest share of a loop's exponentials that may lie between the issue of a product of
+    weights and its wait.
 
     Exponentials of rows, which rescale accumulators, may be anywhere: each thread computes one for all of its columns.
     Modifiers come before the weights, so their exponentials may be there, too; how many, the compiler decides. Where

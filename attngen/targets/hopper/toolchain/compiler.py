@@ -1,5 +1,5 @@
-"""Compile warp-specialized kernels ahead of time, without a GPU, and report what the compiler says and what its machine
-code holds."""
+"""Compile warp-specialized kernels ahead of time, without a GPU, and report facts from the compiler's log and from its
+machine code."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _compile(j: Job) -> CompileReport | str:
 
 
 def source(j: Job) -> Any:
-    """Return what Triton compiles for a job: the kernel with the types of a call whose tensors are aligned.
+    """Return the source that Triton compiles for a job: the kernel with the types of a call whose tensors are aligned.
 
     All flags are on, which gives the heavier kernel.
     """

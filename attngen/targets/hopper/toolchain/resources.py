@@ -1,4 +1,4 @@
-"""Shared memory of a warp-specialized kernel, to the byte: pipelines, barriers, and what Triton adds to them.
+"""Shared memory of a warp-specialized kernel, to the byte: pipelines, barriers, and Triton's additions to them.
 
 Triton allocates buffers one after another, the largest first, each at a multiple of its alignment (Allocation.cpp):
 
@@ -88,7 +88,7 @@ def stages_of(pipeline: Pipeline, config: Config) -> int:
 
 
 def _tiles(module: Module, kernel: Kernel, pipeline: Pipeline) -> Expr:
-    """Bytes of a pipeline's tiles. Instances that have a copy of it each share the rows of the program tile."""
+    """Bytes of a pipeline's tiles. If each instance has a copy of it, the copies share the rows of the program tile."""
     part_of_whole = {whole: part for part, whole in TILE_DIM.items()}
     tile = replace(pipeline.type, dims=tuple(part_of_whole.get(d, d) for d in pipeline.type.dims))
     tile = replace(tile, dims=(*tile.dims[:-1], str(width_of(module, pipeline)))) if pipeline.columns else tile
@@ -132,8 +132,8 @@ def _filled(kernel: Kernel) -> set[str]:
 
 @lru_cache(maxsize=256)
 def _captures(module: Module, kernel: Kernel) -> tuple[int, int]:
-    """Bytes of the captures of all partitions except the first, and the number of their warps, each of which takes a
-    byte.
+    """For all partitions except the first: the bytes of their captures, and the number of their warps, each of which
+    takes a byte.
 
     A partition captures the parameters of its warp group's function. Partitions share common captures.
     """

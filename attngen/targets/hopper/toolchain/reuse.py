@@ -73,7 +73,7 @@ def _span(first: int, count: int) -> frozenset[int]:
 
 
 def _fault(op: Instruction, flight: Flight) -> str:
-    """Return what an instruction does to registers of products in flight that it must not; empty text if nothing."""
+    """Return how an instruction misuses registers of products in flight; empty text if it does not."""
     operands = frozenset[int]().union(*(group.operands for group in flight))
     sums = frozenset[int]().union(*(group.sums for group in flight))
     if op.is_product:  # it may add to an accumulator in flight: the tensor cores keep the order

@@ -1,4 +1,4 @@
-"""The verifier's rule `fits`: what Hopper demands of a warp-specialized kernel."""
+"""The verifier's rule `fits`: Hopper's requirements for a warp-specialized kernel."""
 
 from __future__ import annotations
 

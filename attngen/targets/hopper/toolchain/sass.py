@@ -1,5 +1,5 @@
-"""Read Hopper's machine code, as nvdisasm prints it: what each part of a kernel holds, and which exponentials overlap
-with a product.
+"""Read Hopper's machine code, as nvdisasm prints it: the registers and exponentials of each part of a kernel, and the
+exponentials that overlap with a product.
 
 A part begins where warps set their number of registers (USETMAXREG), and ends where they set it again. Each instance of
 a warp group is one part. A product is a group of HGMMA instructions, the last of which names the group's counter
