@@ -1,7 +1,7 @@
 """The verifier: tables of rules by phase. Each file of this package has the rules of one topic.
 
-A rule is a function that yields a sentence for each violation that it finds in a kernel. A backend adds rules for what
-its compiler requires.
+A rule is a function that yields a sentence for each violation that it finds in a kernel. A backend adds rules for the
+requirements of its compiler.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def rules(backend: str) -> dict[str, dict[str, Rule]]:
 def warp_specialized_rules(backend: str) -> dict[str, Rule]:
     """The rules of a backend's warp-specialized kernels.
 
-    Only tests compare what such a kernel computes with the portable kernel in whose place it runs.
+    These rules do not compare a kernel's results with those of the portable kernel in whose place it runs; only tests
+    do.
     """
     return (
         {**_WARP_SPECIALIZED, **SPECIALIZERS[backend].rules, "protocol": protocol}
@@ -139,7 +140,7 @@ def _no_specializer(module: Module, kernel: Kernel) -> Iterator[str]:
     yield f"is for the backend `{kernel.backend}`; expected {', '.join(SPECIALIZERS)}"
 
 
-# For each verified kernel: what the rules have read in addition to it, and the names of the rules that hold.
+# For each verified kernel: the facts that the rules have read in addition to it, and the names of the rules that hold.
 _HELD: WeakKeyDictionary[Kernel, tuple[dict[str, Any], set[str]]] = WeakKeyDictionary()
 
 

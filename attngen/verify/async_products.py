@@ -1,4 +1,4 @@
-"""The rule `wgmma-wait`: who waits for asynchronous products, and which registers stay alive until then."""
+"""The rule `wgmma-wait`: the waits for asynchronous products, and the registers that stay alive until then."""
 
 from __future__ import annotations
 

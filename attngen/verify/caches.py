@@ -1,4 +1,4 @@
-"""Warp-specialized kernels that read a KV cache: where tiles come from, and the rule `zero-out-of-bounds` about rows
+"""Warp-specialized kernels that read a KV cache: the sources of tiles, and the rule `zero-out-of-bounds` about rows
 past the end of a sequence."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attngen.ir.pipe import ConsumerWait, ProducerLoad, Wgmma, ZeroOutOfBounds
 
 
 def of_all_columns(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The index of a whole tile, given that of the tile or of the left or right half of its columns."""
+    """The index of a whole tile, given its own index or that of the left or right half of its columns."""
     return tuple(symbol("d_v") if str(e) in SIDES else e for e in index)
 
 
@@ -26,7 +26,7 @@ def places(tensor: str, index: tuple[Any, ...], in_halves: bool) -> Iterator[tup
 
 
 def page_of(kernel: Kernel, op: ProducerLoad | Load) -> Any:
-    """Where the page number of a tile is read, and under which condition, for the tile's first row; None if the cache
+    """The tensor, index and condition of the read of a tile's page number, for the tile's first row; None if the cache
     is not paged."""
     ref = op.page if isinstance(op, ProducerLoad) else op.pages
     if ref is None:

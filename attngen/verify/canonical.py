@@ -44,7 +44,8 @@ def _store_counts(tables: Tables, state: State, r: int) -> State:
 
 
 def _exchange_counts(tables: Tables, state: State, r: int) -> State:
-    """The same state, with what each agent stores in an exchange counted from what the other one has released."""
+    """The same state, with the tiles that an agent has stored in an exchange counted from those that the other one has
+    released."""
     period = tables.periods[r]
     for i in tables.writers[r]:
         j = tables.other(r, i)

@@ -1,6 +1,6 @@
 """The rule `combine`: the outputs of split-KV kernels.
 
-It checks what a program stores for its split of the keys, and how splits are combined to the output of all keys.
+It checks the results that a program stores for its split of the keys, and their combination to the output of all keys.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from attngen.ir.ops import Arg, Base, GridDependencyWait, Loop, Map, Scatter, St
 
 
 def dependent_launch(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A kernel waits at most once, outside of loops and before it stores. Such a kernel launches no dependents itself,
-    because they would wait for it only.
+    """A kernel waits at most once, outside of loops and before it stores. A kernel that waits launches no dependents
+    itself, because they would wait for this kernel only.
 
     A kernel launches dependents early only if some kernel waits.
     """

@@ -118,7 +118,7 @@ def arguments(module: Module, host: Host) -> Iterator[str]:
             yield f"its result {name} is {found}; expected {expected}, as `derive` says"
     # A program that `derive` names has only its own arguments as variables.
     own = {arg.name.lower() for arg in host.args} if made else given.keys()
-    if host.name == "decode":  # it computes itself what programs of `derive` return elsewhere
+    if host.name == "decode":  # it computes itself the tensors that programs of `derive` return elsewhere
         made = {name: known[name.upper()] for d in module.derived if d.program for name in d.names}
         for op in host.ops():
             dtype, dims = made.get(op.name.lower(), ("", ()))
@@ -171,7 +171,7 @@ def types(module: Module, host: Host) -> Iterator[str]:
 
 
 def _viewed(by: str, dims: tuple[str, ...], have: tuple[str, ...]) -> tuple[str, ...]:
-    """The dimensions of a view of a tensor. Those that `expand` repeats may be any: they are taken from `have`."""
+    """The dimensions of a view of a tensor. `expand` may repeat a dimension to any length: it is taken from `have`."""
     if by == "expand":
         return tuple(h if d == "*" else d for d, h in zip(dims, have))
     if by == "heads":
@@ -182,10 +182,10 @@ def _viewed(by: str, dims: tuple[str, ...], have: tuple[str, ...]) -> tuple[str,
 
 
 def launches(module: Module, host: Host) -> Iterator[str]:
-    """Each argument of a kernel is a value of the host, of the type that the kernel declares. The kernel's grid is over
-    known sizes.
+    """Each argument of a kernel is a host value with the type that the kernel declares. The kernel's grid is over known
+    sizes.
 
-    A fused backward that reads a number per score is launched only where TMA can read and write these.
+    A fused backward that reads a number per score is launched only where TMA can read and write these numbers.
     """
     kernels = {kernel.name: kernel for kernel in module.kernels}
     by_tma = {name for name, kernel in kernels.items() if kernel.adds_in_order and kernel.reads_pairs}
@@ -258,7 +258,7 @@ def _split_alike(kernels: dict[str, Kernel], host: Host) -> Iterator[str]:
 
 
 def _implied(host: Host, where: Bool) -> set[Bool]:
-    """The conditions that a condition implies; that a number is positive implies those under which it is not 0."""
+    """The conditions that a condition implies. If a number is positive, the conditions hold under which it is not 0."""
     found = set(conjuncts(where))
     for op in host.ops():
         if (

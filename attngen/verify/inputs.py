@@ -114,7 +114,7 @@ def _gradients(module: Module) -> Iterator[str]:
 
 
 def _unused(module: Module) -> Iterator[str]:
-    """Each input is read by a kernel, or by what derives a tensor."""
+    """Each input is read by a kernel, or by a function or host program that derives a tensor."""
     read = {a.name.lower() for k in module.kernels for a in k.args if a.name not in SHAPES}
     sources = {s for d in module.derived for s in d.sources}
     for i in module.inputs:

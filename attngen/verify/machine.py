@@ -1,9 +1,10 @@
 """The model checker of the rule `protocol`: it visits the states that warp groups which share pipelines can reach.
 
-A state says at which step each warp-group instance is, what is in each pipeline stage, and what has been decided: at
-the end of an iteration, whether there is another one. The first instance that asks decides, both ways, and the others
-get the same answer. Answers are counted from the slowest instance. Each instance counts its uses of a pipeline modulo a
-multiple of the pipeline's stages, by which no instance can be ahead of another. So there are finitely many states.
+A state has the step of each warp-group instance, the contents of each pipeline stage, and the decisions made so far. At
+the end of each iteration it is decided whether there is another one. The first instance that asks decides (the search
+follows both answers), and the others get the same answer. Answers are counted from the slowest instance. Each instance
+counts its uses of a pipeline modulo a multiple of the pipeline's stages, because no instance can be so far ahead of
+another. So there are finitely many states.
 
 An agent is one instance of a warp group. The search does not follow every order of their steps. If nothing that other
 agents can do before an agent's next step depends on that step or changes it, the search takes the step at once, and
@@ -38,7 +39,7 @@ _LOCAL = ("wgmma", "wgmma_wait", "tma_store", "tma_store_wait")  # no other inst
 
 
 class _Machine(Tables):
-    """The steps of agents: the state that each leads to, or the violation that it is."""
+    """The steps of agents. A step leads to another state, or is a violation."""
 
     def start(self) -> State:
         none = (0,) * len(self.names)
@@ -49,8 +50,8 @@ class _Machine(Tables):
         return state
 
     def successors(self, state: State, all_orders: bool = False) -> list[State]:
-        """The states after one step of any agent or the end of any TMA copy. Where a step can be taken at once (see
-        above), and unless `all_orders`, the states after that step only."""
+        """The states after one step of any agent or the end of any TMA copy. If a step can be taken at once (see
+        above), only the states after that step, unless `all_orders` is set."""
         found: list[State] = []
         for r, stages in enumerate(state.pipelines):
             for s, stage in enumerate(stages):
@@ -285,7 +286,7 @@ class _Machine(Tables):
         )
 
     def exchange_must_be_empty(self, state: State, i: int, r: int) -> None:
-        """Raise Violation if an agent writes to an exchange before both agents have released what was written."""
+        """Raise Violation if an agent writes to an exchange before both agents have released the earlier tiles."""
         j = self.other(r, i)
         for writer, reader in ((i, j), (j, i)):
             if state.agents[writer].stored[r] != state.agents[reader].released[r]:
@@ -341,7 +342,7 @@ class _Machine(Tables):
         return with_agent(state, i, agent._replace(released=put(agent.released, r, (agent.released[r] + 1) % period)))
 
     def left_over(self, state: State) -> str:
-        """What is unfinished after all agents have ended; empty if nothing is."""
+        """The copy, arrival or tile that is unfinished after all agents have ended, in words; empty text if none is."""
         for name, stages in zip(self.names, state.pipelines):
             if any(stage.loading for stage in stages):
                 return f"a copy to %{name} is in flight at the end"
@@ -365,7 +366,7 @@ class _Machine(Tables):
         return ""
 
     def store_counts(self, state: State, r: int) -> set[int]:
-        """How many tiles of a pipeline each agent has written, waited for and released."""
+        """The numbers of a pipeline's tiles that agents have written, waited for and released."""
         written = {state.agents[i].stored[r] for i in self.writers[r]}
         readers = [state.agents[i] for i in self.consumers[r]]
         return written | {count for agent in readers for count in (agent.uses[r], agent.released[r])}
@@ -373,7 +374,7 @@ class _Machine(Tables):
 
 @cache
 def violation(of: Protocol, all_orders: bool = False) -> str:
-    """Which violation of a protocol can happen, in words; empty text if none can.
+    """A violation of a protocol that can happen, in words; empty text if none can.
 
     all_orders: follow every order of steps, which finds the same.
     """

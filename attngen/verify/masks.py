@@ -1,4 +1,4 @@
-"""The rule `mask`: a kernel hides what the header's mask hides."""
+"""The rule `mask`: a kernel hides the same pairs as the header's mask."""
 
 from __future__ import annotations
 

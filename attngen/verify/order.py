@@ -32,11 +32,12 @@ from attngen.tiles.order import first_first_order, last_first_order, order_by_di
 
 
 def semaphore_order(module: Module, kernel: Kernel) -> Iterator[str]:
-    """The order of a program is the number of programs that come to the tile before it: those of later tiles, or in a
-    reversed group those of earlier tiles.
+    """The order of a program is the number of programs that add to the tile before it. They own later tiles, or in a
+    reversed group earlier tiles.
 
-    Where data bounds the loops, count_tiles may compute it, as the number of tiles that have started there. With block
-    lists, it is the number of listed tiles after the program's own, up to the end that the formula gives.
+    If data bounds the loops, count_tiles may compute the order, as the number of tiles whose loops have started at that
+    tile. With block lists, the order is the number of listed tiles after the program's own, up to the end that the
+    formula gives.
     """
     adds = [op for op in kernel.ops() if isinstance(op, OrderedAdd) and op.order is not None]
     counts = [op for op in kernel.ops() if isinstance(op, CountTiles)]
@@ -104,7 +105,7 @@ def ordered_accumulate(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _describe(op: Op) -> str:
-    """What an op contributes to an order."""
+    """The value that an op contributes to an order, in words."""
     match op:
         case CountTiles(src=src, most=most):
             what = f"counts tiles that start at `{to_text(most)}` at most in {_element(src)}"

@@ -1,5 +1,5 @@
-"""The rule `types` of warp-specialized kernels: types of the ops that compute, order or wait. Those of ops on pipelines
-are in `pipeline_types`."""
+"""The rule `types` of warp-specialized kernels: types of ops that compute, order or wait. Types of ops on pipelines are
+in `pipeline_types`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def _pipeline_errors(kernel: Kernel, op: Pipeline) -> Iterator[str]:
 
 
 def _metadata_errors(kernel: Kernel, op: Pipeline) -> Iterator[str]:
-    """A pipeline of tile metadata has as many stages as that of the tiles, and a vector of their rows, or one index."""
+    """A pipeline of tile metadata has as many stages as the pipeline of the tiles. Its elements are a vector of a
+    tile's rows, or one index."""
     tiles = kernel.op(op.metadata_of or "")
     of_rows = isinstance(tiles, Pipeline) and op.type.dims == tiles.type.dims[:1]
     fits = (

@@ -1,4 +1,5 @@
-"""The rule `loop-bodies`: what loops of warp-specialized kernels carry, which tiles they visit and in which order."""
+"""The rule `loop-bodies`: the values that loops of warp-specialized kernels carry, and the tiles that they visit, in
+order."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from attngen.tiles.warp_groups import instance_bounds
 
 
 def loop_bodies(module: Module, kernel: Kernel) -> Iterator[str]:
-    """What a loop carries, what its bodies take and what they yield have the same fields and types.
+    """The values that a loop carries, that its bodies take, and that they yield have the same fields and types.
 
     A pipelined loop visits tiles in one of the orders that its attributes allow.
     """
@@ -47,8 +48,9 @@ def loop_bodies(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _carried(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:
-    """Each body takes what the one before it yields; the first one takes what the loop carries, and the last one
-    yields it. Bodies of even and odd iterations all take and yield what the loop carries, and exclude other options."""
+    """The first body takes the fields that the loop carries, each other body takes those that the body before it
+    yields, and the last one yields the carried fields. Bodies of even and odd iterations all take and yield the carried
+    fields, and exclude other options."""
     starts = {field: kernel.type_of(ref) for field, ref in op.carry}
     names = [body for body in op.bodies if body != op.skip]
     takes = [_taken(kernel, body, f"_in_{body}") for body in names]
@@ -70,8 +72,8 @@ def _carried(kernel: Kernel, op: PipelinedLoop) -> Iterator[str]:
 
 
 def _tile_order(op: PipelinedLoop) -> Iterator[str]:
-    """Loops have a range. Loops that visit tiles in order, for all heads at each tile, or that recompute values, have
-    the form that this needs."""
+    """Loops have a range. Loops that visit tiles in order, that run for all heads at each tile, or that recompute
+    values have the form that these options require."""
     if not (op.partial or op.full):
         yield f"%{op.name} has no range"
     step_only = not (op.first or op.tile_indices or op.reversed)

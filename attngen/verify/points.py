@@ -244,8 +244,8 @@ def _lines(difference: Expr, symbols: list[Any]) -> Iterator[tuple[Any, Expr, Ex
 
 
 def _sample(s: Any, chance: Random, pool: list[int], near: list[int], numbers: list[float]) -> float:
-    """A random value of a symbol: from `pool`, from `near`, which are integers next to those of the expressions, from
-    the numbers of the expressions, or any value of its kind."""
+    """A random value of a symbol: from `pool`; from `near`, the integers next to those in the expressions; from the
+    numbers in the expressions; or any value of its kind."""
     least = 1 if s.is_positive else 0 if s.is_nonnegative else -4000
     kind = chance.randrange(4)
     if s.is_integer:

@@ -79,8 +79,8 @@ def _same_loops(kernel: Kernel, portable: Kernel) -> Iterator[str]:
 
 
 def _same_places(kernel: Kernel, portable: Kernel) -> Iterator[str]:
-    """TMA loads tiles only from places at which the portable kernel loads. Each place at which that stores is stored
-    as often."""
+    """TMA loads tiles only from places at which the portable kernel loads. Both kernels store equally often to each
+    place."""
     loads = {(*_target(portable, op), page_of(portable, op)) for op in portable.ops() if isinstance(op, Load)}
     for op in kernel.ops():
         if isinstance(op, ProducerLoad):

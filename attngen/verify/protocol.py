@@ -1,20 +1,20 @@
 """The rule `protocol`: model-checks the synchronization of a warp-specialized kernel.
 
 Method: explicit-state model checking. Each instance of a warp group is a finite automaton of synchronization steps
-(`attngen.verify.automata`). The product of these automata and of the copy engine is searched exhaustively, for each
+(`attngen.verify.automata`). The product of these automata and the copy engine is searched exhaustively, for each
 config's number of stages (`attngen.verify.machine`; partial-order reduction by persistent sets). The rule holds if no
 reachable state is a deadlock or a race (see `protocol` below). It is a proof for any number of loop iterations and work
-tiles: these numbers are left open. The warp group that first reaches the end of an iteration decides, both ways,
-whether there is another one, and the others follow. They may, because all loops run over the same tiles of the same
-heads (rule `same-tiles`), and persistent programs have the same work tiles in all warp groups.
+tiles: these numbers are left open. The warp group that first reaches the end of an iteration decides whether there is
+another one (the search follows both decisions), and the others follow. This is sound because all loops run over the
+same tiles of the same heads (rule `same-tiles`), and persistent programs have the same work tiles in all warp groups.
 
 The state space is finite. Data and loop counters are not in it. A barrier is a phase bit and a set of arrivals. Each
-instance counts its uses of a pipeline modulo a small multiple of the pipeline's number of stages: no instance can be
-that far ahead of another without an error. Decisions about iterations are kept only until the slowest instance has
-followed them. If a warp group could get ahead of another without bound, the search would exceed `machine.MOST_STATES`,
-and the rule fails.
+instance counts its uses of a pipeline modulo a small multiple of the number of stages: no instance can be that far
+ahead of another without an error. Decisions about iterations are kept only until the slowest instance has followed
+them. If a warp group could get ahead of another without bound, the search would exceed `machine.MOST_STATES`, and the
+rule fails.
 
-What is modelled, as the hardware does it:
+The model has these parts, as in the hardware:
 
 - A stage is full when the phase of its mbarrier changes, which TMA does at any time after the load. A wait passes on
   the parity of the phase only; it is an error if it passes on the phase of another tile.
@@ -30,18 +30,18 @@ What is modelled, as the hardware does it:
 - A wgmma reads its tiles from its issue until the wait for it, or for a later one: products finish in order.
 - A TMA store reads its stage until the next tma_store through it, which waits for that, or until the tma_store_wait.
 
-What is not modelled, and what covers it:
+The model leaves these parts out; other checks cover them:
 
 - Reads of a tile by other ops than wgmma. The rule `types` demands that local_load, read_metadata and the reads of a
   tile's index come after the tile's consumer_wait and before its consumer_release, and that the release comes after
   ordered_add, which itself waits until TMA has read the tile. slice_rows and rematerialize only compute addresses.
 - Metadata (row vectors, tile indices): it is assumed to arrive, and to be released, with its tile.
-- The contents of work-tile pipelines, and reload_tile: the interpreter. That the counter gives each work tile once:
-  tests on GPUs.
+- The contents of work-tile pipelines, and reload_tile: the interpreter. Tests on GPUs check that the counter gives each
+  work tile once.
 - Semaphores: a warp group that waits for one is assumed to go on at some time (rule `semaphore-order`).
 - Registers of products in flight (keep_alive): the rule `wgmma-wait`.
-- What the printer makes of this, such as arrival counts and fence.proxy.async after stores to shared memory: tests on
-  GPUs. Whether ptxas and LLVM keep the order: certificates of machine code.
+- The printed code, such as arrival counts and fence.proxy.async after stores to shared memory: tests on GPUs. The order
+  in which ptxas and LLVM leave the instructions: certificates of machine code.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _tile_of(kernel: Kernel, warp_group: Block) -> Block:
 
 
 def _shape(kernel: Kernel, warp_group: Block) -> str:
-    """Why the ops that a warp group runs for a work tile are not one loop with steps before and after it, as the proof
-    assumes; empty text if they are."""
+    """The proof assumes that a warp group runs, for a work tile, one loop with steps before and after it. Return why it
+    does not; empty text if it does."""
     ops = _tile_of(kernel, warp_group).ops
     loops = [op for op in ops if isinstance(op, (Loop, PipelinedLoop))]
     bodies = {(op.body,) if isinstance(op, Loop) else op.bodies for op in loops}
@@ -114,7 +114,7 @@ def _shape(kernel: Kernel, warp_group: Block) -> str:
 
 def protocol_of(kernel: Kernel, values: dict[str, int]) -> Protocol:
     """The protocol of a kernel for the values of a config."""
-    # Pipelines of tile metadata (`metadata_of`) have the barriers of the pipeline of tiles.
+    # Pipelines of tile metadata (`metadata_of`) share the barriers of their tiles' pipeline.
     pipelines = [op for op in kernel.ops() if isinstance(op, Pipeline) and not op.metadata_of]
     stages = tuple((pipeline.name, int(compiled(pipeline.stages)(values))) for pipeline in pipelines)
     warp_groups = tuple(_steps_of_warp_group(kernel, warp_group) for warp_group in kernel.warp_groups)
@@ -198,6 +198,6 @@ def _is_metadata(kernel: Kernel, name: str) -> bool:
 
 
 def _pipeline_of(kernel: Kernel, ref: str) -> str:
-    """The pipeline of whose tile a value is; "" for a value in registers."""
+    """The pipeline that holds a value, if this is a tile; "" for a value in registers."""
     wait = kernel.wait_of(ref)
     return wait.pipeline if wait else ""

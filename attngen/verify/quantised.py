@@ -1,5 +1,5 @@
-"""The rule `quantised`: 8-bit caches. Values that are read are multiplied by their scales, and new ones are scaled down
-by theirs: a scale per head, per page and head, or per group of a latent's columns."""
+"""The rule `quantised`: 8-bit caches. Values that are read are multiplied by their scales, and new ones are divided by
+theirs. There is a scale per head, per page and head, or per group of a latent's columns."""
 
 from __future__ import annotations
 

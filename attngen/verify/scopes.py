@@ -33,8 +33,8 @@ from attngen.ir.pipe_control import (
 
 
 def defined_in_scope(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A value is defined before its use: in the same block, in a block around it, in the block that computes what all
-    warp groups know of a work tile (`of` of a work_loop), or in @entry.
+    """A value is defined before its use: in the same block, in a block around it, in the block that computes the
+    scalars of a work tile for all warp groups (`of` of a work_loop), or in @entry.
 
     Each body is run by ops of one block.
     """

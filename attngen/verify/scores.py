@@ -51,7 +51,7 @@ def softmaxes(kernel: Kernel, values: Values) -> Iterator[tuple[Op, Expr, list[E
 
 
 def power_of(op: Map) -> Expr | None:
-    """The power of 2 of a map that is one, or one times a row's number; None for other maps."""
+    """The power of 2 in a map that computes one, or one times a number per row; None for other maps."""
     e = op.expr
     if e.is_Mul and len(e.args) == 2 and any(x.is_Symbol for x in e.args):
         e = next((x for x in e.args if not x.is_Symbol), e)
@@ -59,8 +59,8 @@ def power_of(op: Map) -> Expr | None:
 
 
 def _subtracted(x: Expr, tensor: str) -> list[Expr]:
-    """The log2 of a row's sum of weights, by an element of a tensor. By one of LSE it is +inf where LSE, or LSE to base
-    2, is -inf."""
+    """Expressions for the log2 of a row's sum of weights, in an element `x` of a tensor. From LSE, it is +inf where
+    LSE, or LSE to base 2, is -inf."""
     if tensor != "LSE":
         return [x]
     return [select(e > -sympy.oo, LOG2E * x, sympy.oo) for e in (x, LOG2E * x)]

@@ -1,5 +1,5 @@
-"""The rule `split-d`: programs that split the columns of a wide sum have each column once, and store once what is the
-same for all of them."""
+"""The rule `split-d`: programs that split the columns of a wide sum have each column once, and store once the results
+that are the same for all of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from attngen.tiles.sizes import tile_width
 
 
 def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
-    """One axis of the grid, after that of tiles, has a program for each part of the columns (split-D). A config gives
-    the size of a part, BLOCK_D.
+    """One axis of the grid, after the axis of tiles, has a program for each part of the columns (split-D). A config
+    gives the size of a part, BLOCK_D.
 
-    Each program stores its own columns, and the first one stores what all of them compute. Products sum over all
-    columns. The part of a loaded tile is loaded from the same rows. Columns that a part may lack are checked.
-    """
+    Each program stores its own columns, and the first one stores the results that all of them compute. Products sum
+    over all columns. The part of a loaded tile is loaded from the rows of that tile. Columns that a part may lack are
+    checked."""
     axes = [axis for axis in kernel.grid if axis.var in OWN]
     split = kernel.shared_columns
     if split is None:

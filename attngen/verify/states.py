@@ -1,6 +1,6 @@
 """States of the protocol's model: where each warp-group instance is and what is in each pipeline stage.
 
-Tables hold what does not change: which automaton an instance runs, who fills and who reads each pipeline.
+Tables hold facts that do not change: the automaton of each instance, and the agents that fill and read each pipeline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Violation(Exception):
 
 
 class Tables:
-    """What is fixed for a protocol. `r` numbers pipelines and `i` numbers agents throughout.
+    """The facts of a protocol that no step changes. `r` is the number of a pipeline and `i` that of an agent
+    throughout.
 
     A pipeline that each instance of a warp group has for itself counts as one pipeline per instance.
     """
@@ -78,7 +79,7 @@ class Tables:
         self._check_shape()
 
     def _find_users(self) -> None:
-        """Which agents load, write, wait for and release tiles of each pipeline."""
+        """Find the agents that load, write, wait for and release tiles of each pipeline."""
         read = [{s.name for s in p.steps if s.kind in ("consumer_wait", "consumer_release")} for p in self.warp_groups]
         self.consumers = [
             frozenset(i for i, who in enumerate(self.who) if name in read[i] and owner in ("", who))

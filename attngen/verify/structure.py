@@ -36,8 +36,8 @@ WIDTHS = set(COLUMN_DIM.values())
 
 
 def signature(module: Module, kernel: Kernel) -> Iterator[str]:
-    """The grid tiles one axis, each block but @entry is the body of loops in one block, and arguments and values have
-    types that kernels and host programs support."""
+    """The grid tiles one axis, each block except @entry is the body of loops in one block, and arguments and values
+    have types that kernels and host programs support."""
     yield from _blocks(kernel)
     yield from _grid(kernel)
     yield from _accessed_roles(kernel)
@@ -69,7 +69,7 @@ def _grid(kernel: Kernel) -> Iterator[str]:
 
 
 def _blocks(kernel: Kernel) -> Iterator[str]:
-    """Blocks form a tree: each but @entry is the body of loops in one other block."""
+    """Blocks form a tree: each except @entry is the body of loops in one other block."""
     blocks = [b.name for b in kernel.blocks]
     if "entry" not in blocks:
         yield "no block @entry"
@@ -142,8 +142,8 @@ def defined(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def loops(module: Module, kernel: Kernel) -> Iterator[str]:
-    """A loop has a class and ranges that fit its variable. Its fields, its body's arguments and what the body yields
-    are the same, with the same types."""
+    """A loop has a class and ranges that fit its variable. Its fields, its body's arguments and the values that the
+    body yields are the same, with the same types."""
     blocks = {b.name: b for b in kernel.blocks}
     for loop in kernel.loops:
         if loop.body not in blocks:
@@ -225,8 +225,8 @@ def _loop_fields(kernel: Kernel, loop: Loop) -> Iterator[str]:
 
 
 def split_kv(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Kernels with split-KV say how keys are split, in terms of numbers and elements that they have. Their programs
-    are numbered by splits and sequences. All such kernels of a module split keys in the same way."""
+    """Kernels with split-KV state how keys are split, by formulas in numbers and elements that they have. Their
+    programs are numbered by splits and sequences. All such kernels of a module split keys in the same way."""
     axes = {axis.var for axis in kernel.grid}
     has_splits = "kv_split" in axes or kernel.combines_splits
     if (kernel.kv_split is not None) != has_splits:

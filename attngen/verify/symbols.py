@@ -88,8 +88,8 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _positions(kernel: Kernel, op: Op) -> set[str]:
-    """The constants, sizes and positions that an op's expressions may name: those of the grid, of the program tile and
-    of the loops around the op, and, depending on its kind, of the rows and columns that it accesses."""
+    """The constants, sizes and positions that an op's expressions may name: those of the grid, the program tile and the
+    loops around the op, and, depending on its kind, the rows and columns that it accesses."""
     known = CONSTANTS | {a.var for a in kernel.grid} - set(AXIS_DIM) | TILES
     known |= {REVERSED_GROUP for a in kernel.grid if a.reversed_group}
     columns = {a.var for a in kernel.grid if a.var in OWN}

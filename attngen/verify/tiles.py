@@ -1,4 +1,4 @@
-"""Rules of loops over tiles: they visit all tiles with a visible pair, and treat only tiles as full that are."""
+"""Rules of loops over tiles: they visit all tiles with a visible pair, and treat a tile as full only if it is."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def classified(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def extremes(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Values that bounds of loops use as the least or greatest number of the program tile's rows are: a minimum or
-    maximum over the rows that exist, or, if numbers never decrease along the rows, that of the first or last row. In
-    tiles of packed rows it is that of the first or last query, which bounds all of them."""
+    """If a bound of a loop uses a value as the least or greatest number of the program tile's rows, the value is that
+    number. It is the minimum or maximum over the rows that exist, or, if numbers never decrease along the rows, the
+    number of the first or last row. In tiles of packed rows it is the number of the first or last query, which bounds
+    all others."""
     own = kernel.program_axis
     rising = {name.upper() for d in module.derived for name in d.rising}
     for name in sorted(rows_of(kernel)):
@@ -148,7 +149,7 @@ def _le(kernel: Kernel, a: Any, b: Any) -> bool:
 
 
 def _known(kernel: Kernel, e: Any) -> Any:
-    """An expression, simplified by what a program knows of the rows of its tile."""
+    """An expression, simplified by facts that a program knows about the rows of its tile."""
     return with_rows(e, kernel.program_axis, rows_of(kernel))
 
 
@@ -242,7 +243,7 @@ def _unswitch_symbols(op: Mask, data: frozenset[str]) -> set[str]:
 
 def block_lists(module: Module, kernel: Kernel) -> Iterator[str]:
     """With block sparsity, every loop over tiles visits listed tiles, between positions in the program's row of the
-    list. The size of a block is a multiple of that of a tile.
+    list. Tiles divide blocks.
 
     If data makes the lists, full loops run over the full blocks, which come first, and partial loops over the others.
     In the kernel that finds these blocks, tiles are strips of a block.

@@ -1,4 +1,4 @@
-"""The rule `types`: dimensions agree by name; element types agree with what is loaded, stored and computed."""
+"""The rule `types`: dimensions agree by name; element types are those of the loaded, stored and computed values."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ POSITIONS = frozenset(name for name, n in INTEGERS.items() if n.is_("everywhere"
 
 
 def types(module: Module, kernel: Kernel) -> Iterator[str]:
-    """Dimensions agree by name, in contractions, broadcasts and accesses. Element types are those of what is loaded,
-    stored and computed."""
+    """Dimensions agree by name, in contractions, broadcasts and accesses. Element types are those of the loaded, stored
+    and computed values."""
     for op in kernel.ops():
         for e in op.expressions:
             if _computes_with_a_condition(e):

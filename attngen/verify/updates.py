@@ -1,4 +1,4 @@
-"""Rules of what is read and updated: values in place, tiles that loops rewrite, and tensors between barriers."""
+"""Rules of reads and updates: of values in place, of tiles that loops rewrite, and of tensors between barriers."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def barriers(module: Module, kernel: Kernel) -> Iterator[str]:
 
 
 def _unordered_accesses(kernel: Kernel) -> Iterator[str]:
-    """Accesses without a barrier between them to elements that other threads write: those of tensors of role `scratch`,
-    and of outputs that two ops write."""
+    """Accesses, with no barrier between them, to elements that other threads write. Such elements are in tensors of
+    role `scratch`, and in outputs that two ops write."""
     writes = [
         tensor for tensor, access in _accesses(kernel, kernel.block("entry").ops) if not isinstance(access, Gather)
     ]

@@ -1,9 +1,9 @@
 """Writes the header's mask and score, and a kernel's values, as expressions of the same symbols, so that the rules of
 this package can compare them.
 
-The header's expressions are rewritten in the kernel's coordinates: which query head a program has, how packed rows are
-numbered. The kernel's values are expanded to positions, sizes and elements of tensors. Both are then compared in a
-normal form (see `algebra`), and where these differ, by their values at many points (see `points`).
+The header's expressions are rewritten in the kernel's coordinates: the query head of a program, the numbers of packed
+rows. The kernel's values are expanded to positions, sizes and elements of tensors. Both are then compared in a normal
+form (see `algebra`), and where these differ, by their values at many points (see `points`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ NATURAL = {"B": symbol("b"), "Hq": symbol("h"), "Hkv": symbol("hkv"), "Nq": symb
 
 
 def coordinates(module: Module, kernel: Kernel) -> dict[Expr, Expr]:
-    """The header's heads and positions, in terms of a kernel whose programs each have a query head, a KV head with its
-    group of query heads, or packed rows."""
+    """The header's heads and positions, as expressions of a kernel. Its programs each have a query head, a KV head with
+    its group of query heads, or packed rows."""
     h, hkv, group, q_idx, queries = map(symbol, ("h", "hkv", "group", "q_idx", "queries"))
     sharing = SHARINGS[module.sharing]
     if kernel.pack_gqa:
@@ -190,8 +190,9 @@ class Values:
         return {self._loaded(op.a), self._loaded(op.b)} == {"Q", "K"} and not op.acc
 
     def _half_product(self, op: Dot) -> tuple[Expr, Expr] | None:
-        """The factors of a score that is summed by two products, over the even and the odd columns of q and of 8-bit
-        keys: the largest size in each row of q, by which the row was scaled down, and the scale of the keys.
+        """The factors of a score that two products compute, one over even columns of q and 8-bit keys, one over odd
+        columns. The factors are the largest size in each row of q, by which the row was divided, and the scale of the
+        keys.
 
         `op` is the second product. None for other products.
         """
@@ -254,8 +255,8 @@ def quantised_load(kernel: Kernel, ref: str) -> Load | None:
 
 
 def latent_load(values: Values, ref: str) -> Load | None:
-    """The load of the 8-bit pairs from which a tile of latents is made: all columns of each row, each times the scale
-    of its group of columns, in the element type. None for other values."""
+    """The load of the 8-bit pairs from which a tile of latents is computed; None for other values. The tile has all
+    columns of each row, each times its group's scale, in the element type."""
     kernel, op = values.kernel, values.kernel.op(ref)
     tiles = (
         [made for _, used in op.uses if isinstance(made := kernel.op(used), Interleave)]
@@ -271,8 +272,8 @@ def latent_load(values: Values, ref: str) -> Load | None:
 
 
 def scale_of(kernel: Kernel, values: Values, op: Append | Load) -> Expr:
-    """The element of K_SCALE or V_SCALE that scales a row that an op loads or appends: that of its head, of its page
-    and head, or for a latent that of a group of its columns."""
+    """The element of K_SCALE or V_SCALE by which an op scales a row that it loads or appends. There is one per head,
+    per page and head, or, for a latent, per group of its columns."""
     declared, index = kernel.accessed(op)
     tensor, head = SCALES[declared.name], index[-3]
     if len(kernel.type_of(tensor).dims) == 4:

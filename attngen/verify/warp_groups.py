@@ -1,4 +1,5 @@
-"""The rule `warp-groups`: who loads, writes and reads each pipeline, and what registers and rows a warp group has."""
+"""The rule `warp-groups`: the warp groups that load, write and read each pipeline, and the registers and rows of a warp
+group."""
 
 from __future__ import annotations
 
