@@ -1,4 +1,4 @@
-"""How the fields of ops are written as text: for each field a codec, which prints and parses its values."""
+"""The textual form of ops' fields: each field has a codec, which prints and parses its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ops are made of: types of values, accesses to tensors, the base class of ops, and blocks of ops."""
+"""The parts of the IR below a kernel: types of values, accesses to tensors, ops (their base class), blocks of ops."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class WarpGroup:
 class Block:
     """A list of ops: the `entry` of a kernel or host program, a warp group, a loop body, or a branch of an `if`.
 
-    about: a sentence about what a loop body is for.
+    about: the purpose of a loop body, as a sentence.
     """
 
     name: str

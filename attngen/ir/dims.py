@@ -19,7 +19,7 @@ COLUMN_DIM = {
     "pair_v": "PAIRS_V",
     "group_v": "GROUPS_V",
 }
-# Dimension of columns -> dimension of their groups, each of adjacent columns.
+# Dimension of columns -> dimension of the groups that adjacent columns form.
 GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}
 # Index letter -> dimension of the left or the right half of D_V's columns.
 SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}

@@ -11,7 +11,7 @@ class Element(NamedTuple):
 
     bytes: bytes of one element.
     torch: its name in torch.
-    products: how its matrix products are computed; empty if the module's precision says (`ieee` or `tf32`).
+    products: how its matrix products are computed; empty if the module's precision decides (`ieee` or `tf32`).
     rate: the peak rate of such products, by its name in devices.py.
     is_interpreted: whether Triton's interpreter can multiply it.
     results: the element type of outputs, by its key; empty if it is the same.
@@ -49,8 +49,8 @@ TORCH |= {name: f"torch.{e.torch}" for name, e in ELEMENTS.items() if name != "f
 
 
 def latent_bytes(latent: int, rope: int) -> int:
-    """Bytes of a row of a cache of 8-bit latents: the latent's numbers, their fp32 scales, and the rotated columns in
-    16 bits."""
+    """Bytes per row of an 8-bit latent cache: the latent's numbers, their fp32 scales, and the rotated columns in 16
+    bits."""
     return latent + 4 * (latent // LATENT_GROUP) + 2 * rope
 
 

@@ -26,7 +26,7 @@ Evaluated: TypeAlias = tuple[Callable[[Any], Any], tuple[Any, ...]]  # a functio
 INEQUALITIES = (sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
 
 
-MOST_COMPARED = 40  # nodes of two arguments of a Min or Max that are compared; of larger ones both are kept
+MOST_COMPARED = 40  # most nodes of two arguments of a Min or Max that are compared; larger arguments are both kept
 
 
 @cache
@@ -36,14 +36,13 @@ def size(e: Any) -> int:
 
 
 def _compares(compare: Callable[..., Any]) -> Callable[..., Any]:
-    """Sympy's comparison of two arguments of a Min or Max, with cached answers and without comparisons of large
-    arguments."""
+    """Wrap sympy's comparison of two arguments of a Min or Max: cache answers, and skip large arguments."""
     remembered = cacheit(compare)
     return lambda cls, x, y: size(x) + size(y) <= MOST_COMPARED and remembered(cls, x, y)
 
 
-# Sympy compares the arguments of each new Min and Max in pairs, which is most of the work of building bounds, and the
-# pairs recur. The method is not public: a version of sympy without it is only slower.
+# Sympy compares the arguments of each new Min and Max in pairs. That takes most of the time in which bounds are built,
+# and the pairs recur. The method is not public: a version of sympy without it is only slower.
 if hasattr(MinMaxBase, "_is_connected"):
     MinMaxBase._is_connected = classmethod(_compares(MinMaxBase._is_connected.__func__))
 
@@ -134,8 +133,8 @@ class clamp(sympy.Function):  # noqa: N801
 
 
 class portion(sympy.Function):  # noqa: N801
-    """The number of items in the first i parts when n items are split into parts of n // parts items each, the first n
-    % parts of which have one more. For parts > 0, and i from 0 to parts."""
+    """The number of items in the first i parts, when n items are split into `parts` parts. Each part has n // parts
+    items, and the first n % parts have one more. Requires parts > 0, and i from 0 to parts."""
 
     nargs = 3
     is_integer = True
@@ -386,7 +385,7 @@ FUNCTIONS: dict[str, Any] = {
 
 @cache
 def symbol(name: str) -> sympy.Symbol:
-    """The symbol of a name. Names in INTEGERS are integers with the sign that the table says; any other name is a real
+    """The symbol of a name. Names in INTEGERS are integers, with the sign in that table; any other name is a real
     number."""
     least = INTEGERS[name].least if name in INTEGERS else None
     if least is None:

@@ -49,13 +49,13 @@ class GridAxis:
 @dataclass(frozen=True)
 class KVSplit:
     """How the keys of all sequences in a cache are split among programs: a sequence has cdiv(work, each) splits (see
-    ir/split_kv.py). The symbols `num_splits` and `first_item` are the number of splits of the program's sequence and of
+    ir/split_kv.py). The symbol `num_splits` is the number of splits of the program's sequence, and `first_item` that of
     all sequences before it.
 
-    work: units of work of a sequence, in terms of `Nk`, its number of keys, of values that are the same for all
-    sequences, and of `reads`.
-    each: the maximal units of a split; 0: as many as make the splits of all sequences keep the device busy, with at
-    most `items` splits.
+    work: units of work of a sequence, as a formula in `Nk` (its number of keys), `reads`, and values that are the same
+    for all sequences.
+    each: the largest number of units in a split. 0: chosen at run time, so that the splits of all sequences, at most
+    `items`, keep the device busy.
     ctas_per_sm: resident programs per SM.
     waves: the maximal number of splits per resident program of the device.
     ctas_per_sm_packed: `ctas_per_sm` for at most PACKED rows of queries; 0 if it is the same.

@@ -1,4 +1,4 @@
-"""The ops of host programs: what Python does at a call to allocate tensors, launch kernels and sum their results.
+"""The ops of host programs, which allocate tensors, launch kernels and sum their results in Python at each call.
 
 `host @forward` computes the output and the LSE, `host @backward` the gradients. `host @count` and `host @lists` find
 the blocks of scores to visit. Values have the types of kernel arguments; a tensor may have no elements. Sizes are
@@ -122,8 +122,8 @@ class SumDistances(Op):
 
 @dataclass(frozen=True)
 class CutBlocks(Op):
-    """Compute two masks of blocks from the number of visible pairs in each strip of a block: `seen`, some pair is
-    visible, and `full`, all pairs are."""
+    """Compute two masks of blocks, `seen` (some pair is visible) and `full` (all pairs are visible), from the number of
+    visible pairs in each strip."""
 
     src: str = field(metadata=OPERAND)
     type: Type

@@ -57,13 +57,14 @@ class Kernel:
     """One GPU kernel: its launch grid and its ops, in blocks. The roles of its arguments say which tensors it reads
     (`in`), writes (`out`) and both (`inout`).
 
-    axis: the axis, q or kv, of whose tiles each program has one or, in the FlashAttention-1 loop order, all.
+    axis: the axis, q or kv, along which each program owns one tile or, in the FlashAttention-1 loop order, visits all
+    tiles.
     pack_gqa: the rows of a tile are the queries of all heads of a group, head after head. The scalar `queries` is their
     number in one head.
     about: a sentence about the kernel, printed above it.
     backend: the backend of a warp-specialized kernel; empty for other kernels (see Module.warp_specialized).
     ctas_per_sm: resident programs per SM of a warp-specialized kernel.
-    of: the kernel that a warp-specialized one with a name of its own stands in for.
+    of: the portable kernel that a warp-specialized one stands in for, if their names differ.
     kv_split: how the keys of sequences are split among this kernel's programs, whose grid then has the axis `kv_split`,
     or among those of the kernel whose splits it combines.
     launches_dependents: programs of the next launch may start while this kernel's programs run, on devices that support
@@ -415,8 +416,8 @@ class Kernel:
 
     @cached_property
     def program_axis(self) -> str:
-        """The axis, q or kv, of whose tiles a program has one: `axis`, or else the axis of the grid or of the loop of
-        class `all`."""
+        """The axis, q or kv, along which a program owns one tile at a time: `axis`, or else the axis of the grid or of
+        the loop of class `all`."""
         return self.axis or self.tiled_axis
 
     @property
@@ -426,8 +427,8 @@ class Kernel:
 
     @cached_property
     def tiled_axis(self) -> str:
-        """The axis of tiles along the grid, or of a loop of class `all`; empty if there is none. If there are two, it
-        is `axis`."""
+        """The axis along which the grid, or a loop of class `all`, has tiles; empty if there is none. If there are two
+        such axes, it is `axis`."""
         axes = [self.grid[0].var, *(loop.var for loop in self.loops if loop.cls == "all")]
         found = [axis for axis in axes if axis in AXIS_EXTENT]
         return self.axis if self.axis in found else next(iter(found), "")

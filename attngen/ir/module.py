@@ -20,7 +20,7 @@ PHASES = ("logical", "scheduled", "target")
 DEFAULT_BACKEND = "triton"  # of attngen/targets
 
 
-PROMISES = ("least", "most", "first", "rising")  # options of an input that say what its data promises
+PROMISES = ("least", "most", "first", "rising")  # options of an input that are promises about its data
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Input:
     help.
 
     options: `grad`, it gets a gradient; `broadcast`, its first dimensions may have length 1; `least=n`, numbers below n
-    are refused; `size`, it is the length of a dimension of its name, which a call gives along with the tensor. For a
-    tensor of integers, options are promises about its data, which a call checks on request: `least=n` and `most=SIZE`,
-    of each number; `first=n`, the first number of each row; `rising`, numbers never decrease along the last dimension.
-    """
+    are refused; `size`, it is the length of the dimension with its name, and a call passes it along with the tensor.
+    For a tensor of integers, options are promises about its data, which a call checks on request: `least=n` and
+    `most=SIZE`, of each number; `first=n`, the first number of each row; `rising`, numbers never decrease along the
+    last dimension."""
 
     name: str
     dtype: str
@@ -104,8 +104,8 @@ class Learned:
 
     @property
     def by(self) -> str:
-        """The kind of reduction, which is what a partial gradient belongs to: `query`, `score`, `distance`, `element`,
-        or `entry`, a query and an index of a small dimension; or `row`, if DELTA already has what is needed."""
+        """The kind of reduction. A partial gradient belongs to a `query`, `score`, `distance`, `element` or `entry`,
+        which is a query and an index of a small dimension. `row`: the gradient is computed from DELTA."""
         if self.parts == "DELTA":
             return "row"
         if not self.index:
@@ -133,8 +133,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the kernels of a module compute: expressions over b, h, hkv, q_idx, kv_idx, the sizes of a call and elements
-    of tensors.
+    """The mask and the score of a module, as expressions over b, h, hkv, q_idx, kv_idx, the sizes of a call and
+    elements of tensors.
 
     where: the mask; a pair of a query and a key is visible where it holds.
     by_key: the same mask in terms of tensors over keys, for kernels whose program axis is kv; None if it is `where`.
@@ -180,8 +180,9 @@ class Cache:
 
     page: the keys of a page: a number, or `page_rows` if a call passes it; empty without pages.
     dtype: the element type of the cache, by its key in QUANTISED, if it is not that of q.
-    scale: what has a scale of its own then, by which its numbers are multiplied: each `head`, each head of a `page`,
-    or, in a latent, each group of LATENT_GROUP `columns` of a key. Rotated columns keep the element type of q.
+    scale: the 8-bit numbers that have one scale, by which they are multiplied: those of a `head`, those of a head in a
+    `page`, or, in a latent, those of a group of LATENT_GROUP `columns` of a key. Rotated columns keep the element type
+    of q.
     """
 
     page: str = ""
@@ -215,7 +216,7 @@ class Config:
     block_q, block_kv: rows of a tile; in a kernel that combines splits, `block_kv` is a number of splits.
     tma: TMA does the loads marked `via(descriptor)`; threads do the others.
     backend: the backend that compiles the kernel, of attngen/targets.
-    columns: columns of a sum that a program has, where several programs may split the head_dim; else 0.
+    columns: the columns of an accumulator that a program has, if several programs may split the head_dim; else 0.
     """
 
     device: str

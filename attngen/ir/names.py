@@ -119,7 +119,7 @@ INTEGERS = {
     "kv_start": Name("first key of a program's tile", ("k", "0"), 0, _LONGEST, uses="everywhere"),
     "combined_idx": Name("number of a split of a sequence's keys", ("p", ""), 0, None, uses="everywhere"),
     "combined_start": Name("first split of a tile that is combined", ("p", "0"), 0, None, uses="everywhere"),
-    # Tiles, and what closed forms of their memory name.
+    # Tile sizes, and other names in the closed forms of tiles' memory.
     "BLOCK_Q": Name("queries of a tile", ("B", "r"), 1, _WIDEST_TILE, uses="everywhere"),
     "BLOCK_KV": Name("keys of a tile", ("B", "c"), 1, _WIDEST_TILE, uses="everywhere"),
     "BLOCK_SPLITS": Name("splits of a tile that is combined", ("B", "p"), 1, uses="everywhere"),
@@ -206,7 +206,7 @@ SHAPES = {
     "SUM_PARTIAL": ("Hkv", "items", "Nq"),
 }
 CACHED = ("K", "K_ROPE", "V")  # tensors that kernels read from a KV cache
-PAIRS = "split_pairs"  # number of pairs of programs that split the query heads of a group
+PAIRS = "split_pairs"  # number of program pairs that split a group's query heads
 GRADIENTS = {"dO": "O", "dQ": "Q", "dK": "K", "dV": "V"}  # gradient -> the tensor whose shape it has
 TANGENTS = {f"t{x}": x for x in ("Q", "K", "V", "O", "LSE", "ENTROPY")}  # tangent -> the tensor whose shape it has
 SHAPES |= {x: SHAPES[of] for x, of in (GRADIENTS | TANGENTS).items()}
@@ -219,8 +219,8 @@ OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_ma
 FLAT, OF_KEYS = ("max_score",), ("key_mass",)
 # The tensors from which, with scores, kernels recompute weights: the LSE; or, where one fp32 number is too coarse for
 # it, as for fp32 arguments, the base-2 maximum and one over the sum of weights relative to it, which are +inf and 0 for
-# a query that sees no key. The rounding of the LSE is a relative error of each weight, 3e-5 for an LSE of a thousand;
-# products of 16-bit operands have larger errors.
+# a query that sees no key. Rounding the LSE gives each weight a relative error, 3e-5 for an LSE of a thousand; products
+# of 16-bit operands have larger errors.
 LSE, ROW_STATS = ("LSE",), ("M_ALL", "INV_L_ALL")
 # The tensors by which the splits of a row's keys are combined: the base-2 LSE of each split; or, for fp32, its base-2
 # maximum and its sum of weights relative to it.
@@ -422,8 +422,8 @@ OF_CACHE |= {
     for end in ("from", "to")
     for at in ("", "_2", "_3", "_4", "_5", "_6")
 }
-# Names in the warp-specialized decode of latents, where each warp group has half of the columns and every other tile of
-# keys.
+# Names in the warp-specialized kernel that decodes with latents. Each of its two warp groups has half of the columns
+# and every other tile of keys.
 _PIECES = ("left", "right", "rope")
 OF_CACHE |= {
     f"k_{piece}_{parity}_{of}" for piece in _PIECES for parity in ("even", "odd") for of in ("loads", "full", "phase")
@@ -451,7 +451,7 @@ OF_CACHE |= {
     "rescaled_peer",
 }
 OF_CACHE |= {"right_v", "s_own_flight", "tiles", "v_peer"}
-ORDERS = ("q_outer", "kv_outer")  # of loops; `kv_outer` is that of FlashAttention-1
+ORDERS = ("q_outer", "kv_outer")  # loop orders; `kv_outer` is FlashAttention-1's
 DIRECTIONS = ("forward", "backward")
 
 

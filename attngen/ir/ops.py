@@ -1,6 +1,6 @@
 """The ops of tile-level kernels.
 
-An op's docstring says what it computes and what its fields mean. Fields marked `operand` are references to other
+An op's docstring states its result and the meaning of its fields. Fields marked `operand` are references to other
 values: `name`, or `name.field` for an op with several results. Dimensions are names (`BLOCK_Q`, `BLOCK_KV`, `D_QK`,
 `D_V`, ...), so dot products and broadcasts are checked by name, not by size.
 """
@@ -106,7 +106,7 @@ class ListPosition(Op):
 
 @dataclass(frozen=True)
 class CountTiles(Op):
-    """Count the tiles of the program axis whose first row r has src[r] <= most. Where data, such as document ids, says
+    """Count the tiles of the program axis whose first row r has src[r] <= most. If data, such as document ids, decides
     which programs add to a tile, the order of a program is computed from such a count (see tiles/order.py).
 
     Precondition: src[r] never decreases with r, and src[r] <= most holds for the program's own tile, and so for all
@@ -262,7 +262,7 @@ class DropoutMask(Op):
 
 @dataclass(frozen=True)
 class Dropout(Op):
-    """Set `value` to zero where the mask `keep` is false. What is summed from the results is later multiplied by
+    """Set `value` to zero where the mask `keep` is false. Sums of the results are later multiplied by
     1 / (1 - dropout_p)."""
 
     value: str = field(metadata=OPERAND)
@@ -375,9 +375,9 @@ class OrderedAdd(Store):
 
 @dataclass(frozen=True)
 class OrderedAccumulate(Store):
-    """Store the sum of a tile and of what earlier programs have stored at the same place, in the fixed order of
-    OrderedAdd. The program whose `order` is 0 stores its tile without adding. Portable kernels read, add and write
-    back; warp-specialized ones use TMA (see TmaStore).
+    """Add a tile to the sum that earlier programs have stored at the same place, and store the new sum, in the fixed
+    order of OrderedAdd. The program whose `order` is 0 stores its tile without adding. Portable kernels read, add and
+    write back; warp-specialized ones use TMA (see TmaStore).
 
     semaphore and order: as in OrderedAdd. If a program accumulates several tiles under one semaphore, such as dK and
     dV, each op names it.
@@ -403,14 +403,14 @@ class Append(Store):
 
 @dataclass(frozen=True)
 class Barrier(Op):
-    """Barrier of all threads of the program (`__syncthreads`). Loads after it see what the program stored before it,
-    and none is hoisted above it."""
+    """Barrier of all threads of the program (`__syncthreads`). Loads after it see the program's earlier stores, and
+    none is hoisted above it."""
 
 
 @dataclass(frozen=True)
 class GridDependencyWait(Op):
-    """Wait until all programs of the previous launch have ended (programmatic dependent launch). Loads after it see
-    what they stored."""
+    """Wait until all programs of the previous launch have ended (programmatic dependent launch). Loads after it see the
+    stores of these programs."""
 
 
 OPS: dict[str, type[Op]] = {

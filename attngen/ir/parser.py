@@ -51,8 +51,9 @@ _KERNEL = re.compile(
     r"(?: ctas_per_sm\((?P<split_ctas>[1-9]\d{0,2})\) waves\((?P<waves>[1-9]\d{0,2})\))?"
     r"(?: ctas_per_sm_packed\((?P<packed>[1-9]\d{0,2})\))?)?"
 )
-# The characters of a line of the IR. Its texts, such as `about` and `mask`, are printed into comments, docstrings and
-# strings of generated modules, which none of these characters ends; its names mean the same to Python.
+# The characters that a line of the IR may have. Texts such as `about` and `mask` are printed into comments, docstrings
+# and strings of generated modules, and none of these characters ends one of those. Names have the same meaning in
+# Python.
 _PLAIN = re.compile(r"[\t !#-\[\]-~]")
 
 
@@ -137,7 +138,7 @@ class _Lines:
 
 
 def _parse_name(text: str, where: str) -> str:
-    """The name of a module, which is also that of a folder and of a package."""
+    """The name of a module, by which a folder and a package are named, too."""
     name = parse_word(text, where)
     if not re.fullmatch("[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name):
         expected = "a small letter, and then small letters, digits and `_`, 64 at most, and no keyword of Python"
@@ -177,7 +178,7 @@ def parse_module(text: str, source: str = "IR") -> Module:
 
 
 def _check_version(text: str, source: str) -> None:
-    """Raise IRError if the text of a module is of another version of the IR."""
+    """Raise IRError if a module's text has another version of the IR."""
     found = re.search(r"(?m)^ +ir (\d+) *$", text)
     version = int(found[1]) if found else 1
     if re.search(r"(?m)^module @\w", text) and version != IR_VERSION:

@@ -71,10 +71,10 @@ class Pipeline(Op):
     it, the empty barrier is a named barrier at which consumers arrive and the producer syncs. A CTA has 16 of these,
     and only the producer and consumers with rows of the program tile use them (rule `fits`). The full barrier of a
     stage that TMA loads is an mbarrier in any case.
-    exchange: two warp groups exchange tiles through the single stage, and each reads what the other has written. A
-    write does not wait until the stage is empty, and a release prints no barrier: the warp groups alternate, so that a
-    warp group writes only after it has read and released the other's tile, which the other wrote after it had read and
-    released the tile before. The rule `protocol` refuses a kernel in which that fails.
+    exchange: two warp groups exchange tiles through the single stage, and each reads the tiles that the other has
+    written. A write does not wait until the stage is empty, and a release prints no barrier: the warp groups alternate,
+    so that a warp group writes only after it has read and released the other's tile, which the other wrote after it had
+    read and released the tile before. The rule `protocol` refuses a kernel in which that fails.
     metadata_of: another pipeline, whose tile metadata this one holds: row vectors of the tile's keys, or its index as
     `i32[]`. It has as many stages, each of which is filled, waited for and released with that pipeline's stage.
     """
@@ -90,8 +90,8 @@ class Pipeline(Op):
 
 @dataclass(frozen=True)
 class ProducerLoad(Op):
-    """Load a tile of `src` by TMA into the pipeline's next stage, once that is empty. Elements out of bounds are 0, but
-    rows of a cache past the end of the sequence are whatever the cache holds there.
+    """Load a tile of `src` by TMA into the pipeline's next stage, once that is empty. Elements out of bounds are 0.
+    Rows of a cache past the end of the sequence have arbitrary values, which the cache holds there.
 
     A load into a pipeline of metadata is not TMA: the 32 threads of the producer copy the row vector by cp.async, and
     cp.async.mbarrier.arrive ties the copies to the `full` mbarrier of the tile's stage. So that barrier completes only
@@ -159,8 +159,8 @@ class ZeroOutOfBounds(Op):
     Only partial tiles have such rows. A fence (fence.proxy.async) and a barrier of the warp group follow, because wgmma
     reads the tile.
 
-    Precondition: no other consumer has passed its consumer_wait for the tile, because it first waits for something that
-    this one sends later (see exchange-p). The rule `protocol` checks that.
+    Precondition: no other consumer has passed its consumer_wait for the tile, because each other consumer first waits
+    for data that this one sends later (see exchange-p). The rule `protocol` checks that.
     """
 
     value: str = field(metadata=OPERAND)
@@ -364,13 +364,13 @@ class ConcatHalves(Op):
 @dataclass(frozen=True)
 class TmaStore(Op):
     """Write a tile to the instance's stage of a pipeline, from which TMA stores it to `dst` later. The write first
-    waits until TMA has read what the previous tma_store wrote. Rows and columns out of bounds are not stored.
+    waits until TMA has read the tile of the previous tma_store. Rows and columns out of bounds are not stored.
 
     staging: the pipeline. With a stage of half the columns, such as `T[BLOCK_Q, 64]`, the halves go through it one
     after the other. In the backward, the gradient of a bias per score goes, transposed, through the stage in which that
     tile of the bias came: the stage of the instance's latest consumer_wait on this pipeline (see stage-score-bias).
     order: the program's semaphore order (see ordered_accumulate). If it is 0, TMA stores the tile; otherwise TMA adds
-    it to what is there. A semaphore_acquire precedes.
+    it to the sum that is stored there. A semaphore_acquire precedes.
     """
 
     dst: Access = field(metadata=OPERAND)
@@ -388,8 +388,8 @@ class TmaStoreWait(Op):
     """Wait until TMA has read, from shared memory, everything that this instance's tma_store ops have written there
     (cp.async.bulk.wait_group.read). Then the stage may be released or written again, and the warp group may end.
 
-    It does not wait until the data has arrived in device memory. That is guaranteed by the end of the kernel for later
-    launches, and by semaphore_release for programs that acquire the semaphore.
+    It does not wait until the data has arrived in device memory. Later launches see the data because the kernel has
+    ended, and programs that acquire the semaphore because semaphore_release waits.
     """
 
     staging: str = field(metadata=OPERAND)

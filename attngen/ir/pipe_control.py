@@ -32,9 +32,9 @@ class SemaphoreAcquire(Op):
     """Wait until the semaphore equals `order`, the number of programs that store or add before this one (see
     ordered_add and ordered_accumulate). Then order the TMA operations that follow after the wait (fence.proxy.async).
 
-    In a warp group with rows, each instance has a semaphore of its own rows, because the index of `semaphore` has the
-    first of these. An instance whose rows are all past the end neither acquires nor releases; the same instance of all
-    other programs has the same rows, so nobody waits for it.
+    In a warp group with rows, each instance has its own semaphore, because the index of `semaphore` contains the
+    instance's first row. An instance whose rows are all past the end neither acquires nor releases; the same instance
+    of all other programs has the same rows, so nobody waits for it.
     """
 
     semaphore: Access = field(metadata=OPERAND)
@@ -104,8 +104,8 @@ class PipelinedLoop(Op):
     the indices from the list.
     reversed: partial tiles are visited from the last to the first.
     instance_partial: start .. end, the tiles that are partial for the instance's own rows; BLOCK_Q in it is the number
-    of these rows. Of the loop's partial tiles, those numbered end or more are fully masked for these rows, and are
-    skipped; those numbered below start are fully visible for them.
+    of these rows. Among the loop's partial tiles, those with a number of at least `end` are fully masked for these
+    rows, and are skipped; those with a number below `start` are fully visible for them.
     skip: waits for and releases a tile that the instance skips. With `reversed`, which it requires, such tiles come
     first.
     in_order: tiles are visited in rising order: partial tiles below the full ones, the full ones, and partial tiles

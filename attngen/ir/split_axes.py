@@ -49,8 +49,8 @@ def whole(lo: Expr, hi: Expr, axis: GridAxis) -> Range | None:
 
 
 def whole_range(grid: Iterable[GridAxis], lo: Expr, hi: Expr) -> tuple[GridAxis | None, Range]:
-    """The axis whose programs split a range of which lo .. hi is one program's part, and the whole range; without such
-    an axis, None and lo .. hi."""
+    """If lo .. hi is one program's part of a range, the axis whose programs split the range, and the whole range.
+    Otherwise None and lo .. hi."""
     for axis in sharing(grid):
         pair = whole(lo, hi, axis)
         if pair and pair != (lo, hi):

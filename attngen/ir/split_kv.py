@@ -16,7 +16,8 @@ def item() -> Expr:
 
 
 def combined_items() -> Expr:
-    """The numbers, among the splits of all sequences, of the splits of one sequence that an iteration combines."""
+    """The numbers of the splits that an iteration combines. They are splits of one sequence, numbered among the splits
+    of all sequences."""
     return symbol("first_item") + symbol("combined")
 
 
@@ -28,18 +29,19 @@ def units_of(work: Expr) -> Expr:
 
 
 def least_items(each: int) -> Expr:
-    """The maximal number of splits of all sequences together, for which room must be allocated. With splits of a fixed
-    length, sequences fill the cache."""
+    """The largest number of splits that all sequences together may have, for which memory must be allocated. With
+    splits of a fixed length, that is the number if all sequences fill the cache."""
     batch, rows = symbol("B"), sympy.Integer(UNIT * each)
     return batch * floordiv(symbol("Nc") + rows - 1, rows) if each else 2 * batch
 
 
 def split_size(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
-    """The maximal units of work of a split, for sequences with these units of work.
+    """The largest number of work units in a split, for sequences with `work` units.
 
     each: the result, if it is not 0. Otherwise there are at most `items` splits, which run in up to `waves` waves of
-    items / waves programs. The number of waves is that of splits with LEAST_UNITS units, and a split is as short as
-    fills these waves. That is an estimate: on average a sequence has half a split more than its units fill.
+    items / waves programs. The number of waves is the one that splits of LEAST_UNITS units would fill, and splits have
+    the length with which they fill these waves. That is an estimate: on average a sequence has half a split more than
+    its units fill.
     """
     total, sequences, busy = sum(work), len(work), max(1, items // waves)
     used = min(waves, max(1, -(-sum(-(-units // LEAST_UNITS) for units in work) // busy)))  # waves
