@@ -10,15 +10,16 @@ FEW_QUERIES = 64
 # The query heads of a group are split among programs so that a call with few keys keeps the device busy: each SM gets
 # at least this many keys of all sequences and heads (docs/perf-log.md, section 18).
 SPLIT_KEYS = 512
-# The fused backward (one kernel for dQ, dK and dV) is used from this many keys of all sequences and heads per SM,
-# because with fewer most programs would wait for the semaphore; and from this many queries, and keys, of a sequence
-# (docs/perf-log.md, section 31).
+# The fused backward (one kernel for dQ, dK and dV) needs at least FUSED_KEYS keys per SM, over all sequences and heads:
+# with fewer, most programs would wait for the semaphore. It also needs at least FUSED_ROWS queries, and as many keys,
+# in a sequence (docs/perf-log.md, section 31).
 FUSED_KEYS = 480
 FUSED_ROWS = 1024
-# Or from this many queries and keys, and this many keys per SM: with fewer the host takes longer than the device.
+# Or it needs these numbers: of queries, and as many keys, in a sequence; and of keys per SM. With fewer, the host takes
+# longer than the device.
 FUSED_SHORT = (512, 1536)
-# Maximum number of query heads of a group that a program of the fused backward processes one after another: K/V tiles
-# are loaded, and gradients of keys are stored, once for these. It is 1 if the longest program visits more than UNEVEN
+# Maximum number of a group's query heads that a program of the fused backward processes one after another. It loads K/V
+# tiles, and stores gradients of keys, once for these heads. It is 1 if the longest program visits more than UNEVEN
 # times as many tiles as the average program.
 FUSED_HEADS = 2
 UNEVEN = 3
@@ -35,8 +36,8 @@ WIDEST_FUSED = 320
 # Number of heads in a group of the grid's L2 swizzle, whose programs run together: the keys of more heads would not all
 # fit in the L2 (docs/perf-log.md, section 18).
 SWIZZLE = 8
-# Bytes that programs of the fused backward stream, of all heads of a swizzle group together. From these the number of
-# rows in `swizzle_rows(...)` follows. They fit in the L2, so a program that starts when the one before it in the
+# Bytes that the programs of the fused backward stream for all heads of a swizzle group together. From these the number
+# of rows in `swizzle_rows(...)` follows. They fit in the L2, so a program that starts when the one before it in the
 # semaphore order has a lead finds its tiles there (docs/perf-log.md, section 31).
 SWIZZLE_GROUP_BYTES = 16 * 2**20
 # The same for masks with block lists. Programs then reach the same query tile after few tiles, so each needs a longer
@@ -65,7 +66,7 @@ CTAS_PER_SM_QUANTISED = 3
 # For latents: a program's tile takes all shared memory, and its output is four times as long, so there are fewer splits
 # with more keys each.
 CTAS_PER_SM_LATENT, WAVES_LATENT = 1, 4
-FEW_LATENT = 512  # maximum number of query rows of all heads for split-KV of latents: 4 of each of 128 heads
+FEW_LATENT = 512  # maximum number of query rows, over all heads, for split-KV of latents: 128 heads with 4 rows
 # Configs of combine kernels: (maximum number of rows of a call times warps per row, None: any; splits of a row that a
 # program combines per iteration). Loads of an iteration do not wait for each other, but more of them take more
 # registers, so that fewer programs fit on an SM (the same section).
@@ -75,13 +76,13 @@ COMBINE_COLUMNS_PER_THREAD = 4  # columns of a row per thread, if several warps 
 # ---------------------------------------------------------------- block lists made from data
 
 LISTED = 128  # block size: the largest tile, because tiles divide blocks
-# A mask without data gets block lists too, if the tiles of the lists cost less than this share of the tiles within its
-# bounds, in a sample of SAMPLED_ROWS rows of blocks at SAMPLED_LENGTHS positions. A masked tile costs more than a full
-# one by the share MASKED_TILE (docs/perf-log.md, section 34).
+# A mask without data gets block lists too, if listed tiles cost less than this share of the cost of all tiles within
+# its bounds. The costs are sampled in SAMPLED_ROWS rows of blocks, at one of SAMPLED_LENGTHS. A masked tile costs more
+# than a full one by the share MASKED_TILE (docs/perf-log.md, section 34).
 WORTH_LISTING = 0.75
 SAMPLED_ROWS, SAMPLED_LENGTHS = 8, (8192, 16384, 32768)
 MASKED_TILE = 0.2
-STRIP = 32  # keys of one of the Ts strips of a row of blocks, for which the kernel `blocks` counts visible pairs
+STRIP = 32  # keys of a strip, for which the kernel `blocks` counts visible pairs; a row of blocks has Ts strips
 
 # ---------------------------------------------------------------- for how many rows a schedule is chosen
 

@@ -152,7 +152,7 @@ class _Run:
         self.module, self.host, self.tiles, self.dtypes, self.chosen = module, host, tiles, dtypes, chosen
 
     def block(self, name: str, values: Values) -> Arrays:
-        """Run a block's ops, and return what it yields."""
+        """Run a block's ops, and return the values that it yields."""
         for op in self.host.block(name).ops:
             match op:
                 case Arg():
@@ -292,8 +292,8 @@ class _Run:
         return {"seen": visible > 0, "full": (visible == size**2) & inside[:, None]}
 
     def _list_blocks(self, op: ListBlocks, values: Values) -> Arrays:
-        """For each row of blocks: the numbers of the full blocks, then of the other visible ones, then of the rest; and
-        how many blocks come before each."""
+        """For each row of blocks, return the block numbers, those of full blocks first, then of other visible ones,
+        then of the rest; and the ranks: how many listed blocks come before each block."""
         seen = values[op.src]
         full = values[op.full] if op.full else np.zeros_like(seen)
         if op.own == "kv":
@@ -304,7 +304,7 @@ class _Run:
 
 
 def _before(listed: np.ndarray) -> np.ndarray:
-    """How many blocks of a row are listed before each block, and before the row's end."""
+    """The number of listed blocks before each block of a row, and before the row's end."""
     return np.pad(listed.cumsum(3), ((0, 0), (0, 0), (0, 0), (1, 0)))
 
 

@@ -48,8 +48,8 @@ class MemoryOps(Evaluator):
     def window(
         self, op: Op, access: Access, checks: Checks, dims: tuple[str, ...], values: Values, cls: str
     ) -> tuple[Window, Window]:
-        """The index of a tile of dimensions `dims` in the tensor, and the index in the tile of the part before each
-        checked end."""
+        """Return two indices: that of a tile with dimensions `dims` in the tensor, and that of the tile's part before
+        the checked ends."""
         inside = {axis for axis, when in checks if applies(when, cls)}
         places: list[Any] = []
         parts = {}
@@ -72,7 +72,7 @@ class MemoryOps(Evaluator):
         return tuple(places), tuple(parts[d] for d in dims)
 
     def _axes(self, access: Access, dims: tuple[str, ...]) -> tuple[str, ...]:
-        """The dimensions of a tile in the order of the access, which differs for a transposed tile of scores."""
+        """The dimensions of a tile in the order of the access's index; a transposed tile has another order."""
         return tuple(d for e in access.index for d in dims if axis_of(e) and unpadded(d) == AXIS_DIM[axis_of(e)])
 
     def _base(self, op: Base, values: Values, cls: str) -> Any:
@@ -121,7 +121,8 @@ class MemoryOps(Evaluator):
         return tile
 
     def needed(self, op: Load, values: Values, cls: str) -> Any:
-        """A mask of the rows of a checked tile that are in the range of the load's `needed`, or True for all rows."""
+        """A mask of the rows in the load's `needed` range; True for all rows if there is no range or the tile is not
+        checked."""
         axis = self.kernel.loop_axis
         if not op.needed or not applies(dict(op.check)[axis], cls):
             return True
@@ -174,7 +175,7 @@ class MemoryOps(Evaluator):
         return order
 
     def semaphore_at(self, access: Access, values: Values) -> tuple[Any, tuple[int, ...]]:
-        """The tensor of semaphores, and the index of the semaphore of a tile."""
+        """Return the tensor of semaphores and the index of a tile's semaphore."""
         tensor, index = self.kernel.through(access)
         return values[tensor.name], tuple(int(self.expression(e, values)) for e in index)
 
@@ -190,7 +191,8 @@ class MemoryOps(Evaluator):
         values[op.dst.tensor][places] = written if first else values[op.dst.tensor][places] + written
 
     def _store_distances(self, op: Store, values: Values) -> None:
-        """Store sums of a tile of scores by distance, key minus query, at index distance + Nq in rows of the program.
+        """Sum a tile of scores by distance (key minus query), and store the sums at index distance + Nq in the
+        program's rows.
 
         In each row a tile has BLOCK_KV elements, so that no two tiles of a program write one element: the BLOCK_KV
         distances from that of its corner on are in the first row, the BLOCK_KV distances before these in the next row,
@@ -209,7 +211,7 @@ class MemoryOps(Evaluator):
     def places(
         self, op: Gather | Scatter, access: Access, dims: tuple[str, ...], values: Values
     ) -> tuple[tuple[Any, ...], Any]:
-        """The tensor indices of the elements of a tile where the condition holds, and the condition for all of them."""
+        """Return the tensor indices of the elements where the condition holds, and the condition for all elements."""
         shape = self.shape(dims, values)
         inside = np.broadcast_to(self.expression(op.where, values, dims, op.uses), shape)
         found = []

@@ -54,7 +54,7 @@ def _whole(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
     ).astype(np.int64)
 
 
-# Functions of any number of arguments, which are combined from left to right by these functions of two.
+# Functions of any number of arguments -> functions of two, which combine the arguments from left to right.
 PAIRS: dict[Any, Callable[[Any, Any], Any]] = {
     sympy.Add: operator.add,
     sympy.Mul: operator.mul,

@@ -24,11 +24,10 @@ def keep_scores(seed: int, b: int, h: int, q: np.ndarray, kv: np.ndarray, thresh
     """The dropout mask of a sequence and a query head: a bool array of the shape that the positions `q` and `kv`
     broadcast to.
 
-    16 scores whose q and kv differ only in bits 0 and 3 share a call of Philox. Bit 0 of q and of kv select the word of
-    a
-    score: the second or first one if q is even, the fourth or third one if it is odd. Bit 3 of q and of kv say by how
-    many bytes the word is rotated to the left. Its upper half is the score's random number. The score is kept if this
-    is at least `threshold`, in 65536ths.
+    16 scores share a call of Philox: their q and kv differ only in bits 0 and 3. Bit 0 of q and bit 0 of kv select a
+    score's word: the second or first word if q is even, the fourth or third if it is odd. Bit 3 of q and bit 3 of kv
+    tell by how many bytes the word is rotated to the left. Its upper half is the score's random number. The score is
+    kept if this is at least `threshold`, in 65536ths.
 
     The four scores of a word share its four bytes: the low byte of one random number is the high byte of another. So
     (q, kv) and (q, kv ^ 8), or (q ^ 8, kv ^ 8), are correlated, by at most 1 / 256. All others are independent.

@@ -230,7 +230,7 @@ class PipelineOps(Launch):
         return tile
 
     def inside(self, access: Access, values: Values, first: int = 0, columns: int | None = None) -> tuple[Any, Any]:
-        """The index of a tile, or of some of its columns, in the tensor, and the index in the tile of the part in
+        """Return two indices: that of a tile, or of some of its columns, in the tensor, and that of the tile's part in
         bounds."""
         places: list[Any] = []
         part = []
@@ -284,7 +284,7 @@ class PipelineOps(Launch):
 
     @staticmethod
     def written_by_other(buffers: Buffers, values: Values) -> int:
-        """How many tiles the other warp group has written to an exchange pipeline."""
+        """The number of tiles that the other warp group has written to an exchange pipeline."""
         return sum(count for warp_group, count in buffers.exchanged.items() if warp_group != values["warp_group"])
 
     def _read_metadata(self, op: ReadMetadata, values: Values) -> Any:

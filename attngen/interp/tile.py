@@ -4,8 +4,8 @@ A kernel is launched as a grid of programs, each of which has a tile. A program 
 order written, and pauses where its threads wait, as at a barrier. Tile sizes are arbitrary and need not be those of the
 schedule.
 
-What a GPU would do silently is an error here: reading or writing outside a tensor raises OutsideTensor, and callers
-fill results with NaN, so that a read before the write shows.
+Mistakes that a GPU does not report are errors here: reading or writing outside a tensor raises OutsideTensor, and
+callers fill results with NaN, so that a read before the write shows.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def execute_kernel(
 
 
 def _split_places(kernel: Kernel, start: Values) -> list[dict[str, int]]:
-    """The places of a grid whose programs have splits of the keys of sequences, or, without an axis of splits, all
-    splits of a sequence."""
+    """The places of a grid with split-KV. A program has one split of a sequence's keys or, if the grid has no axis of
+    splits, all splits of a sequence."""
     assert kernel.kv_split is not None
     lengths = start["CACHE_SEQLENS"]
     keys = [keys_of(length, start) for length in lengths]
@@ -165,11 +165,11 @@ class Launch(MemoryOps, ArithmeticOps):
         return {f"{axis}_start": number * rows, f"{axis}_idx": number * rows + np.arange(rows)}
 
     def block(self, name: str, values: Values, cls: str) -> Program:
-        """Run a block's ops in a loop of class `cls`, and return what it yields."""
+        """Run a block's ops in a loop of class `cls`, and return the values that it yields."""
         return (yield from self.ops(self.kernel.block(name).ops, values, cls))
 
     def ops(self, ops: Iterable[Op], values: Values, cls: str) -> Program:
-        """Run some ops of a block, and return what a yield among them yields."""
+        """Run some ops of a block, and return the values of a yield among them."""
         for op in ops:
             match op:
                 case Arg() | GridDependencyWait():

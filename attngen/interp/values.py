@@ -66,7 +66,7 @@ class Evaluator:
 
     @cached_property
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """The dimensions of every value by its reference, including the results of loops, and of positions."""
+        """The dimensions of every value, keyed by its reference, including results of loops and positions."""
         found = {f"{op.name}.{f}".rstrip("."): t.dims for op in self.kernel.ops() for f, t in op.results().items()}
         found |= {f"{axis}_idx": (AXIS_DIM[axis],) for axis in ROW_AXES}
         return found | {

@@ -2,8 +2,8 @@
 order.
 
 Loads and stores complete at random later times (interp/pipelines.py), and a product reads its operands when it is
-waited for, so that what a warp group reads too early or too late shows in the results. If no warp group can go on,
-Deadlock is raised.
+waited for, so that a read that comes too early or too late shows in the results. If no warp group can go on, Deadlock
+is raised.
 """
 
 from __future__ import annotations

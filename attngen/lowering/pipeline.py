@@ -1,8 +1,8 @@
 """The order of the passes, and their execution with the verifier after each pass.
 
 `passes` lists those of portable kernels, with the backend's own at two places: `prepare` and `legalize`. Between dce
-and drop-unspecialized, each specializer in SPECIALIZERS adds its passes, which derive warp-specialized kernels. Those
-of Hopper are listed in targets/hopper/passes/__init__.py. They change a forward in this order:
+and drop-unspecialized, each specializer in SPECIALIZERS adds its passes, which derive warp-specialized kernels.
+Hopper's passes are listed in targets/hopper/passes/__init__.py. They change a forward in this order:
 
     warp-specialize            a producer warp and consumer warp groups, under one config or two
     hoist-bias                 ALiBi: a term per column and a term per row

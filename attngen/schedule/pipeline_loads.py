@@ -1,4 +1,5 @@
-"""pipeline-loads: choose the number of pipeline stages of a loop's tiles, so that loads run ahead of the arithmetic.
+"""pipeline-loads: choose the number of pipeline stages for the tiles that a loop loads, so that loads run ahead of the
+arithmetic.
 
 before:  sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=1
 after:   sm90 bytes=2 rows<=inf : BLOCK_Q=128 BLOCK_KV=64 num_warps=4 num_stages=3

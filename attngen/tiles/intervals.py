@@ -45,8 +45,8 @@ GREATEST = 2**31 - 1  # greatest value of an i32
 
 @dataclass(frozen=True)
 class MaskContext:
-    """What the interval analysis of a mask knows about its kernel: the axes, and the symbols other than sizes and
-    positions.
+    """The facts about a kernel that the interval analysis of its mask uses: the axes, and the symbols other than sizes
+    and positions.
 
     axis: the program axis, `q` or `kv`.
     loop: the other axis, along which the loop runs.

@@ -22,7 +22,7 @@ def rows_are_aligned() -> Bool:
 
 
 def groups(kernel: Kernel) -> list[int]:
-    """Return the registers per thread of each of a kernel's groups of four warps. Smaller warp groups share one, which
+    """Return the registers per thread of each group of four warps. Warp groups of fewer warps share one group, which
     has the largest of their register counts."""
     warp_groups = [block.warp_group for block in kernel.warp_groups if block.warp_group]
     whole = [
@@ -68,7 +68,8 @@ def split_kv_registers(kernel: Kernel, config: Config) -> int:
 
 
 def combine_warps(module: Module, device: str) -> int:
-    """Return the most warps of a combine program such that each warp has all splits of its columns of head_dim."""
+    """Return the largest number of warps for a program of a combine kernel. Each warp combines all splits of its own
+    columns of head_dim."""
     return max(1, tile_width(module.head_dim_v) // (COMBINE_COLUMNS_PER_THREAD * CLASSES[device].threads_per_warp))
 
 

@@ -1,8 +1,8 @@
 """Ranges of tiles in closed form: the tiles along a loop that may have visible pairs, and those without hidden pairs.
 
 The mask is a union of conjunctions of literals (see `intervals`). A literal says that an expression is at most 0. The
-expression is bounded over all pairs of a row of the program tile and a row of tile j of the loop. Tile j may have
-visible pairs if the least value is at most 0, and it has no hidden pair if the greatest value is.
+expression is bounded over all pairs of a program tile and tile j of the loop. Tile j may have visible pairs if the
+least value is at most 0. It has no hidden pair if the greatest value is at most 0.
 
 A conjunction gives one run of consecutive tiles, with four bounds: visible start, full start, full end and visible end.
 A union, such as a window or the first tokens, gives several runs. They are in rising order, and no tile is in two of
@@ -165,8 +165,8 @@ def is_too_complex(where: Bool, numbers: frozenset[str] = frozenset()) -> bool:
 
 
 def _contexts(where: Bool, numbers: frozenset[str] = frozenset()) -> tuple[MaskContext, MaskContext]:
-    """Return the contexts of kernels with program tiles of queries and of keys. Symbols other than positions, lengths
-    and `numbers` are unknown."""
+    """Return two contexts, for kernels that own query tiles and for kernels that own key tiles. Symbols other than
+    positions, lengths and `numbers` are unknown."""
     others = frozenset({str(s) for s in where.free_symbols} - INTEGERS.keys() - numbers)
     return MaskContext("q", "kv", others=others), MaskContext("kv", "q", others=others)
 

@@ -1,4 +1,4 @@
-"""Estimate of the saving if a mask's blocks were listed, counted in a sample of rows of blocks.
+"""Estimate how much block lists would save for a mask, by counting blocks in a sample of their rows.
 
 Bounds in closed form are exact for most masks. For others, such as neighbourhoods on a canvas whose positions run along
 a curve, a range of tiles has many empty tiles. A block list, which a kernel makes by evaluating the mask once, leaves
@@ -40,8 +40,8 @@ def worth_listing(where: Bool) -> bool:
 
 
 class Counted(NamedTuple):
-    """Numbers of blocks in a sample of rows of blocks: all, inside the bounds, and listed; with the partial ones of the
-    latter two."""
+    """Numbers of blocks in the sampled rows: all, inside the bounds, and listed; and how many of the latter two are
+    partial."""
 
     all: int
     bounded: int
@@ -57,8 +57,8 @@ def samples(where: Bool) -> bool:
 
 
 def counted(where: Bool, context: MaskContext, n: int) -> Counted:
-    """Count the blocks of a mask for n queries and n keys, a multiple of LISTED, in SAMPLED_ROWS rows of blocks along
-    the program axis."""
+    """Count a mask's blocks in SAMPLED_ROWS rows of blocks along the program axis, for n queries and n keys; n is a
+    multiple of LISTED."""
     runs = classify(where, context)
     every_row = np.arange(n, dtype=np.int32)[None]
     rows = sorted(set((np.linspace(0, n // LISTED - 1, SAMPLED_ROWS).astype(int) * LISTED).tolist()))
