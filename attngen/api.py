@@ -57,8 +57,8 @@ def build(spec: Spec | dict[str, Any] | str | os.PathLike[str]) -> ModuleType:
     The cache is ~/.cache/attngen, or the equivalent of the user's system; the environment variable ATTNGEN_CACHE_DIR
     names another folder. A folder that other users own or can write is refused, because its modules are code, unless
     ATTNGEN_TRUST_CACHE=1 is set. The key of a module consists of the spec and of attngen's own files, so another
-    version, or an edited one, compiles again. Of concurrent processes with the same spec one compiles, and the others
-    wait for it. The cache keeps the 512 most recently used modules. `attngen cache` shows it and clears it.
+    version, or an edited one, compiles again. If several processes build the same spec at once, one compiles it and the
+    others wait. The cache keeps the 512 most recently used modules. `attngen cache` shows it and clears it.
     """
     with _alone():
         return stay(_built(*_request(spec)))

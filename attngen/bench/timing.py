@@ -1,7 +1,7 @@
 """Times on a CUDA device, for comparisons: the calls interleaved, the L2 flushed, inputs rotated, clocks warm.
 
-Calls of microseconds, such as those with a KV cache, are timed in CUDA graphs of many of them, whose inputs rotate
-through more memory than the L2 has.
+Calls of microseconds, such as those with a KV cache, are timed in CUDA graphs. A graph has many calls, whose inputs
+rotate through more memory than the L2 has.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def device_times(
 def step_times(
     calls: Mapping[str, Call], sets: int, rounds: int = 5, say: Callable[[str], object] = lambda name: None
 ) -> dict[str, Times]:
-    """Return the times of calls in milliseconds, in a CUDA graph of many calls as in a decoding step of a model, each
-    with the next of `sets` sets of inputs.
+    """Time calls, in milliseconds, as a model runs them in a decoding step. A CUDA graph repeats one call many times,
+    each time with the next of `sets` sets of inputs.
 
     The L2 is not flushed, so the inputs of all sets together must be several times as large as it.
     """

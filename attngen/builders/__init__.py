@@ -33,9 +33,9 @@ def build_module(spec: Spec) -> Module:
 
     In FlashAttention-2's loop order (`q_outer`), each program owns a tile. The kernels are the forward and three of the
     backward, plus two of a fused backward if possible; also those of the FORWARD_VARIANTS that apply, and `blocks` if
-    data says which blocks of scores count. In FlashAttention-1's order (`kv_outer`), programs loop over the key tiles
-    of a head, and further kernels finish the tensors that these have rewritten. Specs with `backward: false` have only
-    the kernels of the forward.
+    data decides which blocks of scores a call visits. In FlashAttention-1's order (`kv_outer`), programs loop over the
+    key tiles of a head, and further kernels finish the tensors that these have rewritten. Specs with `backward: false`
+    have only the kernels of the forward.
 
     Raises BuildError if the spec asks for something that has no kernels.
     """

@@ -85,7 +85,7 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
     With dropout, dS = P * (Z * dP - delta), where Z is 1 / share for kept weights and 0 elsewhere (FlashAttention,
     Appendix B.4). Multiplied by the share, which `delta` already includes: dS = kept P * dP - P * delta. The factor 1 /
     share is applied at the end. Modifiers multiply dS by `factor`, the derivative of the score that the softmax sees:
-    dscore is the gradient of that score. In the fused backward, P is multiplied by it first, so that dS needs one
+    dscore is the gradient of that score. In the fused backward, P is multiplied by `factor` first, so that dS needs one
     number per score next to dP, not two. This is not done if the kernel `learns`, because gradients of inputs need
     dscore, which is returned. With a gradient of the entropy, delta also includes its part of each score.
     """
@@ -155,8 +155,8 @@ def build_fused(spec: Spec) -> Kernel:
 def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     """dK and dV (FlashAttention-2, Algorithm 2): one program per key tile, over the query tiles of its head group.
 
-    If there are few keys, several programs share a key tile, each for some heads of the group. The host sums what they
-    write.
+    If there are few keys, several programs share a key tile, each for some heads of the group. The host sums their
+    results.
 
     Scores are computed transposed, so that P^T and dS^T feed dV and dK straight from registers. Queries past the end
     load LSE2 = +inf, so their weight is zero. Loads come first, then the two products that depend only on them: the
@@ -298,12 +298,12 @@ def _loop_over_queries(b: KernelBuilder, home: str, starts: dict[str, str], nest
 
 
 def _left_to_the_end(b: KernelBuilder, common: Any) -> list[str]:
-    """The value of the factor of dS that is the same for all scores of a head, if it is not 1."""
+    """Compute the factor of dS that all scores of a head share. Return its name, or no name if the factor is 1."""
     return [b.compute("ds_scale", common, "entry")] if common != 1 else []
 
 
 def _store_key_gradients(b: KernelBuilder, head: Any, home: str, *of_ds: str) -> None:
-    """Store dK and dV of the program's head, and of its split of the group, with the factors that were left to the
+    """Store dK and dV for the program's head, and for its split of the group, times the factors that were left to the
     end."""
     part = [symbol(b.split_axis.var)] if b.split_axis else []
     index = ("b", head, *(floordiv(x, sympy.Integer(2)) if b.signature.merges else x for x in part), "kv")
@@ -433,7 +433,7 @@ def build_dq(spec: Spec) -> Kernel:
 
 
 def _carried_sums(spec: Spec, gradients: Iterable[Learned], reads: dict[str, Read]) -> dict[str, list[str]]:
-    """Names of the sums that a program of `dq` carries for gradients of inputs: one per query, or one per entry."""
+    """Names of the sums that `dq` carries through its loop for gradients of inputs: one per query, or one per entry."""
     by_row = [x for x in gradients if x.by == "query" or (x.by == "element" and not varies(spec, reads[x.parts], KV))]
     sums = {x.parts: [x.parts.lower()] for x in by_row}
     for x in gradients:

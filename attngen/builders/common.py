@@ -188,7 +188,7 @@ class KernelBuilder:
         self.add(Store(f"_store_{sum(map(len, self.ops.values()))}", access, value, check), block)
 
     def ordered_accumulate(self, tensor: str, index: tuple[Any, ...], value: str, ends: bool) -> None:
-        """Store the program's tile of `tensor`, or add it to the tile of the other program of its pair.
+        """Store the program's tile of `tensor`, or add it to the tile that the other program of its pair has stored.
 
         Programs along the split axis form pairs.
         """

@@ -136,12 +136,12 @@ def _initial_state(b: KernelBuilder, accumulators: dict[str, str]) -> dict[str, 
 
 
 def _head_dims(spec: Spec) -> dict[str, str]:
-    """The contraction dimensions of Q K^T, by the suffix of the tensors of q and k that have them."""
+    """The contraction dimensions of Q K^T, keyed by the suffix in the names of the q and k tensors."""
     return {"": "d_v", "_rope": "d_rope"} if spec.rope else {"": "d_qk"}
 
 
 def _multiply_queries_keys(b: KernelBuilder, kv: Any) -> None:
-    """Compute `s`, the unscaled product Q K^T of a tile of queries and a tile of keys, both in the element type."""
+    """Compute `s`, the unscaled product Q K^T of a query tile and a key tile, both in the element type."""
     scaled, head_dims = b.signature.cache is not None and b.signature.cache.scale, _head_dims(b.spec)
     for suffix, head_dim in head_dims.items():
         if scaled and not suffix:

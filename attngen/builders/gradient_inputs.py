@@ -1,4 +1,4 @@
-"""Gradients of learned inputs: which reads of inputs get one, and how the parts of it are summed."""
+"""Gradients of learned inputs: the reads of inputs that get one, and the sums of its parts."""
 
 from __future__ import annotations
 

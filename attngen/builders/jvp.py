@@ -39,8 +39,8 @@ def learned_reads(spec: Spec) -> tuple[Read, ...]:
 
 
 def build_jvp(spec: Spec) -> Kernel:
-    """The tangents of O, of the LSE and of the entropy H, along given tangents of q, k, v and learned inputs, after the
-    forward.
+    """Build the kernel that runs after the forward and computes the tangents of O, the LSE and the entropy H from given
+    tangents of q, k, v and learned inputs.
 
     The scaled score has the tangent scale * (tQ k^T + q tK^T). The score that the softmax sees has f_s times this, plus
     f_p times the tangent of each learned p that it reads: tscore. With P, recomputed as in the backward, tP = P *

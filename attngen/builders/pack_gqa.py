@@ -1,4 +1,4 @@
-"""Pack GQA: the kernel `packed` handles few queries of grouped heads, with those of all heads of a group as rows of one
+"""Pack GQA: for calls with few queries, the kernel `packed` makes the queries of all heads of a group the rows of one
 tile.
 
 Otherwise most of a tile would be empty, and each head would read the same keys again.
@@ -54,8 +54,8 @@ def kernels(spec: Spec) -> tuple[Kernel, ...]:
 
 
 def view_rows(b: HostBuilder, block: str, numbers: tuple[str, ...] = ("LSE",)) -> dict[str, str]:
-    """Views of q and the results whose rows are the queries of all heads of a group, by the names of the viewed
-    tensors."""
+    """Add views of q and of the results, in which the queries of all heads of a group are rows. Return the name of each
+    tensor's view."""
     names = {name: f"{name}_rows" for name in ("Q", "O", *numbers)}
     for name, rows in names.items():
         batch, _, _, *columns = known_type(name).dims

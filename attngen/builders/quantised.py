@@ -71,7 +71,7 @@ def split_queries(b: KernelBuilder, head: Any) -> None:
 
 
 def multiply_keys(b: KernelBuilder, head: Any) -> None:
-    """The product `s` of a tile of queries and one of keys, as for numbers of the element type."""
+    """Compute `s`, the product of a query tile and a tile of 8-bit keys, as if the keys had the element type."""
     b.load_keys("k_pairs", "K", head, "pair_qk", "step")
     if not _by_head(b):
         load_scales(b, head, "step")  # before the products, so that they arrive meanwhile
@@ -123,8 +123,7 @@ def interleave_values(b: KernelBuilder, loop: str) -> str:
 
 
 def load_latents(b: KernelBuilder, head: Any) -> None:
-    """`k`, a tile of latents in the element type: all numbers of each row's pairs, times the scale of their group of
-    columns."""
+    """Compute `k`, a tile of latents in the element type: each 8-bit number times the scale of its group of columns."""
     b.load_keys("k_pairs", "K", head, "pair_v", "step")
     b.load_keys("k_scale", "K_SCALE", head, "group_v", "step")
     columns = b.deinterleave("k_columns", "k_pairs", "PAIRS_V", "step")
@@ -133,15 +132,15 @@ def load_latents(b: KernelBuilder, head: Any) -> None:
 
 
 def scale_latents(b: KernelBuilder) -> None:
-    """`k_scale`, the scales of a tile of new latents, which map the largest number of a group to the largest 8-bit
-    number."""
+    """Compute `k_scale`, the scales of a tile of new latents. A scale maps the largest number of its group to the
+    largest 8-bit number."""
     b.map("k_abs", sympy.Max(symbol("k"), -symbol("k")), k="k")
     b.add(Reduce("k_size", "k_abs", "max", "D_V", Type("f32", ("BLOCK_KV", "GROUPS_V"))))
     b.map("k_scale", sympy.Max(symbol("k_size") / LARGEST, SMALLEST), k_size="k_size")
 
 
 def quantise(b: KernelBuilder, value: str, scale: str, pairs: str) -> str:
-    """A tile of new keys or values as the cache stores it: the quotients by its scales, rounded."""
+    """Convert a tile of new keys or values to the cache's form: divide it by its scales, and round."""
     cache = b.signature.cache
     assert cache is not None
     uses = ((value, value), (scale, scale))

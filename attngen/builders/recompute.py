@@ -42,8 +42,8 @@ def probabilities(b: KernelBuilder, a: str, c: str, *more: Any, normalised: bool
     Returns the expressions `more`, in terms of computed values.
 
     The rounding error of a large LSE becomes a factor of p. So for `exact_sums` p is 2^(score - maximum) / sum, as in
-    the forward. If not `normalised`, p is 2^(score - maximum), and the kernel divides what it accumulates from p by the
-    sum.
+    the forward. If not `normalised`, p is 2^(score - maximum), and the kernel divides the values that it accumulates
+    from p by the sum.
     """
     b.dot("s", a, c, "D_QK", "step")
     rest = scores(b, *more)

@@ -65,7 +65,8 @@ def build_delta(spec: Spec) -> Kernel:
 
 
 def gradient_lengths(spec: Spec) -> tuple[str, ...]:
-    """Scalars with the number of rows of each gradient of row outputs, which is 0 if the gradient is absent."""
+    """Names of the scalars with the numbers of rows of dLSE and, if the spec returns the entropy, of dENTROPY. A scalar
+    is 0 if its gradient is absent."""
     return ("Nlse", *(["Nentropy"] if "entropy" in spec.outputs else []))
 
 

@@ -1,4 +1,4 @@
-"""The meaning of a spec in sympy: its score, its mask, their derivatives and what they read."""
+"""The meaning of a spec in sympy: its score, its mask, their derivatives and the tensors that they read."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ def _by_chain_rule(e: Any, by: Expr) -> Any:
 
 
 def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:
-    """(factors that are the same for all scores of a head, the other factors).
+    """Split an expression into (factors that are the same for all scores of a head, the other factors).
 
-    Of (1 - tanh(s/t)**2) / t with t per head, the first is 1/t. The first is 1 if no real input occurs in these
+    For (1 - tanh(s/t)**2) / t, with a t per head, the first is 1/t. The first is 1 if no real input occurs in these
     factors, because they may then be an integer.
     """
     common, rest = whole_numbers(e).as_independent(*_per_score(spec), as_Add=False)
@@ -213,7 +213,7 @@ def without_common(spec: Spec, e: Expr) -> tuple[Expr, Expr]:
 
 
 def sum_ratio(spec: Spec, slope: Expr, by_s: Expr) -> Expr | None:
-    """The ratio of the sum of `slope` over keys to the sum of by_s * s over keys; None if it depends on the key.
+    """The ratio of two sums over keys, of `slope` and of by_s * s; None if it depends on the key.
 
     It is slope / (by_s * s), if that is the same for all keys and divides by nothing that `slope` does not divide by.
     With a learned t, the scores s / t, s * t, s * exp(t), tanh(s / t) and s / t + bias have one, whereas (s + bias) / t

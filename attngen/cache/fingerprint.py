@@ -11,7 +11,7 @@ from attngen.codegen.templates import PACKAGE, templates_dir
 
 @cache
 def digest() -> str:
-    """Return a digest of the names and bytes of all files of the package and of its templates, read once per process.
+    """Return a digest of all files of the package and all templates, by name and bytes. They are read once per process.
 
     So a new version, and every change during development, changes the digest.
     """

@@ -1,5 +1,5 @@
-"""The cache of built modules: a folder of the user, from which a later process imports what an earlier one has
-compiled.
+"""The cache of built modules: a folder of the user, from which a later process imports the modules that an earlier one
+has compiled.
 
     modules/causal_mqa_0123456789abcdef/    a module, under its name and a digest of its code
     modules/.receipts/KEY                   the name of that folder; KEY is a digest of the request and attngen's files

@@ -56,8 +56,8 @@ def parted(text: str, start: int, end: int) -> list[str]:
 
 
 def comma_after(items: list[str], opening: str) -> str:
-    """Return what follows each item on its own line: a comma in lists and calls. `opening` is the bracket and the
-    character before it."""
+    """Return the text that follows each item on its own line: a comma in lists and calls. `opening` is the bracket and
+    the character before it."""
     return "," if len(items) > 1 or (re.fullmatch(r"\w\(", opening) and " for " not in items[0]) else ""
 
 
@@ -91,7 +91,7 @@ def brackets(plain: str) -> list[tuple[int, int]]:
 
 
 def _breaks(plain: str) -> list[int]:
-    """Return the positions of the spaces before the operators of lowest precedence outside of brackets."""
+    """Return the positions of spaces before the lowest-precedence operators that are outside brackets."""
     outside = set(outermost(plain, 0, len(plain)))
     found = [
         (match.start(), _LEVEL[match[1]])

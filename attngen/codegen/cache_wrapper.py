@@ -49,8 +49,8 @@ class CacheWrapper(Wrapper):
 
     @property
     def promises_in_cache(self) -> list[str]:
-        """The promises of a call with a KV cache: of the cache, and of inputs. Of an input with a number for each key,
-        only those up to the last key are checked."""
+        """The promises of a call with a KV cache: of the cache, and of inputs. If an input has a number for each key,
+        only the numbers up to the last key are checked."""
         table = ["page_table", *([self.first_read] if self.first_read else [])] if self.page is not None else ["None"]
         args = ["caches", "cache_seqlens", table[0], "new", *(f"first={first}" for first in table[1:])]
         of_cache = f"runtime.promised_of_cache({', '.join([*args, *(f'{name}={name}' for name in self.scales)])})"
@@ -109,13 +109,13 @@ class CacheWrapper(Wrapper):
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes of a row of a cache of 8-bit latents; 0 for other caches."""
+        """Bytes per row of an 8-bit latent cache; 0 for other caches."""
         cache = self.module.cache
         return latent_bytes(self.module.head_dim_v, self.module.rope) if cache and cache.scale == "columns" else 0
 
     @property
     def scales_and_inputs(self) -> list[str]:
-        """The last arguments of the check of a call with a KV cache."""
+        """The last arguments of the function that checks calls with a KV cache."""
         inputs = tuple_text(self.tensors_in_cache)
         return ([tuple_text(self.scales)] if self.scales else []) + (
             [inputs if self.scales else f"inputs={inputs}"] if inputs else []

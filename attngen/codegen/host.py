@@ -235,7 +235,7 @@ class HostContext:
         return self._python(sympy.Integer(int(dim)) if dim.isdigit() else symbol(dim))
 
     def _dense(self, dims: Iterable[str]) -> tuple[str, str]:
-        """Return the Python source of the shape and of the strides of a contiguous tensor."""
+        """Return Python source for a contiguous tensor's shape and for its strides."""
         names = [self._dim(d) for d in dims]
         strides = [" * ".join(names[i + 1 :]) or "1" for i in range(len(names))]
         return tuple_text(names), tuple_text(strides)
@@ -254,7 +254,7 @@ class HostContext:
         return nodes
 
     def _fields(self, op: If, block: str) -> list[HostNode]:
-        """Return the assignments of the results of a branch of an `if`."""
+        """Return nodes that assign a branch's results to the variables of its `if`."""
         last = self.host.block(block).ops[-1]
         pairs = (
             [(variable(f"{op.name}.{f}"), variable(ref)) for f, ref in last.values] if isinstance(last, Yield) else []
@@ -444,7 +444,8 @@ class HostContext:
         }
 
     def _shares(self, kernel: Kernel, rows: Any) -> list[str]:
-        """Return the Python source of the number of programs along a split head_dim, by the schedule of the launch."""
+        """Return Python source for the number of programs along a split head_dim, which the launch's schedule
+        determines; an empty list if no head_dim is split."""
         if (axis := kernel.shared_columns) is None:
             return []
         block = OWN[axis.var]

@@ -42,8 +42,8 @@ def within(source: str) -> str:
 
 
 def _scan(source: str, count: int) -> tuple[list[int], set[int], dict[int, int]]:
-    """Return the bracket depth at the start of each line, the lines of docstrings, and the column of each line's
-    comment; lines count from 1."""
+    """Return the bracket depth at the start of each line, the lines in docstrings, and the column where each comment
+    starts, by line. Lines count from 1."""
     change, prose, comments = [0] * (count + 2), set(), {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         row, column = token.start

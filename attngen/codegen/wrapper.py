@@ -42,7 +42,7 @@ class Wrapper:
 
     @property
     def heads(self) -> tuple[str, str]:
-        """How heads are shared, in words, and the source of the number of K/V heads."""
+        """The head sharing in words, and source text for the number of K/V heads."""
         sharing = SHARINGS[self.module.sharing]
         return sharing.about, sharing.heads
 
@@ -202,7 +202,7 @@ class Wrapper:
 
     @property
     def plan_promises(self) -> list[str]:
-        """The promises of inputs that the function that makes a plan checks."""
+        """The promises of inputs that are checked in the function that makes a plan."""
         given = self.data_inputs if self.data else [i for i in self.module.inputs if i.name in self.planned]
         return [promise_text(i, {"Nq": "n_q", "Nk": "n_kv"} if not self.data else {}) for i in given if i.promises]
 
@@ -280,7 +280,7 @@ class Wrapper:
 
     @property
     def plan_values(self) -> list[str]:
-        """Source of a plan's values, in terms of the arguments of the function that makes it."""
+        """Source text that computes a plan's values from the arguments of the function that makes the plan."""
         names = {"Nq": "n_q", "Nk": "n_kv"}
         derived = [d for d in self.module.derived if set(d.sources) & set(self.planned)]
         calls = [f"*{call_text(d, names)}" for d in derived]
@@ -429,13 +429,13 @@ class Wrapper:
 
     @property
     def count_shape(self) -> list[str]:
-        """Source of the shape of COUNT, which has a number for each strip of a block."""
+        """Source text for the shape of COUNT, the tensor with a number for each strip of a block."""
         dims = {"Tq": "-(-Nq // BLOCK)", "Ts": f"-(-Nk // BLOCK) * {(self.module.blocks or Blocks(1)).size // STRIP}"}
         return [dims.get(d, d) for d in self.count.type_of("COUNT").dims]
 
     @property
     def pattern_call(self) -> str:
-        """Source of the call of the pattern's function, which makes the block mask."""
+        """Source of the call that makes the block mask, by the pattern's function."""
         blocks = self.module.blocks
         assert blocks is not None
         sizes = [f"-(-{n} // BLOCK)" for n in ("n_q", "n_kv")]

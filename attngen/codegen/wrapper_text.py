@@ -22,8 +22,8 @@ SCHEMA_TYPES = {"i32": "SymInt", "f32": "float", "dropout_threshold": "int"}
 def promise_text(i: Input, names: dict[str, str], rows: str = "") -> str:
     """Return the source of the promises of an input.
 
-    names: sizes that have other names at the place of the source. rows: the source of how many numbers of each row are
-    checked.
+    names: sizes that have other names at the place of the source. rows: the source of the number of elements that are
+    checked in each row.
     """
     given = {name: names.get(value, value) for name, value in i.promises.items()} | ({"rows": rows} if rows else {})
     options = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -70,5 +70,5 @@ def source_of(function: str) -> str:
 
 
 def names_text(tensors: Iterable[str]) -> str:
-    """Return the source of a tuple of the variable names of these tensors."""
+    """Return source text: a tuple with the variable names of these tensors."""
     return tuple_text([f'"{name.lower()}"' for name in tensors])

@@ -22,7 +22,7 @@ def tile_flops(dot: Dot) -> Expr:
 
 
 def flops(kernel: Kernel, times: Callable[[str], Expr]) -> Expr:
-    """FLOPs of a kernel's products. times(block) is how often a block runs."""
+    """FLOPs of a kernel's products. times(block) is the number of times that a block runs."""
     return sympy.Add(
         *(tile_flops(op) * times(block.name) for block in kernel.blocks for op in block.ops if isinstance(op, Dot))
     )

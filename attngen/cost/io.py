@@ -1,9 +1,9 @@
 """Elements and bytes moved between HBM and the chip, from the loads and stores in the IR; and those of standard
 attention.
 
-`hbm_bytes` counts what programs load and store. `dram_bytes` counts the part that reaches device memory. The last-level
-cache serves the rest: data that programs in flight at the same time have in common, and data that a program reads
-again, if the cache has room for it.
+`hbm_bytes` counts the bytes that programs load and store. `dram_bytes` counts the part that reaches device memory. The
+last-level cache serves the rest: data that programs in flight at the same time have in common, and data that a program
+reads again, if the cache has room for it.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def hbm_bytes(kernel: Kernel) -> Expr:
 def dram_bytes(kernel: Kernel) -> Traffic:
     """Bytes that device memory moves for a generated kernel, in the symbols of `l2_bytes`, CACHE and IN_FLIGHT.
 
-    Programs run in the order of the grid. The data of a program tile is moved once. What a program streams, tile by
-    tile, is moved:
+    Programs run in the order of the grid. The data of a program tile is moved once. Tiles that a program streams are
+    moved:
 
     - once, if the cache has room for everything that the programs of all heads in flight stream;
     - otherwise, if each program has one tile, once for all programs of a head that run at the same time, because they
       are at the same tile. These are fewer if the grid is swizzled over heads;
-    - otherwise, if each program visits all tiles of its axis, once for each of these tiles. What it rewrites is written
+    - otherwise, if each program visits all tiles of its axis, once for each of these tiles. Rewritten tiles are written
       as often.
     """
     if kernel.prepares:  # one program has all tensors of a sequence, which the cache holds
@@ -139,7 +139,8 @@ def dram_bytes(kernel: Kernel) -> Traffic:
 def left_in_cache(moved: Traffic) -> Expr:
     """Bytes written by a kernel that are still in the cache when it ends. Counters of device memory do not see them.
 
-    The cache is assumed to hold what was moved last. Written bytes are the same share of it as of all bytes moved.
+    The cache is assumed to hold the data that was moved last. The share of written bytes in it is the same as in all
+    bytes moved.
     """
     return moved.written * sympy.Min(1, CACHE / moved.total)
 

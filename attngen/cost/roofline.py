@@ -34,7 +34,7 @@ class Problem:
 
 
 class RooflineTimes:
-    """The times that compute and memory need at their peak rates, and what follows from them."""
+    """The times that compute and memory need at their peak rates; the larger one is the lower bound."""
 
     compute_s: float
     memory_s: float

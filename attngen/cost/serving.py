@@ -45,7 +45,7 @@ class Decoding(RooflineTimes):
 
 
 def units(module: Module) -> Expr:
-    """The number of tiles of UNIT keys that a sequence's queries read, in terms of `Nk` and numbers of the call."""
+    """The number of UNIT-key tiles that a sequence's queries read, as a formula in `Nk` and numbers of the call."""
     kernel = module.splitting_kernel
     assert kernel is not None and kernel.kv_split is not None
     return units_of(kernel.kv_split.work)

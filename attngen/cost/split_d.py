@@ -1,5 +1,5 @@
 """The cost of split-D, where programs split the columns of a wide sum: each of them computes all scores, and loads
-all that these need."""
+all tiles that the scores need."""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def moved_at_share(kernel: Kernel, share: Expr) -> Expr:
 
 
 def _or_tiles(kernel: Kernel, block: str) -> Expr:
-    """How often a block runs: the symbol `tiles` for the body of the loops over tiles, `runs` for any other block."""
+    """The number of times that a block runs: the symbol `tiles` for the body of the loops over tiles, `runs` for any
+    other block."""
     return TILES * repeats(kernel) if block in {loop.body for loop in tile_loops(kernel)} else runs(kernel, block)
 
 
@@ -285,8 +286,8 @@ def _at_large(e: Expr) -> Expr:
 
 
 def lower_bound(module: Module) -> list[Theorem]:
-    """The bound N**2 d**2 / M at both ends, M = d and M = N*d; what any algorithm must move at M = N*d; and the traffic
-    of standard attention, with the M above which it exceeds the bound."""
+    """The bound N**2 d**2 / M at both ends, M = d and M = N*d; the elements that any algorithm must move at M = N*d;
+    and the traffic of standard attention, with the M above which it exceeds the bound."""
     tensors = [arg for arg in module.kernel("fwd").args if set(arg.type.dims) & {"D_QK", "D_V"}]
     once = one_head(sympy.Add(*(elements(arg.type) for arg in tensors)))
     source, flash = f"{PAPER}, proposition 3", to_text(FLASH)

@@ -1,1 +1,1 @@
-"""Front ends: other ways than YAML to say what a variant is."""
+"""Front ends: ways other than YAML to define a variant."""

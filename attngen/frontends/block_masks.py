@@ -1,5 +1,5 @@
-"""Reads BlockMasks: the mask function, and lists of blocks where they hide more than the function, or full blocks where
-they show more."""
+"""Reads BlockMasks: the mask function; also the lists of blocks, if they hide more than the function, and the full
+blocks, if they show more."""
 
 from __future__ import annotations
 

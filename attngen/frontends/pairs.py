@@ -136,7 +136,8 @@ def results(
     largest: bool,
     aux: bool,
 ) -> Any:
-    """Call a module, and return what FlexAttention's call returns; with `aux`, the output and an AuxOutput."""
+    """Call a module, and return its result in the form of FlexAttention's call: with `aux`, the output and an
+    AuxOutput."""
     asked = {"return_lse": lse} | ({"return_max_score": True} if largest else {})
     result = module.attention(query, key, value, **inputs, scale=scale, **asked)
     if not aux:
@@ -172,7 +173,7 @@ def identity_of(mod: Mod | None) -> tuple[Any, Any]:
 
 
 def _state(mod: Any) -> tuple[Any, ...]:
-    """Return what a function depends on that may change: numbers by value, tensors by identity."""
+    """Return the values on which a function depends and which may change: numbers by value, tensors by identity."""
     if mod is None:
         return ()
     return tuple(

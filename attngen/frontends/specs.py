@@ -24,7 +24,7 @@ def spec_from_mods(
     dtype: tuple[str, ...] = ("bf16", "fp16"),
     sizes: tuple[int, int, int, int, int] | None = None,
 ) -> str:
-    """Return the YAML of the spec of a pair of FlexAttention's functions.
+    """Return the spec of FlexAttention's two functions, score_mod and mask_mod, as YAML.
 
     Args:
         score_mod: score_mod(score, b, h, q_idx, kv_idx), or None.

@@ -215,7 +215,7 @@ class _Tracer:
             raise TraceError(f"{argument} `{_title(mod)}`{line} cannot be traced: {_first_line(error)}") from None
 
     def _result(self, made: Any, names: dict[int, str], mod: Mod, argument: str, score: bool) -> Value:
-        """Return what the function returned as a value. Raise TraceError if it is not a number or condition."""
+        """Convert the function's result to a value. Raise TraceError if it is not a number or condition."""
         expected = "a number" if score else "a condition"
         made = self._captured(made, names) if isinstance(made, torch.Tensor) else made
         if not isinstance(made, Value) or made.shape:

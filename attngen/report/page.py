@@ -137,7 +137,7 @@ class Group(NamedTuple):
 
 
 def meaning(logical: Module, module: Module, typeset: MathML) -> list[Group]:
-    """Return the formulas of the mask and scores, before any choice of tiles, and of their FLOPs and bytes."""
+    """Return formulas for the mask and scores, before any choice of tiles, and for their FLOPs and bytes."""
     kernel = logical.kernels[0]
     masks = [op.where for op in kernel.ops() if isinstance(op, Mask)]
     visible = [Formula(SEES, typeset.math(where.replace(_is_inequality, _solved)), "where") for where in masks]
@@ -373,7 +373,8 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
 
 
 def _bytes_moved(direction: str, standard: float, estimates: list[Estimate]) -> list[Bar]:
-    """Return the bars of one direction: bytes of standard attention, of loads and stores, and of HBM."""
+    """Return the bars of one direction: the bytes of standard attention, those that our kernels load and store, and
+    those of them that reach HBM."""
     loaded, from_hbm = sum(e.loaded for e in estimates), sum(e.bytes for e in estimates)
     return [
         Bar(direction),

@@ -187,7 +187,7 @@ def _spans(kernel: Kernel, loop: Loop, values: dict[str, int], tiles: int) -> li
 
 
 def _on_lists(blocks: Blocks) -> str:
-    """Return a sentence on what decides which tiles of the ranges are visited."""
+    """Return a sentence on the lists or data that decide which tiles of the ranges are visited."""
     if blocks.pattern:
         return f"Of these ranges, programs visit the tiles of blocks that {blocks.pattern} lists."
     size = f"{blocks.size} by {blocks.size}"

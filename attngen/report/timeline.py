@@ -123,8 +123,8 @@ class _Agent:
 
 
 class Timeline:
-    """A run of all warp groups of a kernel at one number of stages: its `spans`, and the instances that are `stuck` at
-    the end."""
+    """A simulated run of a kernel's warp groups with `num_stages` stages. It records `spans`, and the instances that
+    are `stuck` at the end."""
 
     def __init__(self, kernel: Kernel, num_stages: int) -> None:
         self.kernel = kernel

@@ -94,7 +94,7 @@ class Problem:
         return mods(self.cell.spec, self.sizes, self.given, self.device)
 
     def pairs(self) -> int:
-        """Return the number of visible pairs of query and key, of all sequences and query heads."""
+        """Return the number of visible (query, key) pairs in all sequences and query heads."""
         return self.mods.visible_pairs(self.sizes, self.device)
 
     @property

@@ -101,7 +101,8 @@ def _of_latents(problem: Problem) -> Call:
 
 
 def _pages(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (keys of each sequence, the end of its pages in the list of all pages, that list): int32."""
+    """Return three int32 tensors: the number of keys of each sequence, where its pages end in a list of all used pages,
+    and that list."""
     import torch
 
     lengths, table = problem.given["cache_seqlens"], problem.given["page_table"]

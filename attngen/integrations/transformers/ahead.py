@@ -1,7 +1,7 @@
 """The specs of a model, made from only its configuration: for `attngen build`, ahead of the first call.
 
-The model is made without weights, on torch's meta device, and runs once. Its layers record what they would run, and run
-nothing.
+The model is made without weights, on torch's meta device, and runs once. Its layers record the calls that they would
+run, and run nothing.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _layers(path: Path, config: Any, dtype: torch.dtype | None) -> list[tuple[Layer, Formula]]:
-    """Run one model, and return what its layers would run."""
+    """Run one model, and return the calls that its layers would run."""
     from transformers import AutoModel
 
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
