@@ -185,7 +185,7 @@ def test_theory_prints_every_theorem_and_fits_a_screen(project: Path, attngen: C
     )
     assert [order for order in orders if order not in output] == []
     assert "not Theta" not in output and "One layer: 16 heads, 16 K/V heads, head dim 64\nbatch 1, 512 tokens" in output
-    assert "roof" not in output
+    assert "roofline" not in output
 
 
 @pytest.mark.share(16)

@@ -37,8 +37,8 @@ def reports(results: Results) -> dict[str, str]:
 
 def heading(results: Results) -> str:
     m = results.machine
-    roofs = f"{m['matmul_tflops']:.0f} TFLOP/s bf16 product, {m['copy_tb_s']:.2f} TB/s copy"
-    return f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; roofs: {roofs}"
+    peaks = f"{m['matmul_tflops']:.0f} TFLOP/s bf16 product, {m['copy_tb_s']:.2f} TB/s copy"
+    return f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; peaks: {peaks}"
 
 
 def markdown(table: Table) -> str:

@@ -173,8 +173,8 @@ def rates(cell: Cell, machine: dict[str, Any], pairs: int, read: int, direction:
     forward = size * rows_q * dim.qk + read + out_size * rows_q * dim.v + 4 * rows_q
     backward = size * (rows_q * 2 * (dim.qk + dim.v) + rows_kv * 2 * (dim.qk + dim.v)) + 4 * rows_q
     moved = {"fwd": forward, "bwd": backward, "both": forward + backward}[direction]
-    roof_ms = max(flops / machine["matmul_tflops"] / 1e9, moved / machine["copy_tb_s"] / 1e9)
-    found = {f"{direction}_tflops": round(flops / ms / 1e9, 2), f"{direction}_roof": round(roof_ms / ms, 4)}
+    roofline_ms = max(flops / machine["matmul_tflops"] / 1e9, moved / machine["copy_tb_s"] / 1e9)
+    found = {f"{direction}_tflops": round(flops / ms / 1e9, 2), f"{direction}_roof": round(roofline_ms / ms, 4)}
     if cell.cached:
         tb_s = read / ms / 1e9
         found |= {
@@ -198,7 +198,7 @@ def shorten(text: str, most: int = 120) -> str:
 
 # ---------------------------------------------------------------------------------------------- tables
 
-HEADINGS = ("cell", "peer", "fwd ms", "TFLOP/s", "roof", "bwd ms", "TFLOP/s", "roof", "both ms", "TFLOP/s",
+HEADINGS = ("cell", "peer", "fwd ms", "TFLOP/s", "of peak", "bwd ms", "TFLOP/s", "of peak", "both ms", "TFLOP/s",
             "+-", "MiB", "reserved", "host us", "first s", "")  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
 
 
 CACHE_HEADINGS = (
-    "over a cache",
+    "KV cache",
     "peer",
     "us",
     "+-",

@@ -191,12 +191,12 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
             y = y_of(rate)
             shapes += [path([(left, y), (right, y)], "axis"), text(left - 6, y + 4, _short(rate / 1e12), anchor="end")]
     corner, start = (x_of(ridge), y_of(peak)), (x_of(10.0**low), y_of(under(10.0**low)))
-    shapes.append(path([start, corner, (right, corner[1])], "roof"))
+    shapes.append(path([start, corner, (right, corner[1])], "roofline"))
     slope = math.atan2(corner[1] - start[1], corner[0] - start[0])
     label_at = ((start[0] + corner[0]) / 2 - 15 * math.sin(slope), (start[1] + corner[1]) / 2 + 15 * math.cos(slope))
-    roofs = (f"{peak / 1e12:,.1f}".removesuffix(".0") + f" TFLOP/s {peak_name}", f"{bandwidth / 1e12:.2f} TB/s")
-    shapes.append(text(*label_at, roofs[1], "faint", "middle", math.degrees(slope)))
-    shapes.append(text(right, corner[1] + 18, roofs[0], "faint", "end"))
+    peaks = (f"{peak / 1e12:,.1f}".removesuffix(".0") + f" TFLOP/s {peak_name}", f"{bandwidth / 1e12:.2f} TB/s")
+    shapes.append(text(*label_at, peaks[1], "faint", "middle", math.degrees(slope)))
+    shapes.append(text(right, corner[1] + 18, peaks[0], "faint", "end"))
     shapes.append(text(right, bottom + 34, "FLOP / B", "faint", "end"))
     shapes.append(text(0, bottom + 34, "↑ TFLOP/s", "faint"))
     ordered = sorted(points, key=lambda p: p.cached)
@@ -209,7 +209,7 @@ def roofline(title: str, points: list[Point], peak: float, bandwidth: float, pea
             at = {"cx": _n(x_of(intensity)), "cy": _n(y_of(under(intensity))), "r": "5"}
             shapes.append(Shape("circle", {"class": cls, **at}, hint=hint))
     labels = (f"{p.label} {p.cached:,.0f} FLOP/B, {under(p.cached) / 1e12:,.0f} TFLOP/s at most" for p in ordered)
-    says = f"Roofs: {roofs[0]} and {roofs[1]}. " + "; ".join(labels)
+    says = f"Peaks: {peaks[0]} and {peaks[1]}. " + "; ".join(labels)
     return Drawing(WIDTH, bottom + 42, title, says, shapes)
 
 

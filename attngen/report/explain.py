@@ -55,8 +55,8 @@ def explain(
     yield device_table(module, problem)
     yield Text(
         "GB load: all that programs load and store; /std: over the bytes of standard attention, which keeps the score\n"
-        "matrix in HBM; GB HBM: bytes left if the device's cache holds what the programs in flight stream; ms: time\n"
-        "at the roof that binds.",
+        "matrix in HBM; GB HBM: bytes left if the device's cache holds what the programs in flight stream; bound, ms:\n"
+        "whether compute or memory bounds the time, and the time on the roofline.",
         style="dim",
     )
     yield from map(_line, split_d_costs(module, problem))
@@ -151,12 +151,12 @@ def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
         "MB K, V",
         "MB parts",
         "FLOP/B",
-        "roof",
+        "bound",
         "us",
         "tokens/s",
     )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("device", "tile", "roof") else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in ("device", "tile", "bound") else "right", no_wrap=True)
     for device in DEVICES.values():
         found = decoding(module, device, problem)
         if found is None:
@@ -180,7 +180,7 @@ def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
     yield Text(
         "programs: number that the device holds at once; filling: splits of a sequence's keys with which they are all\n"
         "busy (more only add bytes); parts: splits that a call has, all of one length, so that longer sequences have\n"
-        "more; us: the time at the roof that binds.",
+        "more; bound, us: whether compute or memory bounds the time, and the time on the roofline.",
         style="dim",
     )
 
@@ -260,12 +260,12 @@ def device_table(module: Module, problem: Problem) -> Table:
         "/std",
         "GB HBM",
         "FLOP/B",
-        "roof",
+        "bound",
         "ms",
     )
     for heading in headings:
         table.add_column(
-            heading, justify="left" if heading in ("device", "kernel", "tile", "roof") else "right", no_wrap=True
+            heading, justify="left" if heading in ("device", "kernel", "tile", "bound") else "right", no_wrap=True
         )
     for device in DEVICES.values():
         for direction in (*module.directions, "jvp"):

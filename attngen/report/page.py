@@ -362,7 +362,7 @@ def _device(module: Module, device: Device, problem: Problem) -> Panel:
         charts.append(roofline(f"Roofline of {device.name}", points, peak, device.hbm_bytes_per_s, name))
     if moved:
         charts.append(bars(f"Bytes moved on {device.name}", moved, max(bar.value or 0.0 for bar in moved)))
-    headings = ["kernel", "tile", "work", "loaded", "/ standard", "HBM", "FLOP / B", "roof", "time at the roof"]
+    headings = ["kernel", "tile", "work", "loaded", "/ standard", "HBM", "FLOP / B", "bound", "roofline time"]
     remarks += split_d_costs(module, problem, [device])
     return Panel(
         f"{device.name} ({device.cls})",

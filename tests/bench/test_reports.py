@@ -103,7 +103,7 @@ def test_the_tables_of_flex(tmp_path: Path) -> None:
     results = Results(MACHINE, lines)
     (text,) = reports(results).values()
     heading, speed, rest, large, notes = text.split("\n\n")
-    assert heading == "NVIDIA H200, torch 2.11.0, triton 3.6.0; roofs: 786 TFLOP/s bf16 product, 4.00 TB/s copy"
+    assert heading == "NVIDIA H200, torch 2.11.0, triton 3.6.0; peaks: 786 TFLOP/s bf16 product, 4.00 TB/s copy"
     assert speed.splitlines()[2:] == [
         "| GQA causal | 50.0% | 1.000 (100) | 1.500 (67) | 1.50 | 1.000 (100) | 1.500 (67) | 1.50 | 1.5% |",
         "| documents of 1000 | 50.0% | 0.500 (200) | - | - | 0.500 (200) | - | - | 0.5% |",
