@@ -63,7 +63,7 @@ def spec(name: str) -> Spec:
     return load_spec(ROOT / "specs" / f"{name}.yaml")
 
 
-# Specs whose modules have a backward; tests of decoding over a cache (tests/serving) are for the others.
+# Specs whose modules have a backward; tests of calls with a KV cache (tests/serving) are for the others.
 WRAPPERS = [n for n in SPECS if spec(n).trains and (CUDA or n not in SMALLER)]
 
 

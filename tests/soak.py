@@ -20,7 +20,7 @@ import torch
 
 from attngen.conformance.cases import Case, heads_for
 from attngen.conformance.harness import load_module
-from attngen.conformance.over_cache import CacheCase, cache_cases
+from attngen.conformance.kv_cache import CacheCase, cache_cases
 from attngen.conformance.sweep import crowded, runs
 from attngen.errors import AttngenError
 from attngen.runtime.launch import num_sms

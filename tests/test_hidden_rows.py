@@ -17,7 +17,7 @@ import torch
 from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_inputs, torch_dtype
 from attngen.conformance.harness import DROPOUT_P, SEED, asked, result_names
 from attngen.conformance.oracle import reference_mask
-from attngen.conformance.over_cache import CacheCase, make_call
+from attngen.conformance.kv_cache import CacheCase, make_call
 from attngen.spec import Spec, make_spec
 from tests.helpers import CUDA, NIGHTLY, SPECS, built, module_of
 from tests.helpers import spec as spec_of
@@ -167,7 +167,7 @@ CACHED: dict[str, Any] = {
 EIGHT_BITS = {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}
 
 
-def over_cache(mask: Any, cache: Any) -> Spec:
+def spec_with_cache(mask: Any, cache: Any) -> Spec:
     return make_spec(
         {"name": "cached", "head_dim": 32, "heads": {"sharing": "gqa"}, "mask": mask, "cache": cache, "backward": False}
     )
@@ -195,7 +195,7 @@ def cache_cases() -> list[Any]:
 @pytest.mark.parametrize(("what", "cache", "n_q"), cache_cases())
 def test_keys_of_a_cache_that_no_query_sees_reach_nothing(what: str, cache: Any, n_q: int, tmp_path: Path) -> None:
     """Keys that a window has passed are among them: a server may have given their pages to another sequence."""
-    spec = over_cache(CACHED[what], cache)
+    spec = spec_with_cache(CACHED[what], cache)
     page = 0 if cache == "contiguous" else cache["paged"]["page_size"]
     module = module_of(spec, tmp_path / "cached")
     call = make_call(spec, CacheCase(4, 2, n_q, (150, 70), 0, 192, page), torch.float16, DEVICE)

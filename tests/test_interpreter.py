@@ -17,7 +17,7 @@ from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.conformance.cases import make_inputs
 from attngen.conformance.harness import load_module
-from attngen.conformance.over_cache import CacheCase, run_cache_case
+from attngen.conformance.kv_cache import CacheCase, run_cache_case
 from attngen.conformance.result import KEYS
 from attngen.ir.module import Module
 from attngen.lowering.pipeline import lower

@@ -377,7 +377,7 @@ def test_an_input_without_gradient_has_no_tangent(device: str, tmp_path: Any) ->
 
 
 def test_a_module_without_a_backward_has_no_forward_mode(device: str, tmp_path: Any) -> None:
-    module = module_of(make_spec({"name": "served", "head_dim": 32, "backward": False}), tmp_path / "served")
+    module = module_of(make_spec({"name": "with_cache", "head_dim": 32, "backward": False}), tmp_path / "served")
     q = torch.randn(1, 2, 20, 32, device=device, dtype=torch.float16)
     sentence = r"no forward mode \(its spec says `backward: false`\)"
     with pytest.raises(NotImplementedError, match=sentence):
@@ -388,7 +388,7 @@ def test_a_module_without_a_backward_has_no_forward_mode(device: str, tmp_path: 
             module.attention(forward_ad.make_dual(q, q), q, q)
 
 
-def test_calls_over_a_cache_have_no_forward_mode(device: str) -> None:
+def test_calls_with_a_cache_have_no_forward_mode(device: str) -> None:
     q = torch.randn(1, 4, 1, 128, device=device, dtype=torch.float16)
     with (
         forward_ad.dual_level(),

@@ -27,7 +27,7 @@ from attngen.codegen.files import diff_module, write_module
 from attngen.codegen.render import render
 from attngen.conformance.cases import Case, cli_cases, heads_for
 from attngen.conformance.harness import load_module, run_case
-from attngen.conformance.over_cache import CacheCase, run_cache_case
+from attngen.conformance.kv_cache import CacheCase, run_cache_case
 from attngen.conformance.result import Result
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.module import Module
@@ -57,7 +57,7 @@ def one_call(module: ModuleType, spec: Spec, chance: random.Random, device: str)
     return [run_case(module, spec, case, dtype, device, seed)]
 
 
-def calls_over_a_cache(module: ModuleType, spec: Spec, chance: random.Random, device: str) -> list[Result]:
+def calls_with_a_cache(module: ModuleType, spec: Spec, chance: random.Random, device: str) -> list[Result]:
     """Compare each kind of call of `with_kvcache`, and a call with gradients if the spec has a backward."""
     results = one_call(module, spec, chance, device) if spec.trains else []
     for case in cache_problems(spec, chance):
@@ -153,7 +153,7 @@ def outcomes(number: int, count: int, device: str) -> Outcomes:
 
 def of_caches(number: int, count: int, device: str) -> Outcomes:
     """Do the same for specs with a KV cache."""
-    yield from _outcomes(drawn(cache_data(), count, number), calls_over_a_cache, device)
+    yield from _outcomes(drawn(cache_data(), count, number), calls_with_a_cache, device)
 
 
 def _outcomes(specs: list[Data], held: Held, device: str) -> Outcomes:

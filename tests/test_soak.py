@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attngen.conformance.cases import Case
-from attngen.conformance.over_cache import CacheCase, cache_cases
+from attngen.conformance.kv_cache import CacheCase, cache_cases
 from attngen.heuristics import FUSED_KEYS, FUSED_ROWS
 from attngen.ir.printer import print_module
 from tests.helpers import CUDA, built, spec, target
@@ -37,7 +37,7 @@ def test_runs_with_other_bits_are_counted(every: int, wrong: int) -> None:
     assert differing(unsteady(every), spec("causal_gqa"), CASE, "fp16", "cpu", repeats=10) == wrong
 
 
-def test_calls_over_a_cache_run_too() -> None:
+def test_calls_with_a_cache_run_too() -> None:
     """All calls of `attngen test` run, and one that gives other bits is found."""
     made, small = spec("decode_gqa"), CacheCase(2, 1, 1, (0, 5), 1, 8)
     assert [c for c in cases(made, 132) if isinstance(c, CacheCase)] == cache_cases(made, True)

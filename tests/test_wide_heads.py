@@ -15,7 +15,7 @@ from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.conformance.cases import Case, heads_for
 from attngen.conformance.harness import load_module, run_case
-from attngen.conformance.over_cache import cache_cases, run_cache_case
+from attngen.conformance.kv_cache import cache_cases, run_cache_case
 from attngen.cost.flops import executed_flops, useful_flops
 from attngen.cost.io import hbm_bytes
 from attngen.cost.roofline import Problem, config_for, values
@@ -152,7 +152,7 @@ def test_parts_give_the_same_bits(tmp_path: Path, device: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     "cache", ["contiguous", {"paged": {"page_size": 16}}, {"paged": {"page_size": 64}, "dtype": "fp8_e4m3"}], ids=str
 )
-def test_calls_over_a_cache(cache: Any, tmp_path: Path, device: str) -> None:
+def test_calls_with_a_cache(cache: Any, tmp_path: Path, device: str) -> None:
     """Programs with few queries have all columns."""
     spec = wide(512, "causal", cache=cache, backward=False)
     module = written(lower(spec), tmp_path / "wide")

@@ -106,7 +106,7 @@ def _test_one(path: Path, loaded: Spec, seed: int) -> str:
         cuda = _interpret_without_cuda()
         from attngen.conformance.cases import cli_cases
         from attngen.conformance.harness import load_module, result_names, tangent_names
-        from attngen.conformance.over_cache import cache_cases, result_of
+        from attngen.conformance.kv_cache import cache_cases, result_of
 
         write_module(render(module), Path(folder) / loaded.name)
         generated = load_module(Path(folder) / loaded.name)

@@ -127,20 +127,20 @@ class CacheWrapper(Wrapper):
         return tuple_text(["cache_seqlens", *(["page_table"] if self.page is not None else []), *self.scales])
 
     @property
-    def served_tensors(self) -> list[str]:
+    def cache_tensors(self) -> list[str]:
         """The tensors of a call with a KV cache other than q, keys and values."""
         table = ["page_table"] if self.page is not None else []
         return ["cache_seqlens", *table, *self.scales, *(i.name for i in self.module.inputs if i.shape)]
 
     @property
-    def served_numbers(self) -> list[str]:
+    def cache_scalars(self) -> list[str]:
         """The numbers of a call with a KV cache, as operators declare them."""
         return [f"{SCHEMA_TYPES[i.dtype]} {i.name}" for i in self.module.inputs if not i.shape] + ["float scale"]
 
     @property
-    def served_values(self) -> list[str]:
-        """The value that a call passes for each of `served_numbers`."""
-        return [number.split()[-1] for number in self.served_numbers[:-1]] + ["SCALE if scale is None else scale"]
+    def cache_scalar_values(self) -> list[str]:
+        """The value that a call passes for each of `cache_scalars`."""
+        return [number.split()[-1] for number in self.cache_scalars[:-1]] + ["SCALE if scale is None else scale"]
 
     @property
     def of_cached(self) -> str:

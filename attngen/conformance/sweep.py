@@ -27,7 +27,7 @@ import triton
 from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_inputs, torch_dtype
 from attngen.conformance.harness import asked, load_module
 from attngen.conformance.interpreter import lighten
-from attngen.conformance.over_cache import CacheCase, cache_cases, make_call, result_of
+from attngen.conformance.kv_cache import CacheCase, cache_cases, make_call, result_of
 from attngen.conformance.result import KEYS
 from attngen.heuristics import ALIGNED_KEYS, FUSED_HEADS, FUSED_KEYS, FUSED_ROWS, SPLIT_KEYS
 from attngen.ir.dtypes import ELEMENTS

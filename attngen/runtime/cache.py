@@ -350,7 +350,7 @@ class CacheRules:
 
 
 @on_its_device
-def over_cache(
+def call_with_cache(
     q: torch.Tensor,
     caches: Tensors,
     new: Tensors,

@@ -16,7 +16,7 @@ from attngen.codegen.files import write_module
 from attngen.codegen.render import render
 from attngen.conformance.cases import Case, cli_cases, heads_for, make_inputs, torch_dtype
 from attngen.conformance.harness import load_module, run_case
-from attngen.conformance.over_cache import CacheCase, make_call, run_cache_case
+from attngen.conformance.kv_cache import CacheCase, make_call, run_cache_case
 from attngen.conformance.sweep import repeats
 from attngen.lowering.pipeline import lower
 from attngen.spec import Spec

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.conformance.over_cache import POISON, CacheCase, cache_cases, make_call, run_cache_case
+from attngen.conformance.kv_cache import POISON, CacheCase, cache_cases, make_call, run_cache_case
 from attngen.spec import Spec, make_spec
 from tests.helpers import CUDA, SPECS, built, module_of, spec
 
@@ -92,7 +92,7 @@ def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
     sharing = {"alibi": "mha", "softcap": "mqa"}.get(what, "gqa")
     made = make_spec(
         {
-            "name": "served",
+            "name": "with_cache",
             "heads": {"sharing": sharing},
             "head_dim": 32,
             "cache": cache,
@@ -100,7 +100,7 @@ def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
             **MASKS[what],
         }
     )
-    module = module_of(made, tmp_path / "served")
+    module = module_of(made, tmp_path / "with_cache")
     for case in cache_cases(made, False):
         result = run_cache_case(module, made, case, "fp16", DEVICE)
         assert result.ok, f"{what}: {result}"
@@ -109,7 +109,7 @@ def test_masks_and_modifiers_of_training(what: str, tmp_path: Path) -> None:
 def test_head_dims_that_are_padded(tmp_path: Path) -> None:
     made = make_spec(
         {
-            "name": "served",
+            "name": "with_cache",
             "heads": {"sharing": "gqa"},
             "head_dim": {"qk": 48, "v": 80},
             "mask": "causal",
@@ -117,7 +117,7 @@ def test_head_dims_that_are_padded(tmp_path: Path) -> None:
             "backward": False,
         }
     )
-    module = module_of(made, tmp_path / "served")
+    module = module_of(made, tmp_path / "with_cache")
     for case in cache_cases(made, False):
         result = run_cache_case(module, made, case, "fp16", DEVICE)
         assert result.ok, str(result)
@@ -240,8 +240,8 @@ def test_pages_before_a_window_are_not_read(n_q: int, tmp_path: Path) -> None:
     same."""
     window = {"sliding_window": {"left": 63, "right": 0}}
     shape: dict[str, Any] = {"heads": {"sharing": "gqa"}, "head_dim": 32, "mask": window, "backward": False}
-    made = make_spec({"name": "served", **shape, "cache": {"paged": {"page_size": 16}}})
-    module = module_of(made, tmp_path / "served")
+    made = make_spec({"name": "with_cache", **shape, "cache": {"paged": {"page_size": 16}}})
+    module = module_of(made, tmp_path / "with_cache")
     call = make_call(made, CacheCase(4, 2, n_q, (1000, 700), 0, 1008, 16), torch.float16, DEVICE)
     outs = []
     for poisoned in (False, True):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.conformance.over_cache import CacheCase, make_call
+from attngen.conformance.kv_cache import CacheCase, make_call
 from attngen.errors import BuildError
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
@@ -182,7 +182,7 @@ def test_a_gradient_of_an_input_is_refused() -> None:
 def test_names_that_modules_with_a_cache_need() -> None:
     mask = {"expr": "kv_idx < unit", "params": {"unit": {"scalar": "int"}}}
     with pytest.raises(BuildError, match="declares `unit`, which is a name of modules with a cache"):
-        lower(make_spec({"name": "served", "head_dim": 64, "cache": "contiguous", "mask": mask}))
+        lower(make_spec({"name": "with_cache", "head_dim": 64, "cache": "contiguous", "mask": mask}))
 
 
 REFUSED = [
@@ -195,6 +195,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_specs_that_no_cache_serves(changes: dict[str, Any], reason: str) -> None:
-    made = make_spec({"name": "served", "head_dim": 64, "cache": "contiguous", "backward": False, **changes})
+    made = make_spec({"name": "with_cache", "head_dim": 64, "cache": "contiguous", "backward": False, **changes})
     with pytest.raises(BuildError, match=reason):
         lower(made)

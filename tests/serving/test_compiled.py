@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.conformance.over_cache import CacheCase, Call, make_call
+from attngen.conformance.kv_cache import CacheCase, Call, make_call
 from tests.helpers import CUDA, SPECS, built, spec
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -71,8 +71,8 @@ def test_operators_pass_opcheck(name: str) -> None:
     tests = ("test_faketensor",) if "fp8" in name else ("test_schema", "test_faketensor")
     # The caches of a call have NaN past their ends, which equals nothing.
     caches = [torch.zeros_like(cache, dtype=torch.float16).to(cache.dtype) for cache in call.caches]
-    torch.library.opcheck(module.SERVED.served, (call.q, *caches, *rest, 0.1), test_utils=tests)
-    torch.library.opcheck(module.SERVED.stored, (call.q, *caches, *new, *rest, 0.1), test_utils=tests)
+    torch.library.opcheck(module.CACHE_OPERATORS.served, (call.q, *caches, *rest, 0.1), test_utils=tests)
+    torch.library.opcheck(module.CACHE_OPERATORS.stored, (call.q, *caches, *new, *rest, 0.1), test_utils=tests)
 
 
 def test_values_without_keys_and_gradients_are_refused() -> None:

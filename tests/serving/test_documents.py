@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attngen.builders.programs import alone
-from attngen.conformance.over_cache import POISON, CacheCase, Call, make_call, run_cache_case
+from attngen.conformance.kv_cache import POISON, CacheCase, Call, make_call, run_cache_case
 from attngen.errors import BuildError, VerifyError
 from attngen.interp.host import execute_host
 from attngen.interp.tile import _split_places
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def _spec(order: str, page: int, **more: Any) -> Spec:
-    made = {"name": "served", "heads": {"sharing": "gqa"}, "head_dim": 16, "backward": False}
+    made = {"name": "with_cache", "heads": {"sharing": "gqa"}, "head_dim": 16, "backward": False}
     made |= {"mask": {"all_of": ["causal", {"document": {"sorted": order == "sorted"}}]}}
     return make_spec({**made, "cache": {"paged": {"page_size": page}} if page else "contiguous", **more})
 
@@ -53,7 +53,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[S
     def find(kind: str) -> tuple[Spec, ModuleType, int]:
         if kind not in made:
             of = _spec(*KINDS[kind])
-            made[kind] = of, module_of(of, tmp_path_factory.mktemp("documents") / "served"), KINDS[kind][1]
+            made[kind] = of, module_of(of, tmp_path_factory.mktemp("documents") / "with_cache"), KINDS[kind][1]
         return made[kind]
 
     return find
@@ -174,7 +174,7 @@ OTHERS: list[dict[str, Any]] = [
 def test_documents_go_with_the_rest_of_a_spec(more: dict[str, Any], tmp_path: Path) -> None:
     made = _spec("sorted", 16, **more)
     module, heads = (
-        module_of(made, tmp_path / "served"),
+        module_of(made, tmp_path / "with_cache"),
         {"mha": (2, 2), "mqa": (4, 1), "gqa": (4, 2)}[made.heads.sharing],
     )
     for case in (CacheCase(*heads, 1, (0, 1, 63, 129), 1, 144, 16), CacheCase(*heads, 40, (3, 90), 40, 144, 16)):

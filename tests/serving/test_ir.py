@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attngen.codegen.render import render
-from attngen.conformance.over_cache import CacheCase, attend_sequence, make_call
+from attngen.conformance.kv_cache import CacheCase, attend_sequence, make_call
 from attngen.errors import IRError
 from attngen.heuristics import WAVES
 from attngen.interp.host import execute_host

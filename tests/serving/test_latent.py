@@ -20,7 +20,7 @@ from tests.helpers import edit, lowered, target
 pytestmark = pytest.mark.numerics
 
 MLA: dict[str, Any] = {
-    "name": "served",
+    "name": "with_cache",
     "heads": {"sharing": "mqa"},
     "head_dim": {"qk": 48, "v": 32},
     "mask": "causal",

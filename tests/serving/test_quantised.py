@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.conformance.over_cache import CacheCase, cache_cases, make_call, run_cache_case
+from attngen.conformance.kv_cache import CacheCase, cache_cases, make_call, run_cache_case
 from attngen.errors import SpecError, VerifyError
 from attngen.interp.e4m3 import NUMBERS, numbers, pairs
 from attngen.ir.module import Module
@@ -27,7 +27,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 E4M3 = torch.float8_e4m3fn
 NAME = "decode_paged_fp8_gqa"
 SPEC: dict[str, Any] = {
-    "name": "served",
+    "name": "with_cache",
     "heads": {"sharing": "gqa"},
     "head_dim": 32,
     "mask": "causal",
@@ -63,7 +63,7 @@ def test_pairs_are_the_next_numbers() -> None:
 def test_kernels_store_the_next_numbers(tmp_path: Path) -> None:
     """The kernel that appends rounds in the same way."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    module = module_of(_spec({}, head_dim=128), tmp_path / "served")
+    module = module_of(_spec({}, head_dim=128), tmp_path / "with_cache")
     new = every.view(1, 1, 512, 128).to(DEVICE)
     caches = [torch.zeros(1, 512, 1, 128, dtype=E4M3, device=DEVICE) for _ in "kv"]
     one = torch.ones(1, device=DEVICE)
@@ -105,7 +105,7 @@ def test_factors_of_heads_and_of_pages(
     cache: dict[str, Any], change: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
     made = _spec(cache, **change)
-    module = module_of(made, tmp_path / "served")
+    module = module_of(made, tmp_path / "with_cache")
     for case in cache_cases(made, False)[:: 1 if DEVICE == "cuda" else 3]:
         result = run_cache_case(module, made, case, dtype, DEVICE)
         assert result.ok, str(result)
@@ -114,8 +114,8 @@ def test_factors_of_heads_and_of_pages(
 def test_a_tile_reads_the_number_of_its_page_once(tmp_path: Path) -> None:
     """With TMA, scales come from the page number that the loop prefetches for descriptors: 2 kernels with 2 loops
     each."""
-    module_of(_spec({"paged": {"page_size": 64}, "scale": "page"}, head_dim=128), tmp_path / "served")
-    lines = [line.strip() for line in (tmp_path / "served" / "kernels.py").read_text().splitlines()]
+    module_of(_spec({"paged": {"page_size": 64}, "scale": "page"}, head_dim=128), tmp_path / "with_cache")
+    lines = [line.strip() for line in (tmp_path / "with_cache" / "kernels.py").read_text().splitlines()]
     found = [lines[i - 3 : i] for i, line in enumerate(lines) if line == "first_page = tl.load("]
     assert found == [["if TMA:", "first_page = page_of_tile", "else:"]] * 4
 
@@ -203,7 +203,7 @@ def test_gradients_of_factors_are_refused() -> None:
 @pytest.mark.share(4)
 def test_factors_of_pages_are_checked(tmp_path: Path) -> None:
     made = _spec({"paged": {"page_size": 64}, "scale": "page"})
-    module = module_of(made, tmp_path / "served")
+    module = module_of(made, tmp_path / "with_cache")
     call = make_call(made, CacheCase(2, 1, 1, (70,), 1, 128, 64), torch.float16, DEVICE)
     given = {**call.arguments, "k_scale": torch.ones(1, device=DEVICE)}
     with pytest.raises(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.conformance.over_cache import CacheCase, Call, cache_cases, make_call, run_cache_case
+from attngen.conformance.kv_cache import CacheCase, Call, cache_cases, make_call, run_cache_case
 from attngen.errors import SpecError, VerifyError
 from attngen.ir.parser import parse_module
 from attngen.ir.printer import print_module
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.numerics
 DEVICE = "cuda" if CUDA else "cpu"
 NAME = "decode_fp8_mla"
 SPEC: dict[str, Any] = {
-    "name": "served",
+    "name": "with_cache",
     "heads": {"sharing": "mqa"},
     "head_dim": {"qk": 528, "v": 512},
     "mask": "causal",
@@ -68,7 +68,7 @@ def test_what_latents_of_8_bits_need(change: dict[str, Any], reason: str) -> Non
 )
 def test_caches_and_masks(cache: dict[str, Any], change: dict[str, Any], tmp_path: Path) -> None:
     made = make_spec({**SPEC, "cache": {"dtype": "fp8_e4m3", **cache}, **change})
-    module = module_of(made, tmp_path / "served")
+    module = module_of(made, tmp_path / "with_cache")
     for case in cache_cases(made, False)[:: 1 if DEVICE == "cuda" else 2]:
         result = run_cache_case(module, made, case, made.dtype[-1], DEVICE)
         assert result.ok, str(result)

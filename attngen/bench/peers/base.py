@@ -54,7 +54,7 @@ def undropped(cannot: Callable[[Cell], str], cell: Cell) -> str:
 
 def uncached(cannot: Callable[[Cell], str], cell: Cell) -> str:
     """Return the reason for a peer without a KV cache here."""
-    return "not over a cache" if cell.cached else cannot(cell)
+    return "not with a KV cache" if cell.cached else cannot(cell)
 
 
 def unquantised(cannot: Callable[[Cell], str], cell: Cell) -> str:
