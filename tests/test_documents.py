@@ -38,7 +38,7 @@ def ids_of(kind: str, n: int, seed: int) -> torch.Tensor:
         "sorted": rising,
         "in runs": torch.tensor([9, 3, -7, 4, 0])[rising],
         "any order": some - 2,
-        "one slot": some * n,  # the same number modulo n
+        "one bucket": some * n,  # the same number modulo n
         "far": torch.tensor(FAR)[some],
     }
     return kinds[kind].int()
@@ -78,7 +78,7 @@ def by_executor(mask: Document, ids: torch.Tensor, n_q: int, tile: int) -> Plan:
 
 
 @pytest.mark.share(16)
-@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one slot", "far"])
+@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one bucket", "far"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_bounds_are_right(size: tuple[int, int], kind: str) -> None:
     n_q, n = size
@@ -88,7 +88,7 @@ def test_bounds_are_right(size: tuple[int, int], kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [(17, 17), (9, 40), (48, 40)], ids=str)
-@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one slot"])
+@pytest.mark.parametrize("kind", ["sorted", "in runs", "any order", "one bucket"])
 def test_bounds_are_as_close_as_rising_bounds_can_be(size: tuple[int, int], kind: str) -> None:
     """Bounds extend from the first key of the documents of this position and later ones to the last key of the
     documents of this position and earlier ones."""
@@ -150,7 +150,7 @@ def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device:
     for module, mask, kind in (
         (*of, "any order"),
         (*of, "far"),
-        (*of, "one slot"),
+        (*of, "one bucket"),
         (in_order, Document(sorted=True), "sorted"),
     ):
         ids = ids_of(kind, n, 3)
@@ -163,8 +163,8 @@ def test_the_kernel_gives_what_the_executor_gives(size: tuple[int, int], device:
             assert x.dtype == torch.int32 and torch.equal(x.cpu(), expected[name]), name
 
 
-@pytest.mark.parametrize("kind", ["far", "one slot"])
-def test_the_kernel_is_right_where_ids_share_a_slot(kind: str, device: str) -> None:
+@pytest.mark.parametrize("kind", ["far", "one bucket"])
+def test_the_kernel_is_right_where_ids_share_a_bucket(kind: str, device: str) -> None:
     ids = ids_of(kind, 100, 2)
     for n_q in (100, 90, 110):
         check(built("document_gqa").attention.plan(ids.to(device), n_q)._asdict(), ids, n_q)
@@ -252,11 +252,11 @@ BROKEN = [
         "keeps the type of its value, which has",
     ),
     ("types", "op(min)", "op(least)", "`least` is no operation of a scatter; expected add, min, max, put"),
-    ("types", "op(min)", "op(max)", "writes i32 to %LEFT by `max`; expected i32, and an output of that"),
+    ("types", "op(min)", "op(max)", "writes i32 to %REMAINING by `max`; expected i32, and an output of that"),
     (
         "host-written",
-        "scatter %LEFT[b, side, last_slot]",
-        "scatter %DOCUMENT_KV[b, last_slot]",
+        "scatter %REMAINING[b, side, last_bucket]",
+        "scatter %DOCUMENT_KV[b, last_bucket]",
         "@document_spans reads %DOCUMENT_KV, which is not written on every path to it",
     ),
     (
@@ -271,7 +271,7 @@ BROKEN = [
         "%start_init = init 2147483648 : i32[]",
         "or an integer of 32 bits as i32",
     ),
-    ("signature", "%LEFT = arg scratch", "%LEFT = arg in", "writes %LEFT, which is no tensor of role `out`"),
+    ("signature", "%REMAINING = arg scratch", "%REMAINING = arg in", "writes %REMAINING, which is no tensor of role `out`"),
     (
         "loops",
         "loop q ranges(0 .. cdiv(Nq, BLOCK_Q))",
@@ -281,40 +281,40 @@ BROKEN = [
     # indices
     (
         "indexing",
-        "where(ends and last_slot >= 0 and last_slot < Nk)",
-        "where(ends and last_slot >= 0)",
-        "may write %LEFT past its end",
+        "where(ends and last_bucket >= 0 and last_bucket < Nk)",
+        "where(ends and last_bucket >= 0)",
+        "may write %REMAINING past its end",
     ),
     ("indexing", "%DOCUMENT_FIRST[b, Nq - kv_idx - 1]", "%DOCUMENT_FIRST[b, max(0, Nq - kv_idx - 1)]", "may put two"),
     (
         "indexing",
-        "[b, Nq - kv_idx - 1] %met where(",
-        "[b, Nq - 2*kv_idx] %met where(Nq - 2*kv_idx < Nq and ",
+        "[b, Nq - kv_idx - 1] %document_edge where(",
+        "[b, Nq - 2*kv_idx] %document_edge where(Nq - 2*kv_idx < Nq and ",
         "may put two",
     ),
     (
         "indexing",
-        "[b, Nq - kv_idx - 1] %met where(Nq - kv_idx - 1",
-        "[b, Nq - kv_idx - kv_start] %met where(Nq - kv_idx - kv_start",
+        "[b, Nq - kv_idx - 1] %document_edge where(Nq - kv_idx - 1",
+        "[b, Nq - kv_idx - kv_start] %document_edge where(Nq - kv_idx - kv_start",
         "may put two",
     ),
     (
         "indexing",
-        "gather %LEFT[b, side, slot]",
-        "gather %LEFT[0, side, slot]",
-        "%LEFT of other programs; expected [side, b",
+        "gather %REMAINING[b, side, bucket]",
+        "gather %REMAINING[0, side, bucket]",
+        "%REMAINING of other programs; expected [side, b",
     ),
     (
         "indexing",
-        "gather %LEFT[b, side, slot]",
-        "gather %LEFT[b, 1, slot]",
-        "%LEFT of other programs; expected [side, b",
+        "gather %REMAINING[b, side, bucket]",
+        "gather %REMAINING[b, 1, bucket]",
+        "%REMAINING of other programs; expected [side, b",
     ),
     (
         "indexing",
-        "scatter %LEFT[b, side, last",
-        "scatter %LEFT[0, side, last",
-        "%LEFT of other programs; expected [side, b",
+        "scatter %REMAINING[b, side, last",
+        "scatter %REMAINING[0, side, last",
+        "%REMAINING of other programs; expected [side, b",
     ),
     (
         "indexing",
@@ -330,8 +330,8 @@ BROKEN = [
     ),
     (
         "indexing",
-        "%nowhere where(side > 0 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
-        "%nowhere where(side < 1 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
+        "%zero where(side > 0 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
+        "%zero where(side < 1 and q_idx < Nq and q_idx < -Nk + Nq) op(put)\n    yield",
         "accesses elements of %DOCUMENT_FIRST of other programs",
     ),
     (
@@ -363,44 +363,44 @@ BROKEN = [
         "barriers",
         "    %last_key = map",
         (
-            "    %none_again = init 2147483647 : i32[BLOCK_KV] @reg\n    store %LEFT_head[kv] %none_again check(kv)\n"
+            "    %unset_again = init 2147483647 : i32[BLOCK_KV] @reg\n    store %REMAINING_head[kv] %unset_again check(kv)\n"
             "    %last_key = map"
         ),
-        "@enter writes elements of %LEFT twice, in no fixed order",
+        "@insert writes elements of %REMAINING twice, in no fixed order",
     ),
     (
         "barriers",
         "    barrier\n    %start_init",
         "    %start_init",
-        "in @walk accesses %LEFT, which @enter writes; expected a barrier",
+        "in @scan_keys accesses %REMAINING, which @insert writes; expected a barrier",
     ),
     (
         "barriers",
-        "    barrier\n    %entered",
-        "    %entered",
-        "in @enter accesses %LEFT, which @empty_tables writes; expected a barrier",
+        "    barrier\n    %inserted",
+        "    %inserted",
+        "in @insert accesses %REMAINING, which @clear_tables writes; expected a barrier",
     ),
     (
         "barriers",
         "    %ends = map",
-        "    %seen = gather %LEFT[b, side, last_key] uses(last_key=%last_key) "
+        "    %seen = gather %REMAINING[b, side, last_key] uses(last_key=%last_key) "
         "where(last_key >= 0 and last_key < Nk) : i32[BLOCK_KV] @reg\n"
         "    %ends = map",
-        "in @enter reads %LEFT, which other iterations of the loop write",
+        "in @insert reads %REMAINING, which other iterations of the loop write",
     ),
     (
         "barriers",
         "    scatter %DOCUMENT_END[b, -Nk",
-        "    scatter %DOCUMENT_Q[b, -Nk + Nq + kv_idx] %run "
+        "    scatter %DOCUMENT_Q[b, -Nk + Nq + kv_idx] %run_edge "
         "where(-Nk + Nq + kv_idx >= 0 and side < 1 and -Nk + Nq + kv_idx < Nq) op(put)\n"
         "    scatter %DOCUMENT_END[b, -Nk",
-        "@walk writes elements of %DOCUMENT_Q twice, in no fixed order",
+        "@scan_keys writes elements of %DOCUMENT_Q twice, in no fixed order",
     ),
     (
         "barriers",
-        "store %LEFT_TOO_head[kv] %none check(kv)",
-        "scatter %LEFT_TOO[b, side, kv_idx] %none where(kv_idx < Nk) op(put)",
-        "%left_too reads %LEFT_TOO, which nothing has filled",
+        "store %REMAINING_2_head[kv] %unset check(kv)",
+        "scatter %REMAINING_2[b, side, kv_idx] %unset where(kv_idx < Nk) op(put)",
+        "%remaining_2 reads %REMAINING_2, which nothing has filled",
     ),
 ]
 
@@ -441,8 +441,8 @@ def test_a_program_gives_what_derive_says() -> None:
         ),
         (
             "launch @document_spans",
-            "launch @document_spans args(LEFT_TOO=%LEFT)",
-            "%LEFT is passed as %LEFT, which is written",
+            "launch @document_spans args(REMAINING_2=%REMAINING)",
+            "%REMAINING is passed as %REMAINING, which is written",
         ),
         ("grid(side in 2, b in B)", "grid(side in 2, b in Nq)", "its grid has b in Nq; expected some of"),
     ],
