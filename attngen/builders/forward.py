@@ -20,7 +20,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.names import OF_KEYS, OUTPUTS
 from attngen.ir.ops import HALVES, SoftmaxStep, Yield
 from attngen.ir.split_axes import part
-from attngen.ir.split_kv import item
+from attngen.ir.split_kv import work_item
 from attngen.spec import Spec
 
 FWD = Signature(
@@ -192,7 +192,7 @@ def _store_split(b: KernelBuilder, head: Any, end: dict[str, str]) -> None:
     end: `m`, `l` and `acc` after the loop.
     """
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
-    index = (head, item(), "q")
+    index = (head, work_item(), "q")
     b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
     b.map("o_split", acc * symbol("inv_l") / _probability_factor(b), acc=end["acc"], inv_l="inv_l")
     b.store("O_PARTIAL", (*index, "d_v"), "o_split")

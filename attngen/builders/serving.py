@@ -35,7 +35,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.module import Cache, Module
 from attngen.ir.names import LSE_PARTIALS, OF_CACHE, SCALES, SHAPES, SUM_PARTIALS
 from attngen.ir.ops import Append, Arg, Load, Map, Reduce, Yield
-from attngen.ir.split_kv import combined_items, least_items
+from attngen.ir.split_kv import combined_work_items, max_work_items
 from attngen.spec import Spec
 
 _OF_CACHE = ("Q", "K", "V", "CACHE_SEQLENS")
@@ -197,26 +197,28 @@ def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
         "acc": b.init("acc_init", 0, "BLOCK_Q", "D_V"),
     }
     b.load_inputs()
-    b.loop("over_splits", "combined", cdiv(symbol("num_splits"), symbol("BLOCK_SPLITS")), "join", cls="all", **starts)
+    b.loop(
+        "over_splits", "combined", cdiv(symbol("num_splits"), symbol("BLOCK_SPLITS")), "combine", cls="all", **starts
+    )
 
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
-    b.carried("join", **starts)
+    b.carried("combine", **starts)
     outputs, exponents, *sums = _split_tensors(spec)
-    exponent = b.load(exponents.lower(), exponents, (head, combined_items(), "q"), "join", other=-sympy.oo)
-    of_sums = [b.load(name.lower(), name, (head, combined_items(), "q"), "join") for name in sums]
-    b.load("o_partial", outputs, (head, combined_items(), "q", "d_v"), "join")
-    b.add(Reduce("greatest", exponent, "max", "BLOCK_SPLITS", Type("f32", ("BLOCK_Q",))), "join")
-    b.map("m_next", sympy.Max(m, symbol("greatest")), "join", m="m", greatest="greatest")
-    b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "join", m_next="m_next")
-    b.map("alpha", exp2(m - symbol("base")), "join", m="m", base="base")
+    exponent = b.load(exponents.lower(), exponents, (head, combined_work_items(), "q"), "combine", other=-sympy.oo)
+    of_sums = [b.load(name.lower(), name, (head, combined_work_items(), "q"), "combine") for name in sums]
+    b.load("o_partial", outputs, (head, combined_work_items(), "q", "d_v"), "combine")
+    b.add(Reduce("greatest", exponent, "max", "BLOCK_SPLITS", Type("f32", ("BLOCK_Q",))), "combine")
+    b.map("m_next", sympy.Max(m, symbol("greatest")), "combine", m="m", greatest="greatest")
+    b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "combine", m_next="m_next")
+    b.map("alpha", exp2(m - symbol("base")), "combine", m="m", base="base")
     weights = sympy.Mul(exp2(symbol(exponent) - symbol("base")), *map(symbol, of_sums))
-    b.map("weights", weights, "join", "f32", False, **{name: name for name in (exponent, "base", *of_sums)})
-    b.reduce_sum("l_partial", "weights", "BLOCK_SPLITS", "join")
-    b.map("l_next", l * symbol("alpha") + symbol("l_partial"), "join", l="l", alpha="alpha", l_partial="l_partial")
-    b.map("weighed", symbol("o_partial") * symbol("weights"), "join", o_partial="o_partial", weights="weights")
-    b.reduce_sum("o_sum", "weighed", "BLOCK_SPLITS", "join")
-    b.map("acc_next", acc * symbol("alpha") + symbol("o_sum"), "join", acc="acc", alpha="alpha", o_sum="o_sum")
-    b.add(Yield("_yield_join", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "join")
+    b.map("weights", weights, "combine", "f32", False, **{name: name for name in (exponent, "base", *of_sums)})
+    b.reduce_sum("l_partial", "weights", "BLOCK_SPLITS", "combine")
+    b.map("l_next", l * symbol("alpha") + symbol("l_partial"), "combine", l="l", alpha="alpha", l_partial="l_partial")
+    b.map("weighed", symbol("o_partial") * symbol("weights"), "combine", o_partial="o_partial", weights="weights")
+    b.reduce_sum("o_sum", "weighed", "BLOCK_SPLITS", "combine")
+    b.map("acc_next", acc * symbol("alpha") + symbol("o_sum"), "combine", acc="acc", alpha="alpha", o_sum="o_sum")
+    b.add(Yield("_yield_combine", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "combine")
 
     store_results(b, head, sink, {name: f"over_splits.{name}" for name in starts})
     return b.kernel()
@@ -305,7 +307,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) ->
         few, programs = FEW_LATENT, programs * floordiv(symbol("Gq") + FEW_QUERIES - 1, sympy.Integer(FEW_QUERIES))
     b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), few), orelse="many_queries")
     busy = sympy.Max(1, floordiv(kv_split.programs * symbol("num_sms"), sympy.Max(1, programs)))
-    least = least_items(kv_split.each)
+    least = max_work_items(kv_split.each)
     room = sympy.Max(1, least) if kv_split.each else sympy.Max(kv_split.waves * busy, least)
     b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")
     for name in _split_tensors(spec):

@@ -108,7 +108,7 @@ def tensor_type(name: str, signature: Signature) -> Type:
         return Type(tensor_dtype(name), SHAPES[name])
     if cache and name in CACHED:
         return cached_type(cache, name, _column(name, signature))
-    if "items" in SHAPES[name]:  # splits of all sequences
+    if "items" in SHAPES[name]:  # work items: splits of all sequences
         return Type(tensor_dtype(name), (*SHAPES[name][:-1], _column(name, signature)))
     batch, heads, *rest = SHAPES[name]
     written = name in signature.writes and name in GRADIENTS

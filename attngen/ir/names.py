@@ -83,10 +83,10 @@ INTEGERS = {
     "pages": Name("pages of the cache", ("P", ""), 0, None, "p", uses="dim"),
     "max_pages": Name("pages of a sequence, at most", ("P", "max"), 0, None, "p", uses="scalar dim"),
     "page_rows": Name("keys of a page", ("N", "p"), 1, _LONGEST, "n", uses="scalar few dim"),
-    "items": Name("splits of the keys of all sequences, at most", ("items", ""), 1, None, "i", uses="scalar dim"),
+    "items": Name("work items (splits of the keys of all sequences), at most", ("items", ""), 1, None, "i", uses="scalar dim"),
     "num_splits": Name("splits of a sequence's keys, one per program", ("splits", ""), 1, None),
     "kv_split": Name("number of such a split", ("split", ""), 0, None, counts="num_splits"),
-    "first_item": Name("splits of all sequences before", None, 0, None),
+    "first_item": Name("first work item of a sequence: splits of all sequences before it", None, 0, None),
     "num_sms": Name("SMs of the device", None, 1, source="runtime.num_sms(q.device)"),
     "fused": Name(
         "1 if one kernel computes dQ, dK and dV",

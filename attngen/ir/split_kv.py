@@ -10,12 +10,12 @@ from attngen.heuristics import LEAST_UNITS, UNIT, WAVES
 from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 
 
-def item() -> Expr:
-    """The number of a program's split among the splits of all sequences."""
+def work_item() -> Expr:
+    """The index of a program's work item: of its split, among the splits of all sequences."""
     return symbol("first_item") + symbol("kv_split")
 
 
-def combined_items() -> Expr:
+def combined_work_items() -> Expr:
     """The numbers of the splits that an iteration combines. They are splits of one sequence, numbered among the splits
     of all sequences."""
     return symbol("first_item") + symbol("combined")
@@ -28,7 +28,7 @@ def units_of(work: Expr) -> Expr:
     return sympy.Max(sympy.Min(1, keys), sympy.Min(cdiv(keys, sympy.Integer(UNIT)), work))
 
 
-def least_items(each: int) -> Expr:
+def max_work_items(each: int) -> Expr:
     """The largest number of splits that all sequences together may have, for which memory must be allocated. With
     splits of a fixed length, that is the number if all sequences fill the cache."""
     batch, rows = symbol("B"), sympy.Integer(UNIT * each)
@@ -38,7 +38,7 @@ def least_items(each: int) -> Expr:
 def split_size(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
     """The largest number of work units in a split, for sequences with `work` units.
 
-    each: the result, if it is not 0. Otherwise there are at most `items` splits, which run in up to `waves` waves of
+    each: the result, if it is not 0. Otherwise there are at most `items` work items, which run in up to `waves` waves of
     items / waves programs. The number of waves is the one that splits of LEAST_UNITS units would fill, and splits have
     the length with which they fill these waves. That is an estimate: on average a sequence has half a split more than
     its units fill.
@@ -50,6 +50,6 @@ def split_size(work: Sequence[int], items: int, each: int, waves: int = WAVES) -
 
 
 def kv_split(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> list[int]:
-    """The number of splits of each sequence: together at most `items`, if that is at least `least_items`."""
+    """The number of splits of each sequence. Their sum is at most `items`, if that is at least `max_work_items`."""
     unit = split_size(work, items, each, waves)
     return [-(-units // unit) for units in work]

@@ -139,7 +139,7 @@ def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
     size = f"B={problem.batch} Hq={problem.q_heads} Hkv={problem.kv_heads}, {problem.n_kv} keys"
     yield Text(f"\nDecoding one token of each sequence, for {size}", style="bold")
     yield _line(f"@decode bytes of K and V, a sequence = {to_text(read_bytes(module))}")
-    yield _line(f"@decode, @combine bytes of parts, a sequence = {to_text(partial_result_bytes())}")
+    yield _line(f"@decode, @combine bytes of partial outputs, a sequence = {to_text(partial_result_bytes())}")
     yield _line(f"@decode FLOPs, a sequence = {to_text(call_flops(module))}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     headings = (
@@ -147,9 +147,9 @@ def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
         "tile",
         "programs",
         "filling",
-        "parts",
+        "splits",
         "MB K, V",
-        "MB parts",
+        "MB partial",
         "FLOP/B",
         "bound",
         "us",
@@ -179,8 +179,9 @@ def decode_costs(module: Module, problem: Problem) -> Iterator[RenderableType]:
     yield table
     yield Text(
         "programs: number that the device holds at once; filling: splits of a sequence's keys with which they are all\n"
-        "busy (more only add bytes); parts: splits that a call has, all of one length, so that longer sequences have\n"
-        "more; bound, us: whether compute or memory bounds the time, and the time on the roofline.",
+        "busy (more only add bytes); splits: of a call, all of one length, so that longer sequences have more; MB\n"
+        "partial: partial outputs, which @decode stores and @combine reads; bound, us: whether compute or memory\n"
+        "bounds the time, and the time on the roofline.",
         style="dim",
     )
 

@@ -17,7 +17,7 @@ from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
 from attngen.ir.names import LSE_PARTIALS, SUM_PARTIALS
 from attngen.ir.ops import Dot, Load, Loop, Reduce, SoftmaxStep, Store, Yield
-from attngen.ir.split_kv import combined_items, item
+from attngen.ir.split_kv import combined_work_items, work_item
 from attngen.verify.algebra import LN2, LOG2E, equal
 from attngen.verify.values import Header, Values, scale_of
 
@@ -59,8 +59,8 @@ def _partial_results(
     """LSE2_PARTIAL is scale * m + log2(l), or MAX_PARTIAL is scale * m and SUM_PARTIAL is l. The output is the weighted
     sum of values over l."""
     for name, op in stored.items():
-        if (index := _items(kernel, op)) != item():
-            at, number = to_text(index), to_text(item())
+        if (index := _items(kernel, op)) != work_item():
+            at, number = to_text(index), to_text(work_item())
             yield f"%{op.value} is stored in %{name} at `{at}`; expected {number}, the number of the split"
     m, l = (values.of(f"{last.name}.{field}") for field in "ml")  # noqa: E741
     steps = [op for op in kernel.ops() if isinstance(op, SoftmaxStep)]
@@ -96,12 +96,12 @@ def _combine_step(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
         return
     found = [op for op in kernel.block(loop.body).ops if isinstance(op, Load)]
     loads = {kernel.accessed(op)[0].name: op for op in found}
-    once = len(found) == len(loads) and all(_items(kernel, op) == combined_items() for op in found)
+    once = len(found) == len(loads) and all(_items(kernel, op) == combined_work_items() for op in found)
     all_splits = ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT["combined"]), symbol(SPLITS))),)
     by = _statistics(loads.keys() - {"O_PARTIAL"})
     over_all = (loop.var, loop.ranges) == ("combined", all_splits)
     if not once or by is None or "O_PARTIAL" not in loads or not over_all:
-        expected = f"splits {to_text(combined_items())} of {_PARTIALS} in each iteration, and a loop over all splits"
+        expected = f"splits {to_text(combined_work_items())} of {_PARTIALS} in each iteration, and a loop over all splits"
         yield f"%{loop.name} loads {', '.join(sorted(loads))}; expected {expected}"
         return
     for name in ("O_PARTIAL", *by):

@@ -29,7 +29,7 @@ from attngen.ir.names import (
 )
 from attngen.ir.ops import Arg, Map, Yield
 from attngen.ir.prove import prove_le
-from attngen.ir.split_kv import least_items
+from attngen.ir.split_kv import max_work_items
 from attngen.tiles.launches import rows_are_aligned
 from attngen.verify.dependent_launch import host_dependent_launch
 from attngen.verify.host_writes import written
@@ -233,7 +233,7 @@ def _items(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
     if kernel.kv_split is None:
         return
     items = next((o.expr for o in host.ops() if isinstance(o, Map) and o.name == "items"), symbol("items"))
-    least = least_items(kernel.kv_split.each)
+    least = max_work_items(kernel.kv_split.each)
     if "items" in dict(op.sizes) or not prove_le(least, items):
         yield f"there is room for {to_text(items)} splits, and keys may have up to {to_text(least)}"
 

@@ -32,7 +32,7 @@ from attngen.ir.ops import (
 )
 from attngen.ir.prove import prove_le
 from attngen.ir.split_axes import sharing as sharing_axes
-from attngen.ir.split_kv import combined_items, item
+from attngen.ir.split_kv import combined_work_items, work_item
 from attngen.tiles.intervals import last_row
 
 
@@ -69,7 +69,7 @@ def _letters(module: Module, kernel: Kernel) -> dict[str, Any]:
     """The index into each other dimension."""
     letters: dict[str, Any] = {size: symbol(axis) for axis, size in AXES.items() if size not in ("Hq", "Hkv")}
     letters |= {extent: symbol(axis) for axis, extent in AXIS_EXTENT.items() if axis not in OWN}
-    letters |= {"items": combined_items() if kernel.combines_splits else item(), "Nc": symbol("kv")}
+    letters |= {"items": combined_work_items() if kernel.combines_splits else work_item(), "Nc": symbol("kv")}
     letters |= {module.cache.page: symbol("kv")} if module.cache else {}
     if sharing_axes(kernel.grid):
         letters[PAIRS] = floordiv(symbol(sharing_axes(kernel.grid)[-1].var), sympy.Integer(2))
@@ -118,7 +118,7 @@ def _rows_of_others(kernel: Kernel, op: Store) -> Iterator[str]:
     or something that differs along that axis."""
     tensor, indices = kernel.accessed(op)
     named = {name for e in indices for name in symbol_names(e)}
-    named |= {"b"} if "first_item" in named or in_pages(op) else set()  # items and pages differ between sequences
+    named |= {"b"} if "first_item" in named or in_pages(op) else set()  # work items and pages differ between sequences
     named |= {kernel.program_axis} if op.by else set()  # a sum by distance is stored to rows of the program tile
     if MEMBER in named:  # programs that split a group have different heads of it
         named |= {axis.var for axis in sharing_axes(kernel.grid)}

@@ -39,19 +39,19 @@ def test_lengths_are_read_32_or_128_at_a_time(sequences: int) -> None:
 
 @pytest.mark.share(16)
 @pytest.mark.parametrize("sequences", [1, 260])
-def test_parts_are_joined_in_several_turns(sequences: int, tmp_path: Path) -> None:
+def test_splits_are_combined_in_several_iterations(sequences: int, tmp_path: Path) -> None:
     """1,200 keys in splits of 64 are 19 splits. An iteration combines sixteen of them, or eight in a call with many
     rows."""
     fixed = {"schedule": {"split": {"keys": 64}}, "backward": False}
     made = make_spec(
-        {"name": "turns", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": "causal", "cache": "contiguous", **fixed}
+        {"name": "iterations", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": "causal", "cache": "contiguous", **fixed}
     )
     lengths = (1200, *[3] * (sequences - 1))
     result = run_cache_case(module_of(made, tmp_path), made, CacheCase(2, 1, 1, lengths, 0, 1200), "fp16", DEVICE)
     assert result.ok, str(result)
 
 
-def test_parts_are_joined_by_the_schedule_for_all_rows_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_combined_by_the_schedule_for_all_rows_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module, found = built("decode_gqa"), []
     launch = module.COMBINE
     monkeypatch.setattr(

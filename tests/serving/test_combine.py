@@ -111,7 +111,7 @@ def test_halves_do_not_take_each_others_sums() -> None:
 
 @pytest.mark.parametrize("name", ["decode_gqa", "fp32"])
 @pytest.mark.parametrize("kernel", ["decode", "combine"])
-def test_each_part_has_its_own_place(kernel: str, name: str) -> None:
+def test_each_split_has_its_own_place(kernel: str, name: str) -> None:
     """Splits of all sequences are numbered together. Other rules would find the edit too, so only this rule runs."""
     from attngen.verify.combine import combine
 
@@ -129,7 +129,7 @@ def test_each_part_has_its_own_place(kernel: str, name: str) -> None:
         ]
 
 
-def test_a_turn_loads_each_tensor_once() -> None:
+def test_an_iteration_loads_each_tensor_once() -> None:
     """Two loads of the LSE might differ in their values past the last split."""
     text = print_module(target("decode_gqa"))
     line = next(line for line in text.splitlines() if "%lse2_partial = load" in line)
@@ -140,7 +140,7 @@ def test_a_turn_loads_each_tensor_once() -> None:
         )
 
 
-def test_a_part_is_stored_whole() -> None:
+def test_a_split_is_stored_whole() -> None:
     """Its sum of weights is stored, too. Other rules would find the edit as well, so only this rule runs."""
     from attngen.verify.combine import combine
 
@@ -162,7 +162,7 @@ def test_the_maximum_is_carried_by_its_name() -> None:
         verify(parse_module(text[:at] + renamed + text[end:]))
 
 
-def test_turns_join_all_parts() -> None:
+def test_iterations_combine_all_splits() -> None:
     """Other rules find the edit, too."""
     from attngen.verify.combine import combine
 

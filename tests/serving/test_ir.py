@@ -47,9 +47,9 @@ CACHED = [name for name in SPECS if spec(name).cache]
 def test_splits_fit_the_room_and_are_at_most_the_split_size(work: list[int], busy: int, each: int) -> None:
     """All sequences together have at most as many splits as there is room for."""
     items = max(WAVES * busy, 2 * len(work)) if not each else sum(-(-units // each) for units in work)
-    parts, unit = kv_split(work, items, each), split_size(work, items, each)
-    assert all(units <= count * unit and (count - 1) * unit < max(1, units) for units, count in zip(work, parts))
-    assert sum(parts) <= items
+    splits, unit = kv_split(work, items, each), split_size(work, items, each)
+    assert all(units <= count * unit and (count - 1) * unit < max(1, units) for units, count in zip(work, splits))
+    assert sum(splits) <= items
 
 
 def test_splits_are_as_few_as_keep_a_device_busy() -> None:

@@ -18,8 +18,8 @@ EDITS = {
     "loops": [
         (
             "decode_gqa",
-            "body(@join) cls(all)",
-            "body(@join) cls(all) listed(%O_head)",
+            "body(@combine) cls(all)",
+            "body(@combine) cls(all) listed(%O_head)",
             "%over_splits runs over a list, and has class `all`",
         ),
         (
