@@ -271,7 +271,12 @@ BROKEN = [
         "%start_init = init 2147483648 : i32[]",
         "or an integer of 32 bits as i32",
     ),
-    ("signature", "%REMAINING = arg scratch", "%REMAINING = arg in", "writes %REMAINING, which is no tensor of role `out`"),
+    (
+        "signature",
+        "%REMAINING = arg scratch",
+        "%REMAINING = arg in",
+        "writes %REMAINING, which is no tensor of role `out`",
+    ),
     (
         "loops",
         "loop q ranges(0 .. cdiv(Nq, BLOCK_Q))",
@@ -363,7 +368,8 @@ BROKEN = [
         "barriers",
         "    %last_key = map",
         (
-            "    %unset_again = init 2147483647 : i32[BLOCK_KV] @reg\n    store %REMAINING_head[kv] %unset_again check(kv)\n"
+            "    %unset_again = init 2147483647 : i32[BLOCK_KV] @reg\n"
+            "    store %REMAINING_head[kv] %unset_again check(kv)\n"
             "    %last_key = map"
         ),
         "@insert writes elements of %REMAINING twice, in no fixed order",

@@ -95,7 +95,7 @@ def test_it_is_the_forward_of_a_module_that_has_one(name: str) -> None:
         lowered(name),
         list(stages(make_spec({k: v for k, v in (BASE | SPECS[name]).items() if k != "backward"})))[-1][1],
     )
-    assert made.directions == ("forward",) and whole.directions == ("forward", "backward") and not made.learned
+    assert made.directions == ("forward",) and whole.directions == ("forward", "backward") and not made.input_gradients
     assert made.spec_hash != whole.spec_hash
     mine, theirs = (dict(_by_kernel(print_module(m))) for m in (made, whole))
     assert mine == {kernel: text for kernel, text in theirs.items() if kernel in mine} and len(theirs) > len(mine)
@@ -212,6 +212,6 @@ def test_text_without_a_backward_has_no_kernel_or_learned_input_of_one() -> None
     with pytest.raises(Exception, match="no host program launches @dq"):
         verify(without)
     with pytest.raises(
-        Exception, match=r"`learn .*`, and there is no host program backward; expected it, or no `learn`"
+        Exception, match=r"`gradient .*`, and there is no host program backward; expected it, or no `gradient`"
     ):
         verify_interface(without)

@@ -16,8 +16,8 @@ import torch
 
 from attngen.conformance.cases import Case, heads_for, make_all_gradients, make_inputs, torch_dtype
 from attngen.conformance.harness import DROPOUT_P, SEED, asked, result_names
-from attngen.conformance.oracle import reference_mask
 from attngen.conformance.kv_cache import CacheCase, make_call
+from attngen.conformance.oracle import reference_mask
 from attngen.spec import Spec, make_spec
 from tests.helpers import CUDA, NIGHTLY, SPECS, built, module_of
 from tests.helpers import spec as spec_of

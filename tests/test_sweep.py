@@ -15,8 +15,8 @@ from attngen import cli
 from attngen.conformance import exact, sweep
 from attngen.conformance.cases import Case
 from attngen.conformance.harness import load_module
-from attngen.conformance.oracle import naive_attention
 from attngen.conformance.kv_cache import cache_cases
+from attngen.conformance.oracle import naive_attention
 from attngen.conformance.sweep import Job, Table, cases, failures, page, run_job
 from attngen.heuristics import FUSED_KEYS
 from attngen.spec import make_spec

@@ -8,7 +8,7 @@ from attngen import __version__
 from attngen.builders.backward import build_dkdv, build_dkdv_end, build_dq, build_dq_end, build_fused, unfused
 from attngen.builders.blocks import build_blocks
 from attngen.builders.forward import build_forward, build_forward_end, build_forward_kv_outer
-from attngen.builders.gradient_inputs import learned
+from attngen.builders.gradient_inputs import input_gradients
 from attngen.builders.host import build_hosts
 from attngen.builders.jvp import build_jvp
 from attngen.builders.key_mass import build_key_mass
@@ -74,7 +74,7 @@ def build_module(spec: Spec) -> Module:
         dropout=spec.dropout,
         inputs=spec.inputs(),
         derived=spec.derived(),
-        learned=learned(spec) if spec.trains else (),
+        input_gradients=input_gradients(spec) if spec.trains else (),
         kernels=(*kernels, build_blocks(spec)) if blocks and blocks.data else kernels,
         meaning=meaning(spec),
         rope=spec.rope,

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 
 from attngen.builders.common import KernelBuilder, kv_head, named_by
-from attngen.builders.gradient_inputs import dq_factor, gradient_slopes, learned, summed_gradients
+from attngen.builders.gradient_inputs import dq_factor, gradient_slopes, input_gradients, summed_gradients
 from attngen.builders.recompute import has_sink, load_stats, probabilities, where_seen
 from attngen.builders.row_statistics import gradient_lengths, load_outputs, store_statistics, with_entropy_gradient
 from attngen.builders.semantics import S, derivative, exact_sums, listed_blocks, varies, without_common
@@ -23,7 +23,7 @@ from attngen.ir.dims import MEMBER
 from attngen.ir.expr import cdiv, floordiv, select, symbol
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
-from attngen.ir.module import Learned, Read
+from attngen.ir.module import InputGradient, Read
 from attngen.ir.ops import Store, Yield
 from attngen.ir.split_axes import part
 from attngen.lang.part import KV, Q
@@ -78,7 +78,7 @@ DKDV_END = Signature(
 )
 
 
-def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = False) -> Any:
+def _score_gradients(b: KernelBuilder, kept: str, factor: Any, sums_input_gradients: bool = False) -> Any:
     """Compute dS = P * (dP - delta) (FlashAttention-2, Algorithm 2, line 14), without the factor `scale`, which is
     applied at the end.
 
@@ -86,7 +86,7 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
     Appendix B.4). Multiplied by the share, which `delta` already includes: dS = kept P * dP - P * delta. The factor 1 /
     share is applied at the end. Modifiers multiply dS by `factor`, the derivative of the score that the softmax sees:
     dscore is the gradient of that score. In the fused backward, P is multiplied by `factor` first, so that dS needs one
-    number per score next to dP, not two. This is not done if the kernel `learns`, because gradients of inputs need
+    number per score next to dP, not two. This is not done if `sums_input_gradients`, because gradients of inputs need
     dscore, which is returned. With a gradient of the entropy, delta also includes its part of each score.
     """
     subtrahend = (
@@ -95,7 +95,7 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, learns: bool = Fa
         else "delta"
     )
     p, p_kept, dp, delta = map(symbol, ("p", "p_kept", "dp", subtrahend))
-    if b.signature.adds and factor != 1 and not b.spec.dropout and not learns:
+    if b.signature.adds and factor != 1 and not b.spec.dropout and not sums_input_gradients:
         b.compute("p_steep", where_seen(b, p * factor))
         uses = {"p_steep": "p_steep", "dp": "dp", subtrahend: subtrahend}
         b.map("ds", symbol("p_steep") * (dp - delta), "step", "f32", False, **uses)
@@ -168,7 +168,7 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     sharing, kv_outer = SHARINGS[spec.heads.sharing], spec.schedule.order == "kv_outer"
     signature = _dkdv_signature(spec, fused)
     common, factor = sympy.Integer(1), derivative(spec.modified(), S)
-    gradients = tuple(x for x in learned(spec) if x.by == "score") if fused else ()
+    gradients = tuple(x for x in input_gradients(spec) if x.reduction == "score") if fused else ()
     reads, slopes = gradient_slopes(spec, gradients)
     if fused:
         common, factor = without_common(spec, factor)
@@ -199,9 +199,9 @@ def build_dkdv(spec: Spec, fused: bool = False) -> Kernel:
     b.dot("dp", "v", "do", "D_V", "step")
     factor, *slopes = probabilities(b, "k", "q", factor, *slopes)
     p = b.dropped("p")
-    dscore = _score_gradients(b, p, factor, learns=bool(gradients))
+    dscore = _score_gradients(b, p, factor, sums_input_gradients=bool(gradients))
     for x, slope in zip(gradients, slopes):
-        _learn(b, x, reads[x.parts], slope, dscore, head=head)
+        _add_input_gradient(b, x, reads[x.partials], slope, dscore, head=head)
     b.dot("dv_next", p, "do", "BLOCK_Q", "step", acc=dv)
     b.dot("dk_next", "ds", "q", "BLOCK_Q", "step", acc=dk)
     _add_query_gradients(b, head, fused, kv_outer)
@@ -352,8 +352,8 @@ def build_dq_end(spec: Spec) -> Kernel:
         b.reduce_sum("dq_rows", "product", "D_QK")
     for x, e in gradients.items():
         kept = symbol("keep_scale") if spec.dropout else 1
-        part = b.compute(f"{x.parts.lower()}_out", e * symbol("dq_rows") * symbol("scale") * kept, "entry")
-        b.store(x.parts, rows[:3], part)
+        part = b.compute(f"{x.partials.lower()}_out", e * symbol("dq_rows") * symbol("scale") * kept, "entry")
+        b.store(x.partials, rows[:3], part)
     return b.kernel()
 
 
@@ -384,9 +384,9 @@ def build_dq(spec: Spec) -> Kernel:
 
     It runs before the kernels of dK and dV and stores delta and LSE2 for them. That saves a pass over O and dO.
     """
-    gradients = tuple(x for x in learned(spec) if x.by != "row")
+    gradients = tuple(x for x in input_gradients(spec) if x.reduction != "row")
     factor, (reads, slopes) = derivative(spec.modified(), S), gradient_slopes(spec, gradients)
-    places = [e for x in gradients if x.by in ("element", "entry") for e in reads[x.parts].index]
+    places = [e for x in gradients if x.reduction in ("element", "entry") for e in reads[x.partials].index]
     b = KernelBuilder(spec, with_stats(with_entropy_gradient(spec, DQ), exact_sums(spec)), [factor, *slopes, *places])
     b.declare_tensors(gradients)
     b.declare_scalar("scale")
@@ -416,40 +416,46 @@ def build_dq(spec: Spec) -> Kernel:
     b.dropout_mask(symbol("h"), "BLOCK_Q", "BLOCK_KV")
     dscore = _score_gradients(b, b.dropped("p"), factor)
     for x, slope in zip(gradients, slopes):
-        _learn(b, x, reads[x.parts], slope, dscore, sums.get(x.parts, ()))
+        _add_input_gradient(b, x, reads[x.partials], slope, dscore, sums.get(x.partials, ()))
     b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
     b.add(Yield("_yield_step", (("dq", "dq_next"), *((f"{name}_sum", f"{name}_next") for name in names))), "step")
 
     _scaled(b, "dq_out", "keys.dq", "scale", "keep_scale")
     b.store("dQ", (*rows, "d_qk"), "dq_out")
     for x in gradients:
-        for entry, name in enumerate(sums.get(x.parts, ())):
+        for entry, name in enumerate(sums.get(x.partials, ())):
             _scaled(b, f"{name}_out", f"keys.{name}_sum", "keep_scale", dtype="f32")
-            if x.by == "element":
-                b.scatter(reads[x.parts], x.parts, f"{name}_out")
+            if x.reduction == "element":
+                b.scatter(reads[x.partials], x.partials, f"{name}_out")
             else:
-                b.store(x.parts, ("b", "h", sympy.Integer(entry), "q") if x.by == "entry" else rows, f"{name}_out")
+                b.store(
+                    x.partials, ("b", "h", sympy.Integer(entry), "q") if x.reduction == "entry" else rows, f"{name}_out"
+                )
     return b.kernel()
 
 
-def _carried_sums(spec: Spec, gradients: Iterable[Learned], reads: dict[str, Read]) -> dict[str, list[str]]:
+def _carried_sums(spec: Spec, gradients: Iterable[InputGradient], reads: dict[str, Read]) -> dict[str, list[str]]:
     """Names of the sums that `dq` carries through its loop for gradients of inputs: one per query, or one per entry."""
-    by_row = [x for x in gradients if x.by == "query" or (x.by == "element" and not varies(spec, reads[x.parts], KV))]
-    sums = {x.parts: [x.parts.lower()] for x in by_row}
+    by_row = [
+        x
+        for x in gradients
+        if x.reduction == "query" or (x.reduction == "element" and not varies(spec, reads[x.partials], KV))
+    ]
+    sums = {x.partials: [x.partials.lower()] for x in by_row}
     for x in gradients:
-        if x.by == "entry":
-            sums[x.parts] = [f"{x.parts.lower()}_at_{entry}" for entry in range(_entries(spec, x))]
+        if x.reduction == "entry":
+            sums[x.partials] = [f"{x.partials.lower()}_at_{entry}" for entry in range(_entries(spec, x))]
     return sums
 
 
-def _entries(spec: Spec, x: Learned) -> int:
+def _entries(spec: Spec, x: InputGradient) -> int:
     """Size of the dimension of an input whose gradient is summed per entry."""
     (shape,) = (i.shape for i in spec.inputs() if i.name == x.input)
     return int(shape[x.index.index("entry")])
 
 
-def _learn(
-    b: KernelBuilder, x: Learned, read: Read, slope: Any, dscore: Any, sums: Sequence[str] = (), head: Any = _HEAD
+def _add_input_gradient(
+    b: KernelBuilder, x: InputGradient, read: Read, slope: Any, dscore: Any, sums: Sequence[str] = (), head: Any = _HEAD
 ) -> None:
     """Add the ops of a loop step for the gradient of an input that is read: store it, scatter it, or add it to the
     carried `sums`."""
@@ -458,13 +464,13 @@ def _learn(
         """The gradient per score with respect to the read value."""
         return b.compute(name, where_seen(b, dscore * slope)) if slope != 1 else str(dscore)
 
-    name, kept = x.parts.lower(), symbol("keep_scale") if b.spec.dropout else 1
-    if x.by == "distance":
+    name, kept = x.partials.lower(), symbol("keep_scale") if b.spec.dropout else 1
+    if x.reduction == "distance":
         b.add(
-            Store(f"_{name}_sums", Access(x.parts, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"),
+            Store(f"_{name}_sums", Access(x.partials, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"),
             "step",
         )
-    elif x.by == "entry":
+    elif x.reduction == "entry":
         at, of_score = (
             symbol(b.index_value(read, x.index.index("entry"), f"{name}_at", "step")),
             symbol(gradient(name, slope)),
@@ -473,11 +479,11 @@ def _learn(
             _add_rows(b, of_entry, b.compute(of_entry, select(sympy.Eq(at, entry), of_score, sympy.Integer(0))))
     elif sums:
         _add_rows(b, name, gradient(name, slope))
-    elif x.by == "element":
-        b.scatter(read, x.parts, gradient(name, slope * kept), "step")
+    elif x.reduction == "element":
+        b.scatter(read, x.partials, gradient(name, slope * kept), "step")
     else:  # one element per score, stored as it is
-        b.compute(name, where_seen(b, dscore * slope * kept), dtype=b.types[x.parts].dtype)
-        b.store(x.parts, ("b", head, "q", "kv"), name, "step")
+        b.compute(name, where_seen(b, dscore * slope * kept), dtype=b.types[x.partials].dtype)
+        b.store(x.partials, ("b", head, "q", "kv"), name, "step")
 
 
 def _add_rows(b: KernelBuilder, name: str, value: str) -> None:

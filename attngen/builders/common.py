@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from attngen.builders.semantics import S, keeps_extremes, listed_blocks, of_product, shared, varies, whole_numbers
-from attngen.builders.signature import Signature, grid, parts_of, tensor_args
+from attngen.builders.signature import Signature, grid, partial_tensors, tensor_args
 from attngen.errors import BuildError
 from attngen.ir.core import Access, Block, Checks, Fact, Op, Type
 from attngen.ir.dims import AXIS_DIM, AXIS_EXTENT, dimension
@@ -18,7 +18,7 @@ from attngen.ir.expr_text import to_text
 from attngen.ir.grid import KVSplit
 from attngen.ir.heads import SHARINGS
 from attngen.ir.kernel import Kernel
-from attngen.ir.module import Learned, Read, input_tensors
+from attngen.ir.module import InputGradient, Read, input_tensors
 from attngen.ir.names import DROPOUT_SCALARS, PAIRS, ROW_AXES, SCALARS
 from attngen.ir.ops import (
     Arg,
@@ -97,10 +97,10 @@ class KernelBuilder:
             self.tensor_types[tensor] = self.tensor_types[read.tensor]
             self.needed += (Read(f"t{read.name}", tensor, read.index),)
 
-    def declare_tensors(self, learned: Iterable[Learned] = ()) -> None:
+    def declare_tensors(self, gradients: Iterable[InputGradient] = ()) -> None:
         """Declare all tensors that the kernel reads and writes, including those of mask and modifiers."""
         read = {_argument(read.tensor): self._in_cache(self.tensor_types[read.tensor]) for read in self.needed}
-        outs = parts_of(learned, self.spec.inputs())
+        outs = partial_tensors(gradients, self.spec.inputs())
         for arg in tensor_args(self.signature, read, listed_blocks(self.spec), self.spec.dropout, outs):
             self.add(arg)
 

@@ -1,4 +1,4 @@
-"""Gradients of learned inputs: the reads of inputs that get one, and the sums of its parts."""
+"""Gradients of inputs: which reads get one, and how partial gradients are summed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attngen.builders.semantics import (
 from attngen.errors import BuildError
 from attngen.ir.expr import symbol
 from attngen.ir.expr_text import to_text
-from attngen.ir.module import Learned, Read
+from attngen.ir.module import InputGradient, Read
 from attngen.lang.part import KV, NATURAL, Q
 from attngen.spec import Spec
 
@@ -25,11 +25,11 @@ from attngen.spec import Spec
 MOST_ENTRIES = 16
 
 
-def learned(spec: Spec) -> tuple[Learned, ...]:
+def input_gradients(spec: Spec) -> tuple[InputGradient, ...]:
     """The gradients of learned inputs, one per read of the input.
 
-    Raises BuildError if there is no gradient, or if its parts cannot be summed in a fixed order although the spec asks
-    for one.
+    Raises BuildError if there is no gradient, or if its partial sums cannot be added in a fixed order although the spec
+    asks for one.
     """
     if derivative(spec.modified(), S) == 0:
         raise BuildError(
@@ -42,7 +42,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
         if read.tensor not in grads:
             continue
         if any(s.sink() == symbol(read.name) for s in spec.score):  # its gradient follows from delta
-            found.append(Learned(read.tensor, ("h",), "DELTA"))
+            found.append(InputGradient(read.tensor, ("h",), "DELTA"))
             continue
         index = by_entry.get(read) or _index_kinds(read, grads[read.tensor])
         if derivative(spec.modified(), symbol(read.name)) == 0:
@@ -57,7 +57,7 @@ def learned(spec: Spec) -> tuple[Learned, ...]:
                     _NO_FIXED_ORDER.format(read.tensor, ", ".join(map(to_text, read.index)), MOST_ENTRIES),
                 )
             index = []
-        found.append(Learned(read.tensor, tuple(e for e in index if e), parts_tensor(read)))
+        found.append(InputGradient(read.tensor, tuple(e for e in index if e), partials_of(read)))
     return tuple(found)
 
 
@@ -108,8 +108,8 @@ def _by_entry(spec: Spec) -> dict[Read, list[str]]:
     return found if entries <= MOST_ENTRIES else {}
 
 
-def parts_tensor(read: Read) -> str:
-    """The tensor that holds the parts of a read's gradient."""
+def partials_of(read: Read) -> str:
+    """The tensor of a read's partial gradients."""
     return f"d{read.name.upper()}"
 
 
@@ -138,29 +138,29 @@ def _expanded(e: Any) -> Any:
     return sympy.expand(made) if made.is_Add or made.is_Mul else made
 
 
-def gradient_slopes(spec: Spec, gradients: Iterable[Learned]) -> tuple[dict[str, Read], list[Any]]:
-    """The reads of inputs, by the tensors of their gradients' parts; and for each gradient the derivative of the score
-    with respect to the read value."""
-    reads = {parts_tensor(read): read for read in spec.reads()}
-    return reads, [derivative(spec.modified(), symbol(reads[x.parts].name)) for x in gradients]
+def gradient_slopes(spec: Spec, gradients: Iterable[InputGradient]) -> tuple[dict[str, Read], list[Any]]:
+    """The reads of inputs, by the tensors of their partial gradients; and for each gradient the derivative of the
+    score with respect to the read value."""
+    reads = {partials_of(read): read for read in spec.reads()}
+    return reads, [derivative(spec.modified(), symbol(reads[x.partials].name)) for x in gradients]
 
 
-def summed_gradients(spec: Spec) -> list[Learned]:
+def summed_gradients(spec: Spec) -> list[InputGradient]:
     """The gradients of inputs that are sums over scores.
 
     The gradient of a sink follows from delta, and gradients per score are stored as they are.
     """
-    return [x for x in learned(spec) if x.by not in ("row", "score")]
+    return [x for x in input_gradients(spec) if x.reduction not in ("row", "score")]
 
 
-def dq_factor(spec: Spec, x: Learned) -> Any:
-    """The factor e such that parts of an input's gradient are e * rowsum(q * dQ), or None if there is none.
+def dq_factor(spec: Spec, x: InputGradient) -> Any:
+    """The factor e such that the partial gradients of an input are e * rowsum(q * dQ), or None if there is none.
 
-    There is one for an input that multiplies scores, such as a temperature. The part of a query is the sum of dscore *
-    slope over keys, and dS is dscore * by_s. If slope = e * by_s * s, the part is e times the sum of dS * s. With s =
-    scale * q k^T, that is the sum of q * dQ over head_dim, because dQ is the sum of scale * dS * k.
+    There is one for an input that multiplies scores, such as a temperature. The partial gradient of a query is the sum
+    of dscore * slope over keys, and dS is dscore * by_s. If slope = e * by_s * s, it is e times the sum of dS * s. With
+    s = scale * q k^T, that is the sum of q * dQ over head_dim, because dQ is the sum of scale * dS * k.
     """
-    by = [symbol(read.name) for read in spec.reads() if parts_tensor(read) == x.parts and x.by == "query"]
+    by = [symbol(read.name) for read in spec.reads() if partials_of(read) == x.partials and x.reduction == "query"]
     _, by_s = without_common(spec, derivative(spec.modified(), S))
     return sum_ratio(spec, derivative(spec.modified(), *by), by_s) if by else None
 

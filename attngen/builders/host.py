@@ -12,7 +12,7 @@ import sympy
 from attngen.builders.host_blocks import build_count, build_lists
 from attngen.builders.host_builder import HostBuilder, known_type, operands, split_columns
 from attngen.builders.host_input_gradients import NEED_INPUTS, sum_input_gradients
-from attngen.builders.signature import parts_of
+from attngen.builders.signature import partial_tensors
 from attngen.heuristics import FUSED_HEADS, FUSED_KEYS, FUSED_LISTED, FUSED_ROWS, FUSED_SHORT, SPLIT_KEYS
 from attngen.ir.core import Type
 from attngen.ir.expr import Bool, divisor, floordiv, select, symbol
@@ -132,16 +132,16 @@ def _backward(module: Module) -> Host:
     for name in ("dO", *(f"d{output}" for output in smooth), "Q", "K", "V", "O", *module.kept):
         b.tensor(name)
     operands(b, module, "backward")
-    flags = ["need_q", "need_kv", *(["need_inputs"] if module.learned else [])]
+    flags = ["need_q", "need_kv", *(["need_inputs"] if module.input_gradients else [])]
     for flag in flags:
         b.add(Arg(flag, "flag", Type("b1", (), "reg")))
-    summed = any(x.by != "row" for x in module.learned)
+    summed = any(x.reduction != "row" for x in module.input_gradients)
     b.alloc("dQ", like="Q", where=sympy.Or(NEED_Q, NEED_INPUTS) if summed else NEED_Q)
     kv_outer = module.order == "kv_outer"
     for name in ("K", "V"):
         b.alloc(f"d{name}", like=name, where=sympy.true if kv_outer else NEED_KV)
-    covered = {x.parts for x in module.learned if module.covers(x)}
-    for arg in parts_of(module.learned, module.inputs):
+    covered = {x.partials for x in module.input_gradients if module.covers(x)}
+    for arg in partial_tensors(module.input_gradients, module.inputs):
         fill = None if arg.name in covered else sympy.Integer(0)  # elements that no program writes are zero
         b.alloc(arg.name, type_=replace(arg.type, space="hbm"), where=NEED_INPUTS, fill=fill)
     b.alloc("DELTA")
@@ -212,7 +212,7 @@ def _launch_fused(b: HostBuilder, module: Module, fused: Kernel) -> None:
     b.launch("delta", "fused")
     if sharing(fused.grid):
         b.add(Map(PAIRS, floordiv(symbol("splits") + 1, sympy.Integer(2)), (), Type("i32", (), "reg")), "fused")
-    allocated = {"dK", "dV", *(x.parts for x in module.learned)}
+    allocated = {"dK", "dV", *(x.partials for x in module.input_gradients)}
     for arg in fused.args:
         if arg.name not in allocated and arg.role in ("out", "sum"):
             b.alloc(arg.name, "fused", like=None, fill=sympy.Integer(0) if arg.role == "sum" else None)

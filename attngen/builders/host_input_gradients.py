@@ -1,4 +1,4 @@
-"""Host ops that sum the gradients of learned inputs from the parts that kernels write."""
+"""Host ops that sum the partial gradients of inputs that kernels write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attngen.builders.host_builder import HostBuilder
 from attngen.ir.core import Type
 from attngen.ir.expr import LARGEST, Expr, exp2, log2, symbol
 from attngen.ir.host import If, Place, Sum, SumDistances, View
-from attngen.ir.module import Input, Learned, Module
+from attngen.ir.module import Input, InputGradient, Module
 from attngen.ir.names import LSE
 from attngen.ir.ops import Map
 
@@ -20,40 +20,40 @@ _ROWS = ("B", "Hq", "Nq")
 
 
 def sum_input_gradients(b: HostBuilder, module: Module) -> dict[str, str]:
-    """Sum the gradients of inputs from the parts that kernels have written; without elements if they are not needed."""
-    learned = [i for i in module.inputs if i.grad]
-    if not learned:
+    """Sum the partial gradients that kernels have written; the gradients have no elements if they are not needed."""
+    inputs = [i for i in module.inputs if i.grad]
+    if not inputs:
         return {}
-    b.add(If("Learned", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
-    found = {f"d_{i.name}": _gradient(b, module, i) for i in learned}
+    b.add(If("InputGradients", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
+    found = {f"d_{i.name}": _gradient(b, module, i) for i in inputs}
     b.give("gradients", **found)
-    for i in learned:
+    for i in inputs:
         b.alloc(f"no_{i.name}", "no_gradients", Type(i.dtype, i.shape, "hbm"), where=sympy.false)
-    b.give("no_gradients", **{f"d_{i.name}": f"no_{i.name}" for i in learned})
-    return {name: f"Learned.{name}" for name in found}
+    b.give("no_gradients", **{f"d_{i.name}": f"no_{i.name}" for i in inputs})
+    return {name: f"InputGradients.{name}" for name in found}
 
 
 def _gradient(b: HostBuilder, module: Module, i: Input) -> str:
-    terms = [_term(b, module, i, x, at) for at, x in enumerate(x for x in module.learned if x.input == i.name)]
+    terms = [_term(b, module, i, x, at) for at, x in enumerate(x for x in module.input_gradients if x.input == i.name)]
     if len(terms) == 1:
         return terms[0]
     type_ = Type("f32", i.shape, "hbm")
     return b.add(Map(f"d_{i.name}", sympy.Add(*map(symbol, terms)), tuple((t, t) for t in terms), type_), "gradients")
 
 
-def _term(b: HostBuilder, module: Module, i: Input, x: Learned, at: int) -> str:
+def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -> str:
     """The part of an input's gradient that comes from one of its reads."""
-    name, tensor = f"{x.parts}_{at}", i.name.upper()
+    name, tensor = f"{x.partials}_{at}", i.name.upper()
     kept = {"keep_scale": "keep_scale"} if module.dropout else {}
-    if x.by == "element":
-        return x.parts
-    if x.by == "row":  # minus the sink's probability, times delta, because the sink has no value vector
+    if x.reduction == "element":
+        return x.partials
+    if x.reduction == "row":  # minus the sink's probability, times delta, because the sink has no value vector
         e, uses = _of_sink(symbol(i.name), module, kept)
         uses |= {i.name: tensor, "delta": "DELTA", **kept}
         b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")
         return b.add(Sum(f"{i.name}_sum", f"{i.name}_rows", ("B", "Nq"), Type("f32", ("Hq",), "hbm")), "gradients")
-    if x.by == "distance":
-        b.add(SumDistances(name, x.parts, tensor, x.index, Type("f32", i.shape, "hbm")), "gradients")
+    if x.reduction == "distance":
+        b.add(SumDistances(name, x.partials, tensor, x.index, Type("f32", i.shape, "hbm")), "gradients")
         if not kept:
             return name
         uses = {"sums": name, **kept}
@@ -95,11 +95,11 @@ _NO_WEIGHT = -1024  # e or 2 to the power of this, or of anything below, is 0 in
 _DIMS = {"b": "B", "h": "Hq", "hkv": "Hkv", "q": "Nq", "kv": "Nk"}
 
 
-def _sum_to_index(b: HostBuilder, i: Input, x: Learned, name: str) -> str:
-    """Sum parts per query, entry or score to the index at which the input is read."""
-    dtype = i.dtype if x.by == "score" else "f32"
+def _sum_to_index(b: HostBuilder, i: Input, x: InputGradient, name: str) -> str:
+    """Sum partial gradients per query, entry or score to the index at which the input is read."""
+    dtype = i.dtype if x.reduction == "score" else "f32"
     entries = [size for size, e in zip(i.shape, x.index) if e == "entry"]
-    value, dims = x.parts, ["B", "Hq", *entries, "Nq", *(["Nk"] if x.by == "score" else [])]
+    value, dims = x.partials, ["B", "Hq", *entries, "Nq", *(["Nk"] if x.reduction == "score" else [])]
     if "hkv" in x.index:
         dims[1:2] = ["Hkv", "group"]
         value = b.add(View(f"{name}_heads", value, "heads", Type(dtype, tuple(dims), "hbm")), "gradients")

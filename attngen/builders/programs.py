@@ -61,7 +61,7 @@ def alone(name: str) -> Module:
         dropout=False,
         inputs=(),
         derived=(),
-        learned=(),
+        input_gradients=(),
         kernels=kernels,
         hosts=hosts,
     )

@@ -11,7 +11,7 @@ from attngen.ir.dtypes import QUANTISED
 from attngen.ir.expr import cdiv, symbol
 from attngen.ir.grid import GridAxis
 from attngen.ir.heads import SHARINGS
-from attngen.ir.module import Blocks, Cache, Input, Learned
+from attngen.ir.module import Blocks, Cache, Input, InputGradient
 from attngen.ir.names import (
     BLOCK_LISTS,
     CACHED,
@@ -133,9 +133,9 @@ def _column(name: str, signature: Signature) -> str:
     return "D_V" if signature.latent and column == "D_QK" else column
 
 
-def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]:
-    """The tensors with the parts of inputs' gradients: one element per query, score, distance or element (see
-    Learned.by)."""
+def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...]) -> list[Arg]:
+    """The tensors of inputs' partial gradients: one element per query, score, distance or element (see
+    InputGradient.reduction)."""
     dtypes, shapes = {i.name: i.dtype for i in inputs}, {i.name: i.shape for i in inputs}
     types = {
         "query": lambda x: Type("f32", ("B", "Hq", "Nq")),
@@ -144,7 +144,7 @@ def parts_of(learned: Iterable[Learned], inputs: tuple[Input, ...]) -> list[Arg]
         "distance": lambda x: Type("f32", ("B", "Hq", "Td", "Nd")),
         "element": lambda x: Type("f32", shapes[x.input]),
     }
-    return [Arg(x.parts, "out", types[x.by](x)) for x in learned if x.by != "row"]
+    return [Arg(x.partials, "out", types[x.reduction](x)) for x in gradients if x.reduction != "row"]
 
 
 def tensor_args(

@@ -124,7 +124,7 @@ def _flags(view: PrintedKernel) -> dict[str, str]:
     call."""
     return {
         **({"DROPOUT": "seed is not None"} if view.dropout else {}),
-        **({"LEARN": "need_inputs"} if view.learns else {}),
+        **({"INPUT_GRADIENTS": "need_inputs"} if view.sums_input_gradients else {}),
     }
 
 
@@ -288,9 +288,8 @@ class HostContext:
         if op.like:
             made = f"runtime.empty_rows({like}, {_WIDTHS[dims[-1]]}{'' if op.type.dtype == 'T' else f', {dtype}'})"
         elif set(dims) & {"*"}:
-            made = (
-                f"torch.zeros_like({next(x.input for x in self.module.learned if x.parts == op.name)}, dtype={dtype})"
-            )
+            source = next(x.input for x in self.module.input_gradients if x.partials == op.name)
+            made = f"torch.zeros_like({source}, dtype={dtype})"
             return {"var": var, "expr": f"{made} if {self._python(op.where)} else {nothing}"}
         else:
             made = f"runtime.{'zeros' if op.fill == 0 else 'empty'}({like}, {', '.join(self._dense(dims))}, {dtype})"

@@ -111,7 +111,7 @@ class Wrapper:
         return [
             i.name
             for i in self.module.inputs
-            if any(x.input == i.name and x.by == "element" for x in self.module.learned)
+            if any(x.input == i.name and x.reduction == "element" for x in self.module.input_gradients)
         ]
 
     # ------------------------------------------------------------------ inputs
@@ -353,7 +353,7 @@ class Wrapper:
         args = ["OPERANDS", str(tensors), "(HEAD_DIM_QK, HEAD_DIM_V)"]
         if self.learned:
             args.append(f"learned={tuple_text([str(names.index(name)) for name in self.learned])}")
-            args += ["summed=True"] if any(x.by != "row" for x in self.module.learned) else []
+            args += ["summed=True"] if any(x.reduction != "row" for x in self.module.input_gradients) else []
         args += (
             [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"]
             if self.unordered

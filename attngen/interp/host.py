@@ -182,7 +182,7 @@ class _Run:
                 return np.expand_dims(values[op.otherwise], 2)
             return np.empty((0,) * len(op.type.dims), self.dtypes[op.type.dtype])
         if "*" in op.type.dims:  # partial gradients, one for each element of an input
-            source = next(x.input.upper() for x in self.module.learned if x.parts == op.name)
+            source = next(x.input.upper() for x in self.module.input_gradients if x.partials == op.name)
             shape = values[source].shape
         else:
             shape = self.shape(op.type, values)
@@ -219,7 +219,9 @@ class _Run:
         passed = {arg.name: known[given.get(arg.name, arg.name)] for arg in kernel.args}
         tensors = {arg.name: passed.pop(arg.name) for arg in kernel.args if arg.role != "scalar"}
         unwanted = {
-            x.parts for x in self.module.learned if x.by != "row" and x.parts in tensors and not values["need_inputs"]
+            x.partials
+            for x in self.module.input_gradients
+            if x.reduction != "row" and x.partials in tensors and not values["need_inputs"]
         }
         for arg in kernel.args:
             if arg.name in tensors.keys() - unwanted:

@@ -49,8 +49,8 @@ class GridAxis:
 @dataclass(frozen=True)
 class KVSplit:
     """How the keys of all sequences in a cache are split among programs: a sequence has cdiv(work, each) splits (see
-    ir/split_kv.py), each of which is a work item. The symbol `num_splits` is the number of splits of the program's sequence,
-    and `first_item` that of all sequences before it.
+    ir/split_kv.py), each of which is a work item. The symbol `num_splits` is the number of splits of the program's
+    sequence, and `first_item` that of all sequences before it.
 
     work: units of work of a sequence, as a formula in `Nk` (its number of keys), `reads`, and values that are the same
     for all sequences.

@@ -94,19 +94,20 @@ def input_tensors(inputs: tuple[Input, ...], derived: tuple[Derived, ...]) -> di
 
 
 @dataclass(frozen=True)
-class Learned:
-    """How an input gets its gradient: a kernel writes partial gradients to the tensor `parts`, and the host sums them
-    at `index`. Without an index, `parts` is the gradient itself, to which a kernel adds each element (`Scatter`)."""
+class InputGradient:
+    """How an input gets its gradient: a kernel writes partial gradients to the tensor `partials`, and the host sums
+    them at `index`. Without an index, `partials` is the gradient itself, to which a kernel adds each element
+    (`Scatter`)."""
 
     input: str
     index: tuple[str, ...]
-    parts: str
+    partials: str
 
     @property
-    def by(self) -> str:
+    def reduction(self) -> str:
         """The kind of reduction. A partial gradient belongs to a `query`, `score`, `distance`, `element` or `entry`,
         which is a query and an index of a small dimension. `row`: the gradient is computed from DELTA."""
-        if self.parts == "DELTA":
+        if self.partials == "DELTA":
             return "row"
         if not self.index:
             return "element"
@@ -281,7 +282,7 @@ class Module:
     dropout: bool
     inputs: tuple[Input, ...]
     derived: tuple[Derived, ...]
-    learned: tuple[Learned, ...]
+    input_gradients: tuple[InputGradient, ...]
     kernels: tuple[Kernel, ...]
     warp_specialized: tuple[Kernel, ...] = ()
     hosts: tuple[Host, ...] = ()
@@ -378,11 +379,11 @@ class Module:
     def not_fitting(self, kernel: str) -> tuple[DoesNotFit, ...]:
         return tuple(r for r in dict(self.schedules).get(kernel, ()) if isinstance(r, DoesNotFit))
 
-    def covers(self, x: Learned) -> bool:
+    def covers(self, x: InputGradient) -> bool:
         """True if kernels write every element of a tensor of partial gradients: one per query, with or without an index
         of a small dimension; or one per score, if no mask and no block list leaves any out."""
-        return x.by in ("query", "entry") or (
-            x.by == "score" and self.meaning.where == sympy.true and self.blocks is None
+        return x.reduction in ("query", "entry") or (
+            x.reduction == "score" and self.meaning.where == sympy.true and self.blocks is None
         )
 
     def map_kernels(self, change: Callable[[Kernel], Kernel]) -> Module:

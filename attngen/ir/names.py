@@ -83,7 +83,9 @@ INTEGERS = {
     "pages": Name("pages of the cache", ("P", ""), 0, None, "p", uses="dim"),
     "max_pages": Name("pages of a sequence, at most", ("P", "max"), 0, None, "p", uses="scalar dim"),
     "page_rows": Name("keys of a page", ("N", "p"), 1, _LONGEST, "n", uses="scalar few dim"),
-    "items": Name("work items (splits of the keys of all sequences), at most", ("items", ""), 1, None, "i", uses="scalar dim"),
+    "items": Name(
+        "work items (splits of the keys of all sequences), at most", ("items", ""), 1, None, "i", uses="scalar dim"
+    ),
     "num_splits": Name("splits of a sequence's keys, one per program", ("splits", ""), 1, None),
     "kv_split": Name("number of such a split", ("split", ""), 0, None, counts="num_splits"),
     "first_item": Name("first work item of a sequence: splits of all sequences before it", None, 0, None),
@@ -238,7 +240,7 @@ DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # dimensions of inputs; `*` is any length
 SOURCES = ("B", "Hq", "Hkv", "Nq", "Nk", "device")  # arguments of derived tensors, besides inputs and numbers
 # Symbols in the index at which an input with a gradient is read.
-LEARNED = {"b", "h", "hkv", "q", "kv", "entry", "distance", "Nq", "Nk"}
+GRADIENT_SYMBOLS = {"b", "h", "hkv", "q", "kv", "entry", "distance", "Nq", "Nk"}
 # Block lists. Tq and Tk are numbers of blocks; rank t is the number of listed blocks before block t, so there is one
 # rank more (Tq1, Tk1) than there are blocks. Where data decides, full blocks come first in a list, with ranks of their
 # own, and the ranks of the others count these too.

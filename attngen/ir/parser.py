@@ -24,7 +24,7 @@ from attngen.ir.expr_text import parse, to_text
 from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.host import HOST_OPS, Host
 from attngen.ir.kernel import Kernel
-from attngen.ir.module import Blocks, Cache, Config, Derived, DoesNotFit, Input, Learned, Meaning, Module, Read
+from attngen.ir.module import Blocks, Cache, Config, Derived, DoesNotFit, Input, InputGradient, Meaning, Module, Read
 from attngen.ir.ops import OPS
 from attngen.ir.pipe import ALL_OPS
 from attngen.ir.syntax import HEADER_KEYS, IR_VERSION, POSITIONAL, UNNAMED, WARP_GROUP_WORDS
@@ -153,7 +153,7 @@ class _Sections:
         self.header: dict[str, str] = {}
         self.inputs: list[Input] = []
         self.derived: list[Derived] = []
-        self.learned: list[Learned] = []
+        self.input_gradients: list[InputGradient] = []
         self.reads: list[Read] = []
         self.meaning: dict[str, Any] = {}
         self.kernels: list[tuple[dict[str, Any], list[_Lines]]] = []  # fields of the header, blocks
@@ -237,15 +237,15 @@ def _parse_header_line(s: _Sections, word: str, rest: str, where: str) -> None:
         s.derived.append(_parse_derived(rest, where))
     elif word == "read":
         s.reads.append(_parse_read(rest, where))
-    elif word == "learn":
-        s.learned.append(_parse_learned(rest, where))
+    elif word == "gradient":
+        s.input_gradients.append(_parse_input_gradient(rest, where))
     elif word in ("mask", "score"):
         s.header[word], meaning = _parse_meaning(rest, MASKS if word == "mask" else SCORES, where)
         s.meaning |= meaning
     elif word in (*HEADER_KEYS, "order", "cache", "latent", "outputs"):
         s.header[word] = rest
     else:
-        known = ", ".join((*HEADER_KEYS, "score", "order", "outputs", "input", "derive", "read", "learn"))
+        known = ", ".join((*HEADER_KEYS, "score", "order", "outputs", "input", "derive", "read", "gradient"))
         raise IRError(f"{where}: `{word}` is not a key of the header; known: {known}")
 
 
@@ -343,11 +343,11 @@ def _parse_read(text: str, where: str) -> Read:
     return Read(match[1], match[2], tuple(parse(e, where) for e in split(match[3], ",")))
 
 
-def _parse_learned(text: str, where: str) -> Learned:
+def _parse_input_gradient(text: str, where: str) -> InputGradient:
     match = re.fullmatch(r"(\w+)(?:\[(.*)\])? from (\w+)", text)
     if not match:
-        raise IRError(f"{where}: not a gradient of an input; expected `learn slope[h] from dSLOPE`")
-    return Learned(match[1], tuple(to_text(parse(e, where)) for e in split(match[2] or "", ",")), match[3])
+        raise IRError(f"{where}: not a gradient of an input; expected `gradient slope[h] from dSLOPE`")
+    return InputGradient(match[1], tuple(to_text(parse(e, where)) for e in split(match[2] or "", ",")), match[3])
 
 
 def _module(s: _Sections, source: str) -> Module:
@@ -378,7 +378,7 @@ def _module(s: _Sections, source: str) -> Module:
         dropout=header["dropout"] == "yes",
         inputs=tuple(s.inputs),
         derived=tuple(s.derived),
-        learned=tuple(s.learned),
+        input_gradients=tuple(s.input_gradients),
         hosts=s.made_hosts(),
         kernels=tuple(kernel for kernel in kernels if not kernel.backend),
         warp_specialized=tuple(kernel for kernel in kernels if kernel.backend),

@@ -159,8 +159,8 @@ def print_module(module: Module) -> str:
         lines.append(f"  derive {d.dtype} {' '.join(names)} = {d.function}({', '.join(d.sources)})")
     for r in module.meaning.reads:
         lines.append(f"  read {r.name} from {r.tensor}[{', '.join(map(to_text, r.index))}]")
-    for x in module.learned:
-        lines.append(f"  learn {x} from {x.parts}")
+    for x in module.input_gradients:
+        lines.append(f"  gradient {x} from {x.partials}")
     for host in module.hosts:
         lines += ["", print_host(host)]
     for kernel in (*module.kernels, *module.warp_specialized):

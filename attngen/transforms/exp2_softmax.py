@@ -42,9 +42,9 @@ class Exp2Softmax(Pass):
                 return [replace(op, dst=_places(op.dst), where=in_base_two(op.where))]
             return [replace(op, expr=in_base_two(op.expr))] if isinstance(op, Map) else [op]
 
-        learned = tuple(replace(x, index=tuple(map(_on_the_host, x.index))) for x in module.learned)
+        gradients = tuple(replace(x, index=tuple(map(_on_the_host, x.index))) for x in module.input_gradients)
         hosts = tuple(host.rewrite(_sums) for host in module.hosts)
-        return replace(module, learned=learned, hosts=hosts).map_kernels(lambda k: k.rewrite(change))
+        return replace(module, input_gradients=gradients, hosts=hosts).map_kernels(lambda k: k.rewrite(change))
 
 
 def _sums(op: Op) -> list[Op]:

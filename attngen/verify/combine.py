@@ -101,7 +101,9 @@ def _combine_step(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     by = _statistics(loads.keys() - {"O_PARTIAL"})
     over_all = (loop.var, loop.ranges) == ("combined", all_splits)
     if not once or by is None or "O_PARTIAL" not in loads or not over_all:
-        expected = f"splits {to_text(combined_work_items())} of {_PARTIALS} in each iteration, and a loop over all splits"
+        expected = (
+            f"splits {to_text(combined_work_items())} of {_PARTIALS} in each iteration, and a loop over all splits"
+        )
         yield f"%{loop.name} loads {', '.join(sorted(loads))}; expected {expected}"
         return
     for name in ("O_PARTIAL", *by):

@@ -33,7 +33,9 @@ class _Writes:
     def __init__(self, module: Module, host: Host) -> None:
         self.host, self.kernels = host, {kernel.name: kernel for kernel in module.kernels}
         self.except_where: dict[str, Bool] = {}  # tensor -> the condition under which it is not written
-        self.partial = {x.parts for x in module.learned if x.by in ("score", "element") and not module.covers(x)}
+        self.partial = {
+            x.partials for x in module.input_gradients if x.reduction in ("score", "element") and not module.covers(x)
+        }
         self.found: list[str] = []
 
     def reasons(self) -> list[str]:

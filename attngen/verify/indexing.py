@@ -40,7 +40,7 @@ def indexing(module: Module, kernel: Kernel) -> Iterator[str]:
     """Each dimension is indexed by the axis that counts it, and heads as the module's head sharing says. No program
     reads or writes rows or elements of another one, and single elements are in bounds and put once."""
     letters, heads = _letters(module, kernel), _heads(module)
-    by_entry = {x.parts for x in module.learned if x.by == "entry"}
+    by_entry = {x.partials for x in module.input_gradients if x.reduction == "entry"}
     for op in kernel.ops():
         if isinstance(op, (Base, CountTiles, CacheLength, Load, Store)):
             yield from _tile_indices(module, kernel, op, letters, heads, by_entry)

@@ -11,7 +11,7 @@ from attngen.errors import VerifyError
 from attngen.ir.core import Type
 from attngen.ir.expr_text import parse
 from attngen.ir.module import Module
-from attngen.ir.names import BLOCKS, INPUT_DIMS, LEARNED, OF_OUTPUTS, ORDERS, SHAPES, SOURCES, WRAPPER
+from attngen.ir.names import BLOCKS, GRADIENT_SYMBOLS, INPUT_DIMS, OF_OUTPUTS, ORDERS, SHAPES, SOURCES, WRAPPER
 from attngen.ir.printer import print_module
 
 _OPTIONS = r"grad|broadcast|size|(least|first)=-?\d+|most=(Nq|Nk)|rising"
@@ -40,8 +40,8 @@ def _schedules(module: Module) -> Iterator[str]:
 
 def _names(module: Module) -> Iterator[str]:
     """Names of inputs and derived tensors are unique, and none is a variable of the wrapper."""
-    wrapper = WRAPPER | {x.parts.lower() for x in module.learned}  # partial sums of the gradients of inputs
-    wrapper |= {f"t{x.input}" for x in module.learned}  # tangents of these inputs
+    wrapper = WRAPPER | {x.partials.lower() for x in module.input_gradients}  # partial sums of the gradients of inputs
+    wrapper |= {f"t{x.input}" for x in module.input_gradients}  # tangents of these inputs
     wrapper |= OF_OUTPUTS if len(module.outputs) > 1 else set()
     if module.blocks is None or module.blocks.data:  # no call has a list of blocks as argument
         wrapper -= {"block_mask"}
@@ -104,13 +104,13 @@ def _derived(module: Module) -> Iterator[str]:
 
 def _gradients(module: Module) -> Iterator[str]:
     """Gradients of inputs need a backward, an input with the option grad, and indices of known names."""
-    for x in module.learned:
+    for x in module.input_gradients:
         if not module.trains:
-            yield f"`learn {x}`, and there is no host program backward; expected it, or no `learn`"
+            yield f"`gradient {x}`, and there is no host program backward; expected it, or no `gradient`"
         if not any(i.name == x.input and i.grad and len(x.index) in (0, len(i.shape)) for i in module.inputs):
-            yield f"`learn {x}` is of no input with the option grad"
-        if stray := {str(s) for e in x.index for s in parse(e).free_symbols} - LEARNED:
-            yield f"`learn {x}` has `{min(stray)}`; expected {', '.join(sorted(LEARNED))} and numbers"
+            yield f"`gradient {x}` is of no input with the option grad"
+        if stray := {str(s) for e in x.index for s in parse(e).free_symbols} - GRADIENT_SYMBOLS:
+            yield f"`gradient {x}` has `{min(stray)}`; expected {', '.join(sorted(GRADIENT_SYMBOLS))} and numbers"
 
 
 def _unused(module: Module) -> Iterator[str]:

@@ -169,7 +169,9 @@ def test_8_bit_caches_have_scales_and_half_the_bytes(scale: str) -> None:
 def test_peers_refuse_caches_that_they_do_not_support() -> None:
     assert PEERS["cudnn"].cannot(CELLS["pages"].cell) == "no pages"
     assert (
-        PEERS["fa4"].cannot(CELLS["rows"].cell) == PEERS["flex_flash"].cannot(CELLS["rows"].cell) == "not with a KV cache"
+        PEERS["fa4"].cannot(CELLS["rows"].cell)
+        == PEERS["flex_flash"].cannot(CELLS["rows"].cell)
+        == "not with a KV cache"
     )
     assert PEERS["flashinfer"].cannot(CELLS["pages"].cell) == "not installed"
 

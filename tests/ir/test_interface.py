@@ -47,8 +47,8 @@ BROKEN = [
     (
         "temperature_mha",
         "interface",
-        "learn temperature[h]",
-        "learn temperature[far + distance]",
+        "gradient temperature[h]",
+        "gradient temperature[far + distance]",
         "has `far`; expected Nk, Nq, b, distance",
     ),
     (

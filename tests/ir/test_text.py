@@ -287,7 +287,7 @@ LINES = (  # starts of lines that hold free text or a name
         "host @",
         "    %",
         "  block @",
-        "  learn ",
+        "  gradient ",
     ),
 )
 ESCAPES = ('"', '"""\nimport os\n"""', "\\", "\x00", "\x0c", "\x85", "\u2028", "\u202e", "\uff41", "\u00e9")

@@ -128,7 +128,7 @@ def summed_by_entry() -> str:
 )
 def test_each_entry_is_stored_once(old, new, reason):
     text = summed_by_entry()
-    assert print_module(verify(parse_module(text))) == text and "learn table[h, entry] from dTABLE" in text
+    assert print_module(verify(parse_module(text))) == text and "gradient table[h, entry] from dTABLE" in text
     error = refused(edit(text, (old, new)))
     assert (error.rule, reason in error.reason) == ("indexing", True), error
 

@@ -44,7 +44,14 @@ def test_splits_are_combined_in_several_iterations(sequences: int, tmp_path: Pat
     rows."""
     fixed = {"schedule": {"split": {"keys": 64}}, "backward": False}
     made = make_spec(
-        {"name": "iterations", "head_dim": 16, "heads": {"sharing": "gqa"}, "mask": "causal", "cache": "contiguous", **fixed}
+        {
+            "name": "iterations",
+            "head_dim": 16,
+            "heads": {"sharing": "gqa"},
+            "mask": "causal",
+            "cache": "contiguous",
+            **fixed,
+        }
     )
     lengths = (1200, *[3] * (sequences - 1))
     result = run_cache_case(module_of(made, tmp_path), made, CacheCase(2, 1, 1, lengths, 0, 1200), "fp16", DEVICE)

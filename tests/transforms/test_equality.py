@@ -70,7 +70,7 @@ class Tally:
 
 def kinds_of(spec: Spec, module: Module) -> list[str]:
     """Return the features of a spec that the tests count."""
-    found = [spec.heads.sharing, *spec.outputs, *(f"gradient by {x.by}" for x in module.learned)]
+    found = [spec.heads.sharing, *spec.outputs, *(f"gradient by {x.reduction}" for x in module.input_gradients)]
     found += ["modified"] if spec.score else []
     found += ["dropout"] if spec.dropout else []
     found += ["kv_outer"] if spec.schedule.order == "kv_outer" else []

@@ -15,8 +15,8 @@ from attngen.bench.cases.flex import Mods, mods
 from attngen.bench.cases.functions import FunctionProblem
 from attngen.bench.cases.grids import Cell
 from attngen.bench.cases.problem import Inputs, Problem
-from attngen.conformance.oracle import reference_scores
 from attngen.conformance.kv_cache import latent_rows, latents_of
+from attngen.conformance.oracle import reference_scores
 from attngen.ir.dtypes import latent_bytes
 
 AT_ONCE = 1024  # pages, or sequences, whose latents are rounded together

@@ -59,7 +59,8 @@ class PrintedKernel(Protocol):
     params: list[str]
     not_specialized: list[str]
     dropout: bool  # has the flag DROPOUT: without dropout, a call compiles to a kernel that generates no random bits
-    learns: bool  # has the flag LEARN: a call that needs no gradients of inputs compiles to a kernel that sums none
+    # Has the flag INPUT_GRADIENTS: if a call needs no gradients of inputs, its kernel is compiled without them.
+    sums_input_gradients: bool
 
 
 @dataclass(frozen=True)

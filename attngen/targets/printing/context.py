@@ -89,7 +89,7 @@ class KernelContext(ProgramContext):
             tiles=[t for t in TILED if t in words],
             dropout=kernel.has_dropout,
             flags=[name for name, has in flags.items() if has],
-            learns=any(a.role == "out" and self._learned(a.name) for a in args),
+            sums_input_gradients=any(a.role == "out" and self._is_input_gradient(a.name) for a in args),
             not_specialized=[s for s in (*numbers, *sizes) if s in VARYING or (kernel.kv_split and s in ("B", "items"))]
             + lengths,
             prologue=prologue,

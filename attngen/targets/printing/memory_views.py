@@ -160,7 +160,7 @@ class MemoryContext(ExpressionContext):
         columns = [(axis, when) for axis, when in op.check if axis not in ("q", "kv")]
         check = " & ".join([inside, *([self._check(columns, op.dst, cls)] if columns else [])])
         ptr = self._rows_in_cache(op.dst, op.pages, rows)
-        return {"learned": False, "distances": (), "ptr": ptr, "value": self.var(op.value), "check": check}
+        return {"input_gradient": False, "distances": (), "ptr": ptr, "value": self.var(op.value), "check": check}
 
     def _load(self, op: Load, cls: str) -> dict[str, Any]:
         check = self._check(op.check, op.src, cls, op.type.dims, op.needed)
@@ -245,11 +245,11 @@ class MemoryContext(ExpressionContext):
         spread = self._spread(where.free_symbols, uses, tile) if condition else None
         return " + ".join([*terms, offset] if offset else terms), f"({condition}){spread}" if spread else condition
 
-    def _learned(self, tensor: str) -> bool:
-        return tensor in {x.parts for x in self.module.learned if x.by != "row"}
+    def _is_input_gradient(self, tensor: str) -> bool:
+        return tensor in {x.partials for x in self.module.input_gradients if x.reduction != "row"}
 
     def _store(self, op: Store, cls: str) -> dict[str, Any]:
-        learned = self._learned(self.kernel.accessed(op)[0].name)
+        input_gradient = self._is_input_gradient(self.kernel.accessed(op)[0].name)
         if op.by:
             tensor = self.kernel.op(op.dst.tensor)
             assert isinstance(tensor, Arg)
@@ -264,7 +264,7 @@ class MemoryContext(ExpressionContext):
                 "BLOCK_KV",
             ]
             return {
-                "learned": learned,
+                "input_gradient": input_gradient,
                 "distances": args,
                 "where": f"{op.first_along}_start == 0" if op.first_along else "",
             }
@@ -274,7 +274,7 @@ class MemoryContext(ExpressionContext):
             rows = check if len(tile) > 1 else f"({check})"
             check = f"{rows} & ({op.first_along}_start == 0)"
         return {
-            "learned": learned,
+            "input_gradient": input_gradient,
             "distances": (),
             "ptr": self._pointer(op.dst, tile),
             "value": self.var(op.value),

@@ -39,7 +39,8 @@ class KernelView:
     # CONVERTS: the device has an instruction that converts pairs of 8-bit numbers. OVERLAPS: programs of two launches
     # run at the same time.
     flags: list[str]
-    learns: bool  # has the flag LEARN: a call that needs no gradients of inputs compiles to a kernel that sums none
+    # Has the flag INPUT_GRADIENTS: if a call needs no gradients of inputs, its kernel is compiled without them.
+    sums_input_gradients: bool
     not_specialized: list[str]
     prologue: list[str]
     iteration: list[str]  # lines that start each iteration, if a program processes one split of the keys after another

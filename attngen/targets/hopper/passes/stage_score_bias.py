@@ -53,7 +53,7 @@ class StageScoreBias(Pass):
     phase: ClassVar[str] = "scheduled"
 
     def run(self, module: Module) -> Module:
-        inputs = {x.parts: x.input.upper() for x in module.learned if x.by == "score"}
+        inputs = {x.partials: x.input.upper() for x in module.input_gradients if x.reduction == "score"}
         return with_fused_backward(module, lambda kernel: _through_pipelines(kernel, inputs))
 
 

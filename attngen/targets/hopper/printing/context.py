@@ -77,7 +77,7 @@ class WarpSpecializedContext(WarpGroupContext):
             params=portable.params,
             not_specialized=portable.not_specialized,
             dropout=portable.dropout,
-            learns=portable.learns,
+            sums_input_gradients=portable.sums_input_gradients,
             prologue=[] if self.kernel.is_persistent else self._program_tile(),
             nodes=nodes,
             pipelines=[self._pipeline(op) for op in self.pipelines.values()],

@@ -108,7 +108,7 @@ class StoreContext(PipelineContext):
 
     def _tma_store_wait(self, op: TmaStoreWait, cls: str) -> dict[str, Any]:
         stores = (o for o in self.kernel.ops() if isinstance(o, TmaStore) and o.staging == op.staging)
-        return {"flag": "LEARN" * any(self._learned(o.dst.tensor) for o in stores)}
+        return {"flag": "INPUT_GRADIENTS" * any(self._is_input_gradient(o.dst.tensor) for o in stores)}
 
     def _tma_store(self, op: TmaStore, cls: str) -> dict[str, Any]:
         rows, columns = self._dims(self.kernel.type_of(op.value).dims)
@@ -125,7 +125,7 @@ class StoreContext(PipelineContext):
             "waits_until": self._reuse_comment(op),
             "value": value,
             "transposed": "yes" * transposed,
-            "flag": "LEARN" * self._learned(op.dst.tensor),
+            "flag": "INPUT_GRADIENTS" * self._is_input_gradient(op.dst.tensor),
             "order": self.scalar(op.order) if op.order is not None else "",
         }
         if widths:

@@ -52,7 +52,7 @@ class WarpSpecializedView:
     params: list[str]
     not_specialized: list[str]
     dropout: bool
-    learns: bool
+    sums_input_gradients: bool
     prologue: list[str]
     nodes: list[Node]
     pipelines: list[PipelineView]

@@ -82,7 +82,7 @@ class WarpGroupContext(WgmmaContext):
             block.warp_group.warps,
             block.warp_group.registers,
             [name for name in given if name in words],
-            [t for t in ("BLOCK_Q", "BLOCK_KV", "STAGES", "DROPOUT", "LEARN") if t in words or t == "STAGES"],
+            [t for t in ("BLOCK_Q", "BLOCK_KV", "STAGES", "DROPOUT", "INPUT_GRADIENTS") if t in words or t == "STAGES"],
             prologue,
             nodes,
             bool(block.warp_group.rows) or any(isinstance(op, ProducerLoad) for op in self.kernel.within(block.name)),
