@@ -297,8 +297,8 @@ def test_the_reason_for_a_portable_kernel_is_reported(fields: dict[str, object],
 SHOWN = {
     "rows past the end that are not zeroed": ("    zero_out_of_bounds %k_in_own\n", ""),
     "an accumulator that is not rescaled by the other warp group's factor": (
-        "%rescaled_peer_in_peer = map expr(acc*alpha)",
-        "%rescaled_peer_in_peer = map expr(acc + 0*alpha)",
+        "%rescaled_peer_in_received = map expr(acc*alpha)",
+        "%rescaled_peer_in_received = map expr(acc + 0*alpha)",
     ),
     "a tile of P released too early": (
         (
@@ -311,7 +311,7 @@ SHOWN = {
             "RIGHT_V] @reg\n"
         ),
     ),
-    "a maximum that is not the other warp group's": ("values(m=%m_peer_in_peer, ", "values(m=%m_in_peer, "),
+    "a maximum that is not the other warp group's": ("values(m=%m_peer_in_received, ", "values(m=%m_in_received, "),
     "row sums of only one warp group": (
         "expr(l_other + l_own) uses(l_own=%keys_left_l",
         "expr(0*l_other + l_own) uses(l_own=%keys_left_l",

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "overwrites a tile of %P_pipeline, which right 0 has not released",
     ),
     "weights of the other warp group that are not released": (
-        ("    consumer_release %p_peer_in_peer\n", ""),
+        ("    consumer_release %p_peer_in_received\n", ""),
         "protocol",
         "overwrites a tile of %P_pipeline, which left 0 has not released",
     ),
@@ -59,10 +59,10 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
     ),
     "values read before their rows are zeroed": (
         (
-            "    %p_peer_in_peer = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
+            "    %p_peer_in_received = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
             "    %v_early = consumer_wait %K_left_odd_pipeline : T[BLOCK_KV, LEFT_V] @sram\n"
             "    consumer_release %v_early\n"
-            "    %p_peer_in_peer = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
+            "    %p_peer_in_received = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
         ),
         "protocol",
         "zeroes rows of a tile of %K_left_odd_pipeline that left 0 reads|can wait for ever",
@@ -167,12 +167,12 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "it stores 0 times at %O_PARTIAL",
     ),
     "iterations of two tiles that also recompute": (
-        ("step(@own) odd(@peer)", "step(@own) odd(@peer) recompute(yes)"),
+        ("step(@own) odd(@received)", "step(@own) odd(@received) recompute(yes)"),
         "loop-bodies",
         "has other options than @step",
     ),
     "an odd iteration that yields other values": (
-        ("yield values(m=%m_peer_in_peer, l", "yield values(l"),
+        ("yield values(m=%m_peer_in_received, l", "yield values(l"),
         "loop-bodies",
         "take and yield does not fit",
     ),

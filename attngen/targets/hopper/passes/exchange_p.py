@@ -17,7 +17,7 @@ after:   warp_group @producer ...
            %copy_keys = pipelined_loop kv partial(...) full(...) step(@copy_even) odd(@copy_odd)
 
          warp_group @left ...
-           %keys_left = pipelined_loop kv ... step(@own) odd(@peer)
+           %keys_left = pipelined_loop kv ... step(@own) odd(@received)
            producer_store %L_left_pipeline %keys_left_l
            consumer_wait %L_right_pipeline
          block @own                         an even tile
@@ -25,7 +25,7 @@ after:   warp_group @producer ...
            mask; zero the rows of both halves past the end; release the right half
            softmax; store P, the row maxima m and the rescaling factors alpha
            O = alpha O + P V; release V
-         block @peer                        an odd tile
+         block @received                    an odd tile
            wait for P, m and alpha of @right; wait for V
            O = alpha O + P V; release P, V
 
@@ -41,7 +41,7 @@ after:   warp_group @producer ...
            softmax of the odd tile, whose running maximum starts at that m; store P, m and alpha
            O = alpha O + P V of the odd tile; release V
          block @single                      a last even tile without an odd one
-           as @peer, without m
+           as @received, without m
 
 The running maximum passes from tile to tile with P, in the order of tiles, so both warp groups scale P and O alike.
 Each adds up the row sums of its own tiles, rescales them by the alpha of every tile, and adds those of the other at the
@@ -105,10 +105,13 @@ def _exchange(kernel: Kernel) -> Kernel:
     left, right = (_Side(kernel, name) for name in PARITY)
     bodies = {
         "own": ("an even tile: its scores, its weights, and their product", left.own("own")),
-        "peer": ("an odd tile: the product of the weights that the right warp group has computed", left.peer("peer")),
+        "received": (
+            "an odd tile: the product of the weights that the right warp group has computed",
+            left.received("received"),
+        ),
         "single": (
             "a last even tile: the product of the weights that the left warp group has computed",
-            right.peer("single"),
+            right.received("single"),
         ),
         "both": (
             "an odd tile, as even ones are on the left; its softmax overlaps with the product of the even tile before",
@@ -134,7 +137,7 @@ def _exchange(kernel: Kernel) -> Kernel:
             producer,
             ops=(*query_loads, loop, *(ProducerTail(f"_tail_{pipeline.name}", pipeline.name) for pipeline in tiles)),
         ),
-        replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="peer"))),
+        replace(kernel.block("left"), ops=tuple(left.warp_group(step="own", odd="received"))),
         replace(kernel.block("right"), ops=tuple(right.warp_group(step="single", pair="both"))),
         *(Block(f"copy_{parity}", ops, f"the loads of an {parity} tile") for parity, ops in copies.items()),
         *(Block(name, tuple(ops), about) for name, (about, ops) in bodies.items()),
@@ -186,24 +189,29 @@ class _Side:
             ],
         )
 
-    def peer(self, body: str) -> Iterator[Op]:
+    def received(self, body: str) -> Iterator[Op]:
         """The body for a tile whose weights the other warp group computes."""
-        refs = self._carried_after_peer()
+        refs = self._carried_after_received()
         ends = [(field, refs.get(ref, ref)) for field, ref in self._yields({field: field for field in self.yielded})]
         yield from self._named(
-            body, [*self._carried_args(), *self._accumulate_peer(self.keeps_m), Yield("_yield", tuple(ends))]
+            body, [*self._carried_args(), *self._accumulate_received(self.keeps_m), Yield("_yield", tuple(ends))]
         )
 
     def both(self, body: str) -> Iterator[Op]:
         """The body for two tiles: the weights of the first are the other warp group's."""
-        refs = self._carried_after_peer()
+        refs = self._carried_after_received()
         rest = [
             op.with_operands(refs)
             for op in (*self._softmax_after_zeroing(), *self._row_sum_and_store_p(), *self._accumulate_and_yield())
         ]
         yield from self._named(
             body,
-            [*self._carried_args(), *self._issue_scores(self.parity), *self._accumulate_peer(continues=True), *rest],
+            [
+                *self._carried_args(),
+                *self._issue_scores(self.parity),
+                *self._accumulate_received(continues=True),
+                *rest,
+            ],
         )
 
     def copies(self, name: str, parity: str) -> Iterator[Op]:
@@ -305,7 +313,7 @@ class _Side:
         yield ConsumerRelease(f"_release_{self.product.b}", self.product.b)
         yield Yield("_yield", tuple(self._yields(self.yielded)))
 
-    def _accumulate_peer(self, continues: bool) -> Iterator[Op]:
+    def _accumulate_received(self, continues: bool) -> Iterator[Op]:
         """Add P V with the P that the other warp group has computed: read its alpha, rescale the row sums and O, and
         multiply.
 
@@ -333,7 +341,7 @@ class _Side:
         yield ConsumerRelease("_release_p_peer", "p_peer")
         yield ConsumerRelease("_release_v_peer", "v_peer")
 
-    def _carried_after_peer(self) -> dict[str, str]:
+    def _carried_after_received(self) -> dict[str, str]:
         """Carried value -> the value after a tile whose P the other warp group has computed."""
         of_sums = next(field for field, ref in self.yielded.items() if ref == self.product.name)
         of_rows = next(field for field, ref in self.yielded.items() if ref == self._row_sum())
