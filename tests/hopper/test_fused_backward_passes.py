@@ -41,8 +41,8 @@ def test_the_specs_with_a_fused_backward() -> None:
 
 @pytest.mark.share(16)
 @pytest.mark.parametrize("name", CASES)
-def test_a_fused_backward_has_a_writer(name: str) -> None:
-    assert [b.name for b in backward(lowered(name)).warp_groups] == ["producer", "consumer", "writer"]
+def test_a_fused_backward_has_a_dq_reduction_warp(name: str) -> None:
+    assert [b.name for b in backward(lowered(name)).warp_groups] == ["producer", "consumer", "dq_reducer"]
 
 
 def test_split_loops_updates_the_order_of_adds() -> None:
@@ -115,7 +115,7 @@ def test_split_loops_looks_up_listed_tiles_at_the_end_of_loops() -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks", "blocks_of_packed"])
-def test_reduce_dq_moves_lookups_of_listed_tiles_to_the_writer(name: str) -> None:
+def test_reduce_dq_moves_lookups_of_listed_tiles_to_the_dq_reduction_warp(name: str) -> None:
     removed, added = changed(name, "insert-pipelines", "reduce-dq", "step")
     made = [line for line in removed if re.search(" = (base|count_tiles|list_position) ", line)]
     assert [line.split()[0] for line in made] == [
@@ -129,7 +129,7 @@ def test_reduce_dq_moves_lookups_of_listed_tiles_to_the_writer(name: str) -> Non
     ]
 
 
-def test_reduce_dq_moves_the_count_of_tiles_to_the_writer() -> None:
+def test_reduce_dq_moves_the_count_of_tiles_to_the_dq_reduction_warp() -> None:
     removed, added = changed("packed", "insert-pipelines", "reduce-dq", "step")
     (count,) = (line for line in removed if " = count_tiles " in line)
     assert not any(" = count_tiles " in line for line in added) and lines("reduce-dq", "write", "packed")[:2] == [
@@ -146,7 +146,7 @@ def test_warp_specialize_splits_the_keys_between_consumers() -> None:
     )
     assert (
         "  warp_group @consumer instances(2) rows(64) warps(4) registers(240)\n" in text
-        and "  warp_group @writer instances(1) warps(1)" in text
+        and "  warp_group @dq_reducer instances(1) warps(1)" in text
     )
 
 
@@ -351,7 +351,7 @@ def test_software_pipeline_gradients_issues_dq_last_where_registers_do_not_suffi
     ]
     loops = [
         line
-        for warp_group in ("consumer", "writer")
+        for warp_group in ("consumer", "dq_reducer")
         for line in lines("software-pipeline-gradients", warp_group, "pieces")
         if " = pipelined_loop " in line
     ]
@@ -396,9 +396,9 @@ def test_software_pipeline_gradients_issues_dp_late_where_registers_do_not_suffi
 )
 def test_software_pipeline_gradients_merges_two_loops(name: str, order: str) -> None:
     """Where a mask bounds or lists tiles, they are visited in order."""
-    assert len([line for line in lines("reduce-dq", "writer", name) if " = loop q " in line]) == 2
+    assert len([line for line in lines("reduce-dq", "dq_reducer", name) if " = loop q " in line]) == 2
     (writing,) = [
-        line for line in lines("software-pipeline-gradients", "writer", name) if " = pipelined_loop q " in line
+        line for line in lines("software-pipeline-gradients", "dq_reducer", name) if " = pipelined_loop q " in line
     ]
     assert writing.endswith(order)
 
@@ -414,7 +414,9 @@ def test_persistent_scheduler_makes_programs_of_one_head_persistent() -> None:
         "%work = work_loop %Work_pipeline of(@tile) body(@consume)",
         "scheduler_barrier tail",
     ]
-    assert lines("persistent-scheduler", "writer") == ["%written = work_loop %Work_pipeline of(@tile) body(@deliver)"]
+    assert lines("persistent-scheduler", "dq_reducer") == [
+        "%work_dq = work_loop %Work_pipeline of(@tile) body(@reduce_dq)"
+    ]
     before, pipelines = (
         lines("skip-masked-tiles", "consumer"),
         [line for line in lines("persistent-scheduler", "entry") if "mbarrier_release" in line],
@@ -432,7 +434,7 @@ def test_persistent_scheduler_makes_programs_of_one_head_persistent() -> None:
         *before[at:],
         "consumer_release %v",
     ]
-    assert lines("persistent-scheduler", "deliver") == lines("skip-masked-tiles", "writer")
+    assert lines("persistent-scheduler", "reduce_dq") == lines("skip-masked-tiles", "dq_reducer")
     assert lines("legalize-gluon", "consume")[-3:] == [
         "tma_store %dV[b, h, kv, d_v] %dv_out staging(%V_pipeline)",
         "tma_store_wait %V_pipeline",

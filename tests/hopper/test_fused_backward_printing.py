@@ -37,11 +37,11 @@ def test_heads_by_tile_are_one_loop() -> None:
     assert text.count("    q_tile, g = q_first, g_first\n") == 3  # once in each warp group
     assert text.count("    for _ in range((q_end - q_first) * (g_end - g_first)):\n") == 3
     assert text.count("        q_tile, g = next_head(q_tile, g, g_first, g_end)\n") == 3
-    writer = text.partition("\ndef bwd_writer(")[2]
+    reducer = text.partition("\ndef bwd_dq_reducer(")[2]
     assert (
-        "        q_ahead = gl.where(g + 1 < g_end, q_start, q_start + BLOCK_Q)\n" in writer
+        "        q_ahead = gl.where(g + 1 < g_end, q_start, q_start + BLOCK_Q)\n" in reducer
     )  # the next semaphore is that of the next head
-    assert "hkv * group + gl.where(1 + g < g_end, 1 + g, g_first)" in writer
+    assert "hkv * group + gl.where(1 + g < g_end, 1 + g, g_first)" in reducer
 
 
 def test_heads_of_the_reversed_group_visit_their_tiles_in_reversed_order() -> None:
@@ -62,8 +62,9 @@ def test_signs_of_weights_hold_the_dropout_mask_where_registers_do_not_suffice()
 
 
 def test_the_semaphore_of_the_next_listed_tile_is_read_ahead() -> None:
-    """Loops over lists read the index of the next tile one iteration ahead; the writer also reads its semaphore."""
-    text = render(lowered("biased_blocks_wide"))["hopper.py"].partition("\ndef bwd_writer(")[2]
+    """Loops over lists read the index of the next tile one iteration ahead; the dQ reduction warp also reads its
+    semaphore."""
+    text = render(lowered("biased_blocks_wide"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
     assert "        for at in range(q_end_at):\n            q_tile = q_ahead\n" in text
     assert text.index("q_ahead = tile_at(Q_LIST_row, at + 1, ") < text.index(
         "q_next = q_ahead * BLOCK_Q\n            order_seen = semaphore_value("
@@ -76,7 +77,9 @@ def test_the_semaphore_of_the_next_listed_tile_is_read_ahead() -> None:
 
 def test_gradients_of_wide_heads_lie_in_column_pieces() -> None:
     """Each piece has its own product and its own store; two at a time are staged in the stage of V."""
-    text = render(lowered("pieces"))["hopper.py"].partition("\ndef bwd_consumer(")[2].partition("\ndef bwd_writer(")[0]
+    text = (
+        render(lowered("pieces"))["hopper.py"].partition("\ndef bwd_consumer(")[2].partition("\ndef bwd_dq_reducer(")[0]
+    )
     for i in range(3):
         assert f"dk_flight_{i} = warpgroup_mma(ds_cast_operand, q_{i}, dk_{i}, is_async=True)" in text
         assert f"tma_store(dK, [b, h, kv_start, {64 * i}], pieces.index({i % 2}))" in text
@@ -120,7 +123,7 @@ def test_named_barriers_are_distinct(name: str) -> None:
 
 def test_warp_groups_use_at_most_the_registers_of_a_program() -> None:
     ((kernel, row),) = lowered("wide").stand_ins("bwd")
-    assert groups(kernel) == [240, 240, 24]  # the producer and the writer are two warps of one group
+    assert groups(kernel) == [240, 240, 24]  # the producer and the dQ reduction warp are two warps of one group
     assert sum(groups(kernel)) <= lane_registers(kernel, row)
 
 
@@ -131,13 +134,13 @@ def test_programs_of_one_head_fetch_their_tiles() -> None:
     assert "    # tiles are fetched in the order in which they start" in text
     assert "a tile waits only for tiles with smaller numbers\n    pid = broadcast(fetch_next(COUNTER))\n" in text
     assert text.count("pid = broadcast(fetch_next(COUNTER))") == 2 and "    while pid < TILES:\n" in text
-    writer = text.partition("\ndef bwd_writer(")[2]
-    assert "    kv_start = read_index(work_smem.index(8 * work_stage), 1)\n    while kv_start >= 0:\n" in writer
+    reducer = text.partition("\ndef bwd_dq_reducer(")[2]
+    assert "    kv_start = read_index(work_smem.index(8 * work_stage), 1)\n    while kv_start >= 0:\n" in reducer
     shared = (
         render(lowered("shared"))["hopper.py"].partition("\ndef bwd_producer(")[2].partition("\ndef jvp_producer(")[0]
     )
     assert "work_smem" not in shared
-    narrow = render(lowered("narrow_causal"))["hopper.py"].partition("\ndef bwd_writer(")[2]
+    narrow = render(lowered("narrow_causal"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
     assert "\n        q_ahead, order_seen = -1, 0\n" in narrow  # semaphore values read ahead belong to this tile
-    heads = render(lowered("packed_narrow"))["hopper.py"].partition("\ndef bwd_writer(")[2]
+    heads = render(lowered("packed_narrow"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
     assert "\n    q_ahead, order_seen = -1, 0\n" in heads

@@ -116,7 +116,7 @@ PIECES_REFUSED = {
         "over(TILE_KV) : f32[BLOCK_Q, D_QK] @flight",
         "`types`: .*",
     ),
-    "a writer that recomputes scalars": (
+    "a dQ reduction warp that recomputes scalars": (
         " step(@write) in_order(yes)",
         " step(@write) in_order(yes) recompute(yes)",
         "`loop-bodies`: .*carried sums",
@@ -221,7 +221,7 @@ BY_TILE_REFUSED = {
     "one warp group in order of heads": (
         "step(@write) in_order(yes) heads(g_first .. g_end) by_tile(yes)",
         "step(@write) in_order(yes) heads(g_first .. g_end)",
-        "`same-tiles`: .*@writer runs over other tiles of class",
+        "`same-tiles`: .*@dq_reducer runs over other tiles of class",
     ),
     "partial tiles first": (
         "step(@write) in_order(yes) heads(g_first .. g_end) by_tile(yes)",
@@ -287,7 +287,7 @@ PERSISTENT_REFUSED = {
     "work tiles without mbarrier_release": (
         "%Work_pipeline = pipeline stages(2) mbarrier_release(yes)",
         "%Work_pipeline = pipeline stages(2)",
-        "`fits`: .*@writer consumes from %Work_pipeline, and waits at no named barrier; expected mbarrier_release",
+        "`fits`: .*@dq_reducer consumes from %Work_pipeline, and waits at no named barrier; expected mbarrier_release",
     ),
     "three stages of work tiles": (
         "%Work_pipeline = pipeline stages(2)",
@@ -315,10 +315,10 @@ PERSISTENT_REFUSED = {
         "    consumer_release %k_all\n    %total = pipelined_loop",
         "`protocol`: .*a tile of %K_pipeline that it has (released or never|not) waited for",
     ),
-    "a writer that is not persistent": (
-        "    %written = work_loop %Work_pipeline of(@tile) body(@deliver)\n",
+    "a dQ reduction warp that is not persistent": (
+        "    %work_dq = work_loop %Work_pipeline of(@tile) body(@reduce_dq)\n",
         "",
-        "`defined`: .*@deliver is run by the ops of 0 blocks",
+        "`defined`: .*@reduce_dq is run by the ops of 0 blocks",
     ),
     "no producer_tail of K": (
         "    producer_tail %K_pipeline\n",

@@ -65,12 +65,12 @@ def test_words_of_comments_are_no_names() -> None:
 
 def test_warp_groups_start_in_the_phases_of_empty_stages() -> None:
     """A consumer fills a stage of dQ, so it waits for the phase before the first, in which the stage is empty. The
-    writer waits for the first phase, in which it is full."""
+    reducer waits for the first phase, in which it is full."""
     text = files_of("causal_gqa")["hopper.py"]
-    consumer, writer = (
-        text.partition(f"def bwd_{group}(")[2].partition("@gluon.jit")[0] for group in ("consumer", "writer")
+    consumer, reducer = (
+        text.partition(f"def bwd_{group}(")[2].partition("@gluon.jit")[0] for group in ("consumer", "dq_reducer")
     )
-    assert "dq_stage, dq_phase = 0, 1\n" in consumer and "dq_stage, dq_phase = 0, 0\n" in writer
+    assert "dq_stage, dq_phase = 0, 1\n" in consumer and "dq_stage, dq_phase = 0, 0\n" in reducer
 
 
 def names_of_tma(text: str, version: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Two writers of dQ: the pass split-dq-reduction, IR that is refused, the protocol between warp groups, and the
+"""Two dQ reduction warps: the pass split-dq-reduction, IR that is refused, the protocol between warp groups, and the
 generated code."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from attngen.verify.machine import violation
 from tests.hopper.fused_backward import after_passes, backward, changed, edited, lines, lowered
 
 
-def test_a_writer_adds_every_second_tile_and_acquires_the_semaphore_first() -> None:
+def test_a_dq_reduction_warp_adds_every_second_tile_and_acquires_the_semaphore_first() -> None:
     removed, added = changed("wide", "ping-pong", "split-dq-reduction", "write")
     assert (removed, added) == (
         [],
@@ -27,13 +27,13 @@ def test_a_writer_adds_every_second_tile_and_acquires_the_semaphore_first() -> N
         "semaphore_release",
         "yield",
     ]
-    ((old,), (new,)) = changed("wide", "ping-pong", "split-dq-reduction", "deliver")
+    ((old,), (new,)) = changed("wide", "ping-pong", "split-dq-reduction", "reduce_dq")
     assert new == f"{old} round_robin(%dQ_pipeline)"
     instances = [
         {b.name: b.warp_group.instances for b in backward(after_passes("wide")[step]).warp_groups if b.warp_group}
         for step in ("ping-pong", "split-dq-reduction")
     ]
-    assert [found["writer"] for found in instances] == [1, 2] and instances[0]["consumer"] == instances[1][
+    assert [found["dq_reducer"] for found in instances] == [1, 2] and instances[0]["consumer"] == instances[1][
         "consumer"
     ] == 2
 
@@ -50,38 +50,38 @@ def test_a_writer_adds_every_second_tile_and_acquires_the_semaphore_first() -> N
         ("blocks_causal", 2),
     ],
 )
-def test_two_writers_are_used_where_they_fit_and_one_is_too_slow(name: str, instances: int) -> None:
+def test_two_dq_reduction_warps_are_used_where_they_fit_and_one_is_too_slow(name: str, instances: int) -> None:
     """One is too slow for tiles of 64 queries, and where the order of adds is read from lists. Each needs a stage."""
     assert [
-        b.warp_group.instances for b in backward(lowered(name)).warp_groups if b.warp_group and b.name == "writer"
+        b.warp_group.instances for b in backward(lowered(name)).warp_groups if b.warp_group and b.name == "dq_reducer"
     ] == [instances]
 
 
 ACQUIRE = "    semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n"
 RELEASE = "    semaphore_release %DQ_SEMAPHORE[b, h, q_start]\n"
 REFUSED = {
-    "three writers of two stages": (
-        "warp_group @writer instances(2)",
-        "warp_group @writer instances(3)",
+    "three dQ reduction warps of two stages": (
+        "warp_group @dq_reducer instances(2)",
+        "warp_group @dq_reducer instances(3)",
         (
             "`loop-bodies`: .*%write_total splits iterations by the 2 stages of %dQ_pipeline; expected as many "
             "stages as the warp group has"
         ),
     ),
-    "a stage for only one of two writers": (
+    "a stage for only one of two dQ reduction warps": (
         "%dQ_pipeline = pipeline stages(2)",
         "%dQ_pipeline = pipeline stages(1)",
         "`loop-bodies`: .*the 1 stages of .*; expected as many",
     ),
-    "two writers of the same tiles": (
+    "two dQ reduction warps of the same tiles": (
         " round_robin(%dQ_pipeline)",
         "",
-        "`warp-groups`: .*%dQ_pipeline is written by @consumer and read by @writer; expected ",
+        "`warp-groups`: .*%dQ_pipeline is written by @consumer and read by @dq_reducer; expected ",
     ),
     "tiles split by the stages of a pipeline that another warp group reads": (
         " round_robin(%dQ_pipeline)",
         " round_robin(%Q_pipeline)",
-        "`warp-groups`: .*%dQ_pipeline is written by @consumer and read by @writer; expected ",
+        "`warp-groups`: .*%dQ_pipeline is written by @consumer and read by @dq_reducer; expected ",
     ),
     "a tile that is not released": (
         "    consumer_release %dq_tile\n",
@@ -137,7 +137,7 @@ def test_an_acquire_after_the_add_is_refused() -> None:
 
 
 def test_a_stage_is_not_released_before_its_tile_is_added() -> None:
-    """This holds for one writer as well."""
+    """This holds for one dQ reduction warp as well."""
     for name in ("wide", "narrow"):
         early = (
             ("    consumer_release %dq_tile\n", ""),
@@ -147,19 +147,19 @@ def test_a_stage_is_not_released_before_its_tile_is_added() -> None:
             verify(edited(name, *early))
 
 
-def test_a_writer_has_one_warp_which_waits_for_its_own_tma_reductions() -> None:
+def test_a_dq_reducer_has_one_warp_which_waits_for_its_own_tma_reductions() -> None:
     two = (
         ("registers(240)", "registers(232)"),
-        ("warp_group @writer instances(2) warps(1)", "warp_group @writer instances(2) warps(2)"),
+        ("warp_group @dq_reducer instances(2) warps(1)", "warp_group @dq_reducer instances(2) warps(2)"),
     )
     with pytest.raises(VerifyError, match="rule `types`: .*is a TMA reduction of several warps, or of no warp group"):
         verify(edited("wide", *two))
 
 
-def test_tiles_are_not_split_for_a_single_writer() -> None:
+def test_tiles_are_not_split_for_a_single_dq_reduction_warp() -> None:
     one = (
         ("%dQ_pipeline = pipeline stages(2)", "%dQ_pipeline = pipeline stages(1)"),
-        ("warp_group @writer instances(2)", "warp_group @writer instances(1)"),
+        ("warp_group @dq_reducer instances(2)", "warp_group @dq_reducer instances(1)"),
     )
     with pytest.raises(
         VerifyError,
@@ -179,15 +179,16 @@ def test_a_position_in_the_order_that_another_program_has_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- the protocol
 
 
-def two_consumers(writers: int, steps: str, stages: int = 2, stores: str = "producer_store") -> Protocol:
-    """Two consumers store parts of tiles, and writers do `steps` per iteration; several writers each have a stage."""
+def two_consumers(reducers: int, steps: str, stages: int = 2, stores: str = "producer_store") -> Protocol:
+    """Two consumers store parts of tiles, and dQ reduction warps do `steps` per iteration; if there are several, each
+    has a stage."""
 
     def program(name: str, kinds: str, instances: int) -> WarpGroupSteps:
         iteration = tuple(Step(kind, "X") for kind in kinds.split())
         return WarpGroupSteps(name, (), TileLoop(iteration, iteration), (), instances)
 
-    programs = (program("consumer", stores, 2), program("writer", steps, writers))
-    return Protocol(programs, (("X", stages),), (("X", ""),), frozenset({"X"}) if writers > 1 else frozenset())
+    programs = (program("consumer", stores, 2), program("dq_reducer", steps, reducers))
+    return Protocol(programs, (("X", stages),), (("X", ""),), frozenset({"X"}) if reducers > 1 else frozenset())
 
 
 def test_tiles_are_split_among_as_many_instances_as_there_are_stages() -> None:
@@ -198,7 +199,7 @@ def test_tiles_are_split_among_as_many_instances_as_there_are_stages() -> None:
 
 
 @pytest.mark.share(16)
-@pytest.mark.parametrize("writers, stages", [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)])
+@pytest.mark.parametrize("reducers, stages", [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)])
 @pytest.mark.parametrize(
     ("steps", "stores", "reason"),
     [
@@ -223,9 +224,9 @@ def test_tiles_are_split_among_as_many_instances_as_there_are_stages() -> None:
     ],
 )
 def test_the_proof_agrees_with_a_search_of_every_order(
-    writers: int, stages: int, steps: str, stores: str, reason: str
+    reducers: int, stages: int, steps: str, stores: str, reason: str
 ) -> None:
-    protocol = two_consumers(writers, steps, stages, stores)
+    protocol = two_consumers(reducers, steps, stages, stores)
     for found in (violation(protocol), violation(protocol, all_orders=True)):
         assert bool(found) == bool(reason) and any(part in found for part in reason.split("|"))
 
@@ -233,24 +234,24 @@ def test_the_proof_agrees_with_a_search_of_every_order(
 # ---------------------------------------------------------------------------------------------- generated code
 
 
-def test_a_writer_acquires_the_semaphore_before_it_waits_for_the_tile() -> None:
-    text = render(lowered("wide"))["hopper.py"].partition("\ndef bwd_writer(")[2]
-    assert "            if dq_stage == WARP_GROUP:  # else the other writer adds the tile\n" in text
+def test_a_dq_reduction_warp_acquires_the_semaphore_before_it_waits_for_the_tile() -> None:
+    text = render(lowered("wide"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
+    assert "            if dq_stage == WARP_GROUP:  # else the other dQ reduction warp adds the tile\n" in text
     assert (
         text.index("semaphore_acquire(")
         < text.index("mbarrier.wait(dq_full.index(dq_stage), dq_phase)")
         < text.index("tma_reduce_add(DQ_ACC")
     )
-    # both writers advance the stage, after the add
+    # both dQ reduction warps advance the stage, after the add
     after = "                )\n            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)\n"
     assert text.count(after) == 2 and "order_seen" not in text  # full and partial tiles
-    assert "work_empty.index(stage), count=4)" in text and text.count("                bwd_writer,\n") == 2
+    assert "work_empty.index(stage), count=4)" in text and text.count("                bwd_dq_reducer,\n") == 2
 
 
-def test_a_single_writer_reads_the_next_semaphore_ahead() -> None:
+def test_a_single_dq_reduction_warp_reads_the_next_semaphore_ahead() -> None:
     text = render(lowered("narrow"))["hopper.py"]
     assert (
         "def semaphore_value(counter):" in text
-        and "WARP_GROUP" not in text.partition("\ndef bwd_writer(")[2].partition("@gluon")[0]
+        and "WARP_GROUP" not in text.partition("\ndef bwd_dq_reducer(")[2].partition("@gluon")[0]
     )
     assert "def semaphore_value(counter):" not in render(lowered("wide"))["hopper.py"]

@@ -200,5 +200,5 @@ def test_the_module_of_dense_bias_dropout_mha_has_the_kernel() -> None:
     assert [block.name for block in backward(target("dense_bias_dropout_mha")).warp_groups] == [
         "producer",
         "consumer",
-        "writer",
+        "dq_reducer",
     ]

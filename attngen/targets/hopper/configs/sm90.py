@@ -25,7 +25,7 @@ REGISTERS = {1: (240, 64), 2: (240, 24), 3: (160, 32)}
 LATENT_REGISTERS = (224, 56)
 CTAS_PER_SM = 2  # programs that share an SM, where any do
 SHARED_REGISTERS = (104, 24)  # per thread of a consumer and of the producer, where two programs share an SM
-WRITER_REGISTERS = 24  # per thread of the warp that adds tiles of dQ to device memory
+DQ_REDUCER_REGISTERS = 24  # per thread of the warp that adds tiles of dQ to device memory
 MOST_REGISTERS = 256  # the most that setmaxnreg can give
 
 # Threads that share a row of a wgmma's result: each computes the row's statistics, and holds a fourth of its columns.

@@ -41,7 +41,7 @@ The pipeline of Q gets a second stage where shared memory has room. If shared me
 for a stage of Q, a staging buffer of the outputs and %Work_pipeline, the kernel is unchanged: one program per work
 tile.
 
-In the fused backward the writer has a work loop, too. K and V are consumed once per work tile, and their stages are
+In the fused backward @dq_reducer has a work loop, too. K and V are consumed once per work tile, and their stages are
 released by mbarriers, because there are too few named barriers. V is released at the end, because dK and dV leave
 through its stage. A fused backward is not persistent if its programs loop over query heads: they take longer, so starts
 and ends matter less, and persistence would gain 0 to 2%. Nor is it with wide heads, where it would spill. For forward
@@ -78,7 +78,7 @@ BODIES = {  # warp group -> the name of its `work_loop`, the name of the loop's 
     "consumer": ("work", "consume", "what each instance does for its rows of this tile"),
     "left": ("work_left", "consume_left", "the left columns of outputs"),
     "right": ("work_right", "consume_right", "the right columns of outputs"),
-    "writer": ("written", "deliver", "add the consumers' tiles of dQ to device memory"),
+    "dq_reducer": ("work_dq", "reduce_dq", "add the consumers' tiles of dQ to device memory"),
 }
 
 

@@ -1,8 +1,8 @@
-"""reduce-dq: pass tiles of dQ through shared memory to the writer warp, which adds them to device memory.
+"""reduce-dq: pass tiles of dQ through shared memory to the dQ reduction warp, which adds them to device memory.
 
 A tile of dQ sums over the keys of all consumers. So each consumer writes its rows of dS to shared memory, and computes
 its share of dQ from the rows of all consumers. A share is half of the columns, or half of the rows if tiles have more
-than 64 queries. The writer does the waiting, for the semaphore and for TMA. For the fused backward.
+than 64 queries. The dQ reduction warp waits for the semaphore and for TMA. For the fused backward.
 
 before:  block @entry
            %K_pipeline = pipeline stages(1) per_instance(consumer) : T[BLOCK_KV, D_QK]
@@ -12,7 +12,7 @@ before:  block @entry
            %dk_next = dot %ds %q ...
            %dq = dot %ds %k over(BLOCK_KV)
            ordered_add %DQ_ACC[b, h, q, d_qk] %dq ...
-         warp_group @writer ...
+         warp_group @dq_reducer ...
 after:   block @entry
            %K_pipeline = pipeline stages(1) : T[TILE_KV, D_QK]
            %dS_pipeline = pipeline stages(num_stages) : T[TILE_KV, BLOCK_Q]
@@ -29,7 +29,7 @@ after:   block @entry
            %dq = wgmma_wait %dq_flight : f32[BLOCK_Q, SLICE_QK]
            consumer_release %ds_all
            producer_store %dQ_pipeline %dq
-         warp_group @writer ...
+         warp_group @dq_reducer ...
            %write_total = loop q ranges(...) body(@write)
          block @write
            %dq_tile = consumer_wait %dQ_pipeline
@@ -75,7 +75,7 @@ from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.tiles.order import order_ops
 from attngen.transforms.base import Pass
 
-# Stages of dQ: the writer adds one tile while consumers store the next. Wide heads leave room for one, and one of dO.
+# Stages of dQ: one tile is added while consumers store the next. Wide heads leave room for one, and one of dO.
 DQ_STAGES = 2
 
 
@@ -132,7 +132,7 @@ def _reduce(module: Module, kernel: Kernel) -> Kernel:
         elif op is add:
             yield ProducerStore("_store_dq", "dQ_pipeline", product.name)
         elif op in order:
-            return  # the writer gets them
+            return  # the dQ reduction warp gets them
         elif op in users:
             if op is users[0]:
                 yield Pack(cast, product.a, ds)
@@ -142,19 +142,19 @@ def _reduce(module: Module, kernel: Kernel) -> Kernel:
             yield op
 
     changed = kernel.rewrite(change)
-    more = {"entry": pipelines, "writer": _writer_loops(kernel)}
+    more = {"entry": pipelines, "dq_reducer": _reducer_loops(kernel)}
     blocks = tuple(replace(b, ops=(*b.ops, *more.get(b.name, ()))) for b in changed.blocks)
-    return replace(changed, blocks=(*blocks, _writer_body(add, order, tile)))
+    return replace(changed, blocks=(*blocks, _reducer_body(add, order, tile)))
 
 
-def _writer_loops(kernel: Kernel) -> tuple[Op, ...]:
-    """The loops of the consumers, for the writer."""
+def _reducer_loops(kernel: Kernel) -> tuple[Op, ...]:
+    """The loops of the consumers, for the dQ reduction warp."""
     loops = (op for op in kernel.block("consumer").ops if isinstance(op, Loop))
     return tuple(replace(loop, name=f"write_{loop.name}", carry=(), body="write", tiles=()) for loop in loops)
 
 
-def _writer_body(add: OrderedAdd, order: Sequence[Op], tile: Type) -> Block:
-    """The body of the writer's loops; order: the ops that compute the position in the semaphore's order."""
+def _reducer_body(add: OrderedAdd, order: Sequence[Op], tile: Type) -> Block:
+    """The body of the dQ reduction warp's loops; order: the ops that compute the position in the semaphore's order."""
     assert add.semaphore is not None
     ops = (
         *order,

@@ -1,19 +1,19 @@
-"""split-dq-reduction: use two instances of the writer warp, which take tiles of dQ alternately, so that one waits while
-the other adds.
+"""split-dq-reduction: use two dQ reduction warps, which take tiles of dQ alternately, so that one waits while the other
+adds.
 
-A writer takes about as long for a tile as consumers take to compute one: it waits for the semaphore, has TMA add, and
-waits until the sums are in device memory (semaphore_release). A writer that falls behind stays behind, and delays all
-programs that come later in the semaphore's order. With two instances, each has the time of two tiles, and can acquire
-the semaphore before the tile is there. For the fused backward.
+A dQ reduction warp takes about as long for a tile as consumers take to compute one: it waits for the semaphore, has TMA
+add, and waits until the sums are in device memory (semaphore_release). A warp that falls behind stays behind, and
+delays all programs that come later in the semaphore's order. With two instances, each has the time of two tiles, and
+can acquire the semaphore before the tile is there. For the fused backward.
 
-before:  warp_group @writer instances(1) ...
+before:  warp_group @dq_reducer instances(1) ...
            %write_total = pipelined_loop q ... step(@write)
          block @write
            %dq_tile = consumer_wait %dQ_pipeline
            ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
            consumer_release %dq_tile
            semaphore_release %DQ_SEMAPHORE[b, h, q_start]
-after:   warp_group @writer instances(2) ...
+after:   warp_group @dq_reducer instances(2) ...
            %write_total = pipelined_loop q ... step(@write) round_robin(%dQ_pipeline)
          block @write
            semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(...)
@@ -22,8 +22,8 @@ after:   warp_group @writer instances(2) ...
            consumer_release %dq_tile
            semaphore_release %DQ_SEMAPHORE[b, h, q_start]
 
-There are two writers if the pipeline of dQ has two stages, one for each, and if a tile has 64 queries or the kernel
-visits listed blocks. Otherwise one writer stays, which reads the semaphore of the next tile while TMA adds this one.
+There are two of them if the pipeline of dQ has two stages, one for each, and if a tile has 64 queries or the kernel
+visits listed blocks. Otherwise there is one, which reads the semaphore of the next tile while TMA adds this one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from attngen.targets.hopper.configs.families import with_fused_backward
 from attngen.targets.hopper.configs.sm90 import ROWS
 from attngen.transforms.base import Pass
 
-WRITERS = 2
+DQ_REDUCERS = 2
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class SplitDQReduction(Pass):
 
 
 def _pays(module: Module, kernel: Kernel) -> bool:
-    """True if there is a stage for each instance, and one writer hardly has the time for a tile: tiles have few
+    """True if there is a stage for each instance, and one warp hardly has the time for a tile: tiles have few
     queries, or the semaphore order is read from lists.
 
     Measured: docs/perf-log.md, section 31.
     """
     few = all(config.block_q == ROWS for config in module.configs(kernel.name, kernel.backend))
-    return _sums(kernel, _add(kernel)).stages == WRITERS and (few or module.blocks is not None)
+    return _sums(kernel, _add(kernel)).stages == DQ_REDUCERS and (few or module.blocks is not None)
 
 
 def _add(kernel: Kernel) -> OrderedAdd:
@@ -70,7 +70,7 @@ def _add(kernel: Kernel) -> OrderedAdd:
 
 
 def _sums(kernel: Kernel, add: OrderedAdd) -> Pipeline:
-    """The pipeline of the tiles that the writer adds."""
+    """The pipeline of the tiles that the dQ reduction warps add."""
     wait = kernel.wait_of(add.value)
     assert wait is not None
     pipeline = kernel.op(wait.pipeline)
@@ -97,7 +97,7 @@ def _round_robin(kernel: Kernel) -> Kernel:
     def with_instances(block: Block) -> Block:
         writes = block.warp_group is not None and consumes(kernel, block, pipeline.name)
         return (
-            replace(block, warp_group=replace(block.warp_group, instances=WRITERS))
+            replace(block, warp_group=replace(block.warp_group, instances=DQ_REDUCERS))
             if writes and block.warp_group
             else block
         )

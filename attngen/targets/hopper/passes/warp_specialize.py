@@ -24,8 +24,8 @@ after:   kernel @fwd program_axis(q) grid(...)
 The last line is the config: on sm90, calls with 16-bit tensors and more than 512 rows of the program axis, here
 queries, run this kernel with these tiles. Other calls run the portable kernel.
 
-The fused backward has a third warp group, @writer, a warp that adds tiles of dQ to device memory. A second config, for
-long sequences, has a kernel of its own, @fwd_long, that also stands in for @fwd.
+The fused backward has a third warp group, @dq_reducer, a warp that adds tiles of dQ to device memory. A second config,
+for long sequences, has a kernel of its own, @fwd_long, that also stands in for @fwd.
 
 A loop over the query heads of a group is merged into the loops over tiles that it surrounds. The bounds of these are
 the same for all heads of the group:
@@ -57,7 +57,7 @@ from attngen.targets.hopper.configs.common import is_shared
 from attngen.targets.hopper.configs.forward_schedule import ctas_per_sm
 from attngen.targets.hopper.configs.head_dims import is_power_of_two
 from attngen.targets.hopper.configs.registry import SPECIALIZATIONS
-from attngen.targets.hopper.configs.sm90 import FORWARD, NAME, REGISTERS, ROWS, SHARED_REGISTERS, WRITER_REGISTERS
+from attngen.targets.hopper.configs.sm90 import DQ_REDUCER_REGISTERS, FORWARD, NAME, REGISTERS, ROWS, SHARED_REGISTERS
 from attngen.transforms.base import Pass, padded
 
 
@@ -144,7 +144,7 @@ def _warp_specialized(kernel: Kernel, instances: int, ctas: int) -> Kernel:
         Block("consumer", rest, warp_group=WarpGroup(instances, 4, consumer, ROWS)),
     )
     if kernel.adds_in_order:
-        warp_groups += (Block("writer", (), warp_group=WarpGroup(1, 1, WRITER_REGISTERS)),)
+        warp_groups += (Block("dq_reducer", (), warp_group=WarpGroup(1, 1, DQ_REDUCER_REGISTERS)),)
     shared = Block("entry", tuple(op for op in entry if is_shared(op)))
     bodies = (block for block in kernel.blocks if block.name != "entry")
     return replace(kernel, backend=NAME, ctas_per_sm=ctas, blocks=(shared, *warp_groups, *bodies))

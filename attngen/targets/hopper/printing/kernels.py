@@ -71,7 +71,7 @@ def context(module: Module) -> dict[str, Any]:
         "adds": bool(adds),
         "launches_dependents": any(kernel.launches_dependents for kernel in module.warp_specialized),
         "polls_ahead": any(not acquire_of(kernel, op) for kernel, op in adds),
-        "writers": max(
+        "dq_reducers": max(
             (warp_group.instances for kernel, op in adds if (warp_group := kernel.warp_group_of(op))), default=0
         ),
         "recomputes": any(isinstance(op, PipelinedLoop) and op.recompute for op in ops),
