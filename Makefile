@@ -117,5 +117,5 @@ soak: $(READY)
 # Without the caching allocator each tensor is an allocation of its own, so that memcheck sees what lies beyond its end. Racecheck knows no
 # mbarriers, by which warp groups of warp-specialized kernels wait for one another, so it has the portable kernels.
 sanitize: $(READY)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.soak --alone --repeats 1 specs/*.yaml
-	ATTNGEN_BACKEND=triton $(SANITIZER) --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.soak --alone --repeats 1 specs/*.yaml
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(PYTHON) -m tests.soak --no-other-work --repeats 1 specs/*.yaml
+	ATTNGEN_BACKEND=triton $(SANITIZER) --tool racecheck --error-exitcode 1 $(PYTHON) -m tests.soak --no-other-work --repeats 1 specs/*.yaml

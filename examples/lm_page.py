@@ -14,7 +14,7 @@ from decoder import PLAIN, stop
 
 Run = dict[str, Any]
 # How the steps run whose speed is measured.
-WAYS = {"kept": "as they are", "checkpointed": "checkpointed", "graph": "in a CUDA graph"}
+MODES = {"kept": "as they are", "checkpointed": "checkpointed", "graph": "in a CUDA graph"}
 COLORS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # of all attentions except naive
 
 
@@ -43,7 +43,7 @@ class Verdict:
 
     def sentence(self) -> str:
         return (
-            f"{self.attention}, dropout {self.dropout:g}: perplexity {statistics.fmean(self.ours):.2f} beside naive's "
+            f"{self.attention}, dropout {self.dropout:g}: perplexity {statistics.fmean(self.ours):.2f}, naive's "
             f"{statistics.fmean(self.naive):.2f}, {self.difference:+.2f}; naive's {len(self.naive)} seeds spread over "
             f"{self.spread:.2f}: {'agrees' if self.agrees else 'DIFFERS'}"
         )
@@ -148,7 +148,7 @@ def setting(settings: dict[str, Any], data: dict[str, Any]) -> str:
         f"reads the same {settings['val_tokens']:,}. {settings['epochs']} epochs of {settings['epoch_tokens']:,}",
         f"tokens in batches of {settings['batch']} sequences of {settings['seq']}; AdamW at {settings['lr']:g} after a",
         f"short warm-up, then a cosine to a tenth of it; gradients clipped to 1; {numbers}; activation checkpointing",
-        f"{checkpointing}{graph}. Dropout is on the attention's probabilities alone, and off in validation. A seed",
+        f"{checkpointing}{graph}. Dropout is only on the attention's probabilities, and off in validation. A seed",
         "fixes the initial weights and the batches, for every attention alike; what dropout drops is each",
         "attention's own.",
     )
@@ -247,18 +247,18 @@ def speed(group: list[Run]) -> list[str]:
 
 
 def speed_table(records: list[Run]) -> str:
-    """A row per size, dropout and attention, with the rate and the memory of each measured one of WAYS."""
+    """A row per size, dropout and attention, with the rate and the memory of each measured one of MODES."""
     groups: dict[tuple[Any, ...], dict[str, Run]] = {}
     for r in records:
         groups.setdefault((f"{r['batch']} x {r['seq']}", f"{r['dropout']:g}", r["attention"]), {})[r["way"]] = r
-    ways = [way for way in WAYS if way in unique(records, "way")]
+    modes = [mode for mode in MODES if mode in unique(records, "way")]
     head = ["batch x length", "dropout", "attention"]
-    for way in ways:
-        head += [name if way == "kept" else f"{name}, {WAYS[way]}" for name in ("tokens/s", "peak GiB")]
+    for mode in modes:
+        head += [name if mode == "kept" else f"{name}, {MODES[mode]}" for name in ("tokens/s", "peak GiB")]
     return table(
         head,
         [
-            [*key, *(cell for way in ways for cell in speed([found[way]] if way in found else []))]
+            [*key, *(cell for mode in modes for cell in speed([found[mode]] if mode in found else []))]
             for key, found in groups.items()
         ],
     )

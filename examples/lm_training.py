@@ -130,15 +130,15 @@ def train(args: argparse.Namespace, text: Text, chosen: Variant, dropout: float,
 
 
 def measure(
-    args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, size: tuple[int, int], way: str
+    args: argparse.Namespace, text: Text, chosen: Variant, dropout: float, size: tuple[int, int], mode: str
 ) -> dict[str, Any]:
-    """Tokens per second and peak memory of a few steps of `size` (sequences, their length) that run in one of WAYS."""
+    """Tokens per second and peak memory of a few steps of `size` (sequences, their length) that run in one of MODES."""
     free_memory(args.device)
     batch, seq = size
     measured: dict[str, Any] = {"tokens_per_s": None, "peak_gib": None}
     try:
-        trainer = Trainer(args, chosen, dropout, 0, seq, way == "checkpointed", way == "graph")
-        before = max(args.speed_steps, Replayed.PLAIN_CALLS + 1) if way == "graph" else args.speed_steps
+        trainer = Trainer(args, chosen, dropout, 0, seq, mode == "checkpointed", mode == "graph")
+        before = max(args.speed_steps, Replayed.PLAIN_CALLS + 1) if mode == "graph" else args.speed_steps
         starts = torch.randint(
             len(text.train) - seq, (before + args.speed_steps, batch), generator=torch.Generator().manual_seed(0)
         )
@@ -153,10 +153,10 @@ def measure(
     except torch.OutOfMemoryError:
         pass  # the results stay None, and the page says so
     print(
-        f"{chosen.name:<20} dropout {dropout:<4} {batch} x {seq:<6} {lm_page.WAYS[way]:<16} {formatted(measured)}",
+        f"{chosen.name:<20} dropout {dropout:<4} {batch} x {seq:<6} {lm_page.MODES[mode]:<16} {formatted(measured)}",
         flush=True,
     )
-    return {"attention": chosen.name, "dropout": dropout, "seq": seq, "batch": batch, "way": way, **measured}
+    return {"attention": chosen.name, "dropout": dropout, "seq": seq, "batch": batch, "way": mode, **measured}
 
 
 def formatted(measured: dict[str, Any]) -> str:

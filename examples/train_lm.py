@@ -118,9 +118,9 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         "runs": [],
     }
     work: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        ("speed", functools.partial(measure, args, text, v, dropout, size, way))
-        for size, dropout, way, v in itertools.product(args.speed, args.dropout, lm_page.WAYS, chosen)
-        if way != "graph" or args.device == "cuda"
+        ("speed", functools.partial(measure, args, text, v, dropout, size, mode))
+        for size, dropout, mode, v in itertools.product(args.speed, args.dropout, lm_page.MODES, chosen)
+        if mode != "graph" or args.device == "cuda"
     ]
     work += [
         ("runs", functools.partial(train, args, text, v, dropout, seed))

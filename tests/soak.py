@@ -1,7 +1,7 @@
 """Run modules on a GPU many times, concurrently with other work: each run must give the bits of the first.
 
     python -m tests.soak --repeats 1000 specs/*.yaml
-    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.soak --repeats 2 --alone specs/*.yaml
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.soak --repeats 2 --no-other-work specs/*.yaml
 
 `make soak` runs the first command, `make sanitize` the second with each tool. Calls are short and long, and with a KV
 cache if the spec has one. Long calls have enough programs for the fused backward, so every kernel runs that the module
@@ -81,12 +81,12 @@ def main() -> int:
     parser.add_argument("specs", nargs="+", type=Path, help="files of specs, whose modules are built")
     parser.add_argument("--generated", type=Path, default=Path("generated"), help="the folder of the modules")
     parser.add_argument("--repeats", type=int, default=1000, help="runs of each case after the first")
-    parser.add_argument("--alone", action="store_true", help="no other work during the runs")
+    parser.add_argument("--no-other-work", action="store_true", help="no other work during the runs")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("tests.soak: torch finds no GPU; expected one with CUDA")
     try:
-        found = soak(asked.specs, asked.generated, "cuda", asked.repeats, not asked.alone)
+        found = soak(asked.specs, asked.generated, "cuda", asked.repeats, not asked.no_other_work)
     except AttngenError as error:
         raise SystemExit(f"tests.soak: {error}") from error
     print(*(found or [f"all runs of {len(asked.specs)} specs gave the same bits"]), sep="\n")

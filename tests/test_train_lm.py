@@ -142,7 +142,7 @@ def test_the_verdict_compares_with_the_spread_of_naive_attention(examples: tuple
     assert lm_page.Verdict("ours", 0.0, (71.4, 71.5, 71.5), naive).agrees
     off = lm_page.Verdict("ours", 0.0, (73.0, 73.33, 73.5), naive)
     assert not off.agrees and off.sentence().endswith(
-        "beside naive's 70.50, +2.78; naive's 3 seeds spread over 1.00: DIFFERS"
+        ", naive's 70.50, +2.78; naive's 3 seeds spread over 1.00: DIFFERS"
     )
     assert not lm_page.Verdict("ours", 0.0, (float("nan"),) * 3, naive).agrees
     assert lm_page.false_alarm(3) == pytest.approx(0.145, abs=3e-3)

@@ -100,7 +100,7 @@ _REST = [
     "Flex",
     *(f"{result} differs" for result in RESULTS),
 ]
-_MEMORY = ["memory", "rows", "peak GiB", "above q, k, v, dO", "mask alone", "mask ms"]
+_MEMORY = ["memory", "rows", "peak GiB", "above q, k, v, dO", "of the mask", "mask ms"]
 
 
 def _speed(peers: Peers) -> Iterator[str]:

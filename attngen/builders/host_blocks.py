@@ -10,7 +10,7 @@ import sympy
 from attngen.builders.host_builder import HostBuilder, known_type
 from attngen.ir.core import Type
 from attngen.ir.expr import symbol
-from attngen.ir.host import CutBlocks, Host, ListBlocks
+from attngen.ir.host import ClassifyBlocks, Host, ListBlocks
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Blocks, Module
 from attngen.ir.names import block_lists
@@ -66,7 +66,7 @@ def build_lists(blocks: Blocks, data: bool) -> Host:
         for name in ("Q", "K"):
             b.tensor(name)
         b.add(Arg("COUNT", "in", Type("f32", ("*", "*", "Tq", "Ts"), "hbm")))
-        b.add(CutBlocks("blocks", "COUNT", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
+        b.add(ClassifyBlocks("blocks", "COUNT", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))
         mask, full = "blocks.seen", "blocks.full"
     else:
         b.add(Arg(mask, "in", Type("b1", ("*", "*", "Tq", "Tk"), "hbm")))

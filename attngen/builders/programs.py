@@ -40,7 +40,7 @@ def program(name: str) -> tuple[tuple[Host, ...], tuple[Kernel, ...]]:
 
 
 @cache
-def alone(name: str) -> Module:
+def program_module(name: str) -> Module:
     """A module with only this program, to execute it."""
     hosts, kernels = program(name)
     return Module(

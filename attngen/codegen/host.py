@@ -23,8 +23,8 @@ from attngen.ir.host import (
     COLUMN_VIEWS,
     HOST_KIND,
     Alloc,
+    ClassifyBlocks,
     Copy,
-    CutBlocks,
     Host,
     If,
     Launch,
@@ -393,7 +393,7 @@ class HostContext:
             return text.replace("+ -", "- ") if e.is_Add else text
         return to_text(e)
 
-    def _cut_blocks(self, op: CutBlocks) -> dict[str, Any]:
+    def _classify_blocks(self, op: ClassifyBlocks) -> dict[str, Any]:
         names = [variable(f"{op.name}.{f}") for f in ("seen", "full")]
         sizes = f"{self._dim('Nq')}, {self._dim('Nk')}"
         return {"var": ", ".join(names), "expr": f"runtime.seen_and_full({variable(op.src)}, {sizes}, BLOCK)"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from attngen.builders.programs import IN_CACHE, alone
+from attngen.builders.programs import IN_CACHE, program_module
 from attngen.interp.host import execute_host
 from attngen.scores import derive_functions
 
@@ -59,7 +59,7 @@ def executed(d: Derived, sizes: Sizes, given: Mapping[str, Any], tile: int = TIL
     """Return the results of a host program by name, executed on NumPy with `tile` positions per program."""
     import torch
 
-    module = alone(d.program)
+    module = program_module(d.program)
     sources = {s.upper() if s in given else s: given[s].cpu().numpy() if s in given else sizes.of(s) for s in d.sources}
     results = execute_host(module, module.hosts[0], sources, {"BLOCK_Q": tile, "BLOCK_KV": tile})
     return {name: torch.from_numpy(results[name.upper()]).int() for name in d.names}
@@ -69,7 +69,7 @@ def executed_in_cache(d: Derived, sizes: Sizes, given: Mapping[str, Any], tile: 
     """Return the same for a call with a KV cache that appends no keys, by the variant of the program for it."""
     import torch
 
-    module = alone(d.program + IN_CACHE)
+    module = program_module(d.program + IN_CACHE)
     names = [a.name for a in module.hosts[0].args if a.role == "in"]
     sources = {name: given[name.lower()].cpu().numpy() for name in names} | {"Nq": sizes.n_q, "Nn": 0}
     results = execute_host(module, module.hosts[0], sources, {"BLOCK_Q": tile, "BLOCK_KV": tile})

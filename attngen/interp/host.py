@@ -25,8 +25,8 @@ from attngen.ir.host import (
     COLUMN_VIEWS,
     HOST_KIND,
     Alloc,
+    ClassifyBlocks,
     Copy,
-    CutBlocks,
     Host,
     If,
     Launch,
@@ -159,7 +159,7 @@ class _Run:
                     pass  # arguments have their values from the start
                 case Yield():
                     return {field: values[ref] for field, ref in op.values}
-                case If() | CutBlocks() | ListBlocks():
+                case If() | ClassifyBlocks() | ListBlocks():
                     fields = getattr(self, f"_{HOST_KIND[type(op)]}")(op, values)
                     values |= {f"{op.name}.{field}": x for field, x in fields.items()}
                 case _:
@@ -285,7 +285,7 @@ class _Run:
 
     # ------------------------------------------------------------------ blocks of scores
 
-    def _cut_blocks(self, op: CutBlocks, values: Values) -> Arrays:
+    def _classify_blocks(self, op: ClassifyBlocks, values: Values) -> Arrays:
         assert self.module.blocks is not None
         size, count = self.module.blocks.size, values[op.src]
         rows, columns = values["Tq"], values["Tk"]

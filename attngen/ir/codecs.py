@@ -187,7 +187,7 @@ _BY_KIND: dict[str, dict[str, Codec]] = {
     "producer_store": {"metadata": _USES},
     "read_metadata": {"tile": _REF},
     "sum": {"over": _WORDS},
-    **dict.fromkeys(("seed", "list_position", "view", "copy", "cut_blocks", "list_blocks"), {"src": _REF}),
+    **dict.fromkeys(("seed", "list_position", "view", "copy", "classify_blocks", "list_blocks"), {"src": _REF}),
 }
 # Words of the header's lines `mask` and `score` -> fields of Meaning.
 MASKS = {"where": "where", "by_key": "by_key", "known": "known"}

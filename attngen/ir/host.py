@@ -121,9 +121,9 @@ class SumDistances(Op):
 
 
 @dataclass(frozen=True)
-class CutBlocks(Op):
-    """Compute two masks of blocks, `seen` (some pair is visible) and `full` (all pairs are visible), from the number of
-    visible pairs in each strip."""
+class ClassifyBlocks(Op):
+    """Compute two masks of blocks from the number of visible pairs in each strip of a block: `seen`, some pair is
+    visible, and `full`, all pairs are."""
 
     src: str = field(metadata=OPERAND)
     type: Type
@@ -165,7 +165,7 @@ HOST_OPS: dict[str, type[Op]] = {
     "sum": Sum,
     "place": Place,
     "sum_distances": SumDistances,
-    "cut_blocks": CutBlocks,
+    "classify_blocks": ClassifyBlocks,
     "list_blocks": ListBlocks,
     "yield": Yield,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this text alone."
+HEADER = "// attngen textual IR. `attngen emit FILE --out DIR` renders the module from this file only."
 
 # Kind of op -> the fields whose values follow the kind without a name.
 POSITIONAL = {
@@ -34,7 +34,7 @@ POSITIONAL = {
     "sum": ("value",),
     "place": ("value",),
     "sum_distances": ("value",),
-    "cut_blocks": ("src",),
+    "classify_blocks": ("src",),
     "list_blocks": ("src",),
     "producer_load": ("pipeline", "src"),
     "write_tile_index": ("pipeline",),

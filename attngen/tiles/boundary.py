@@ -30,34 +30,35 @@ def unswitch_condition(where: Bool, data: frozenset[str]) -> Bool | None:
     Return None if nothing is known: a comparison is not linear in the key's position, reads data, or names neither keys
     nor rows. In a disjunction only the comparisons of keys with rows count.
     """
-    cut = _derived(where, data)
-    return cut if cut is not None and is_full_unless(cut, where, data) else None
+    condition = _derived(where, data)
+    return condition if condition is not None and is_full_unless(condition, where, data) else None
 
 
 def _derived(where: Bool, data: frozenset[str]) -> Bool | None:
     """Return the condition before its proof. It may be constant if the bounds of some parts are."""
     if len(parts := conjuncts(where)) > 1:
-        cuts = [_derived(part, data) for part in parts]
-        return None if None in cuts else sympy.Or(*cuts)
+        conditions = [_derived(part, data) for part in parts]
+        return None if None in conditions else sympy.Or(*conditions)
     several = sympy.Or.make_args(where)
     found = [_beyond(part, data) for part in several if len(several) == 1 or part.has(symbol("q_idx"))]
-    cuts = [key > end for key, end in filter(None, found)]
-    return sympy.And(*cuts) if cuts else None
+    beyond = [key > end for key, end in filter(None, found)]
+    return sympy.And(*beyond) if beyond else None
 
 
-def is_full_unless(cut: Bool, where: Bool, data: frozenset[str]) -> bool:
-    """True if `where` is proven for all pairs of the tiles for which `cut` is false."""
+def is_full_unless(boundary: Bool, where: Bool, data: frozenset[str]) -> bool:
+    """True if `where` is proven for all pairs of the tiles for which `boundary` is false."""
 
     def is_shown(part: Bool) -> bool:
         bounds = [key - end for key, end in filter(None, (_beyond(e, data) for e in sympy.Or.make_args(part)))]
-        return any(_follows(bounds, not_cut) for not_cut in sympy.Or.make_args(cut))
+        return any(_follows(bounds, term) for term in sympy.Or.make_args(boundary))
 
     return all(map(is_shown, conjuncts(where)))
 
 
-def _follows(bounds: list[Expr], cut: Bool) -> bool:
-    """True if, for each comparison in `cut`, one of the bounds is proven to be <= 0 where the comparison is false."""
-    parts = sympy.And.make_args(cut)
+def _follows(bounds: list[Expr], boundary: Bool) -> bool:
+    """True if, for each comparison in `boundary`, one of the bounds is proven to be at most 0 where the comparison is
+    false."""
+    parts = sympy.And.make_args(boundary)
     return all(
         isinstance(part, INEQUALITIES) and any(prove_le(bound, excess(sympy.Not(part))) for bound in bounds)
         for part in parts

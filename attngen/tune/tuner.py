@@ -27,7 +27,7 @@ from attngen.tune.workers import Lost
 
 NO_LIMIT = 2**30  # rows
 LIMIT_S = 30.0  # for one request
-SCREEN_ROUNDS, FINAL_ROUNDS = 2, 7  # rounds of every candidate alone, and of the best, interleaved
+SCREEN_ROUNDS, FINAL_ROUNDS = 2, 7  # rounds of every candidate by itself, and of the best, interleaved
 MOST_LOST = 3  # lost requests of a cell and backend before the rest is skipped
 UNCERTIFIED = "gets no certificate: it "  # prefix of the reason why a warp-specialized kernel is not measured
 FINALISTS = 3  # of each backend, besides the model's choice
@@ -129,8 +129,8 @@ def plan(spec: Spec, device_class: str) -> Plan:
 
 @dataclass(frozen=True)
 class Tried:
-    """One schedule: its modelled cost, milliseconds measured alone, and milliseconds of each round interleaved with the
-    best; or the reason why there are none."""
+    """One schedule: its modelled cost, milliseconds of a first measurement, and milliseconds of each round interleaved
+    with the best; or the reason why there are none."""
 
     config: Config
     cost: float | None  # None for warp-specialized kernels, which have no cost model
@@ -140,7 +140,7 @@ class Tried:
 
     @property
     def median(self) -> float:
-        """Median milliseconds, of the interleaved rounds if there are any, else alone."""
+        """Median milliseconds, of the interleaved rounds if there are any, else of the first measurement."""
         return statistics.median(self.rounds) if self.rounds else self.ms or float("inf")
 
     @property
@@ -280,7 +280,7 @@ def _of(tried: Sequence[Tried], backend: str) -> list[Tried]:
 
 
 def _interleaved(ask: Ask, cell: Cell, tried: Sequence[Tried]) -> list[Tried]:
-    """Measure schedules that ran alone again, interleaved. If that fails, keep their times."""
+    """Measure schedules again, interleaved. If that fails, keep their times."""
     answers: Sequence[Answer] = [""] * len(tried)
     if tried:
         with suppress(Lost):

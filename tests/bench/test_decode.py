@@ -215,7 +215,7 @@ def test_flashinfer_agrees_where_it_is_installed(mask: Any, monkeypatch: pytest.
     fp8 = problem(
         make_spec({**cached_spec(32).canonical(), "name": "cached", "dtype": "fp16", "head_dim": 32, "cache": FP8})
     )
-    assert (cannot(CELLS["rows"].cell), cannot(fp8.cell)) == ("here over pages alone", "no keys of 8 bits")
+    assert (cannot(CELLS["rows"].cell), cannot(fp8.cell)) == ("here only with pages", "no keys of 8 bits")
     for more in ({"mask": WINDOW}, {"score": {"softcap": 5.0}}):
         assert cannot(problem(cached_spec(16, **LATENT, **more)).cell) == "over latents no window and no score modifier"
     assert cannot(CELLS["pages, ragged"].cell) == "one query of a sequence"

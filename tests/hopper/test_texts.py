@@ -42,16 +42,16 @@ def lowered(texts: Texts) -> dict[str, str]:
     """The texts that the spec is lowered to, by the name of the pass."""
     found: dict[str, Module] = {}
     for name, module in stages_of(spec_of(texts)).items():
-        cut = texts.cut(module)
-        if name == FIRST or (name in PASSES and cut.warp_specialized != [*found.values()][-1].warp_specialized):
-            found[name] = cut
+        reduced = texts.reduced(module)
+        if name == FIRST or (name in PASSES and reduced.warp_specialized != [*found.values()][-1].warp_specialized):
+            found[name] = reduced
     kept = {name for step in pairwise(found) if step[1] in texts.only or not texts.only for name in (FIRST, *step)}
     return {name: texts.text(name, module) for name, module in found.items() if name in kept}
 
 
 @pytest.mark.parametrize(("texts", "before", "after"), STEPS, ids=str)
 def test_a_pass_makes_the_text_after_it(texts: Texts, before: str, after: str) -> None:
-    made = texts.cut(verify(passes_of(texts)[after].run(verify(texts.module(before)))))
+    made = texts.reduced(verify(passes_of(texts)[after].run(verify(texts.module(before)))))
     assert texts.text(after, made) == texts.files[after].read_text(encoding="utf-8")
 
 

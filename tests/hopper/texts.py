@@ -60,8 +60,8 @@ class Texts:
         """The text of a file: the module after a pass, without the portable kernels, which no pass changes."""
         return print_module(module if name == FIRST else replace(module, kernels=()))
 
-    def cut(self, module: Module) -> Module:
-        """A module with the kernel, its portable kernels and their schedules alone."""
+    def reduced(self, module: Module) -> Module:
+        """A module with only the kernel, its portable kernels and their schedules."""
 
         def rows_of(name: str, rows: Rows) -> Rows:
             return rows if name == self.kernel else tuple(r for r in rows if getattr(r, "backend", "") != HOPPER.name)

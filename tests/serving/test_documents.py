@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.builders.programs import alone
+from attngen.builders.programs import program_module
 from attngen.conformance.kv_cache import POISON, CacheCase, Call, make_call, run_cache_case
 from attngen.errors import BuildError, VerifyError
 from attngen.interp.host import execute_host
@@ -77,7 +77,7 @@ def _found(
     program: str, ids: torch.Tensor, lengths: list[int], n_q: int, new: int, tile: int
 ) -> dict[str, torch.Tensor]:
     """Return the results of a program, by name, computed on NumPy."""
-    module = alone(program)
+    module = program_module(program)
     given = {"DOCUMENT_IDS": ids.numpy(), "CACHE_SEQLENS": torch.tensor(lengths).int().numpy(), "Nq": n_q, "Nn": new}
     results = execute_host(module, module.hosts[0], given, {"BLOCK_Q": tile, "BLOCK_KV": tile})
     return {name.lower(): torch.from_numpy(x) for name, x in results.items()}

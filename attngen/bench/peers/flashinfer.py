@@ -25,11 +25,11 @@ def flashinfer_cannot(cell: Cell) -> str:
     if not importable("flashinfer"):
         return "not installed"
     if not cell.page:
-        return "here over pages alone"
+        return "here only with pages"
     if cell.n_q > 1:
         return "one query of a sequence"
     if cell.spec.rope and (cell.spec.score or not isinstance(mask, (Causal, NoMask))):
-        return "over latents no window and no score modifier"
+        return "with latents, no window and no score modifier"
     if not isinstance(mask, NoMask) and not (
         isinstance(mask, (Causal, SlidingWindow)) and mask.align == "bottom_right"
     ):

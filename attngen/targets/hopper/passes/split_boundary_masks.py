@@ -60,7 +60,7 @@ def _parts(module: Module, kernel: Kernel, op: Mask) -> list[Mask]:
     data = data_of(kernel, op)
     # `x < min(a, b)` is one comparison, and so one part.
     parts = sorted(sympy.And.make_args(op.where), key=sympy.default_sort_key)
-    bounds = {part: cut for part in parts if (cut := unswitch_condition(part, data)) is not None}
+    bounds = {part: condition for part in parts if (condition := unswitch_condition(part, data)) is not None}
     others = [part for part in parts if part not in bounds]
     inseparable = not bounds or (not others and len(set(bounds.values())) == 1)  # no part can be skipped by itself
     if (
@@ -76,7 +76,7 @@ def _in_pieces(op: Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[Mas
     """Make a mask for each piece of the condition, in sequence. pieces: pairs (condition, unswitch condition or None).
     The piece without one reads data, so it keeps the mask's `known`."""
     made: list[Mask] = []
-    for number, (where, cut) in enumerate(pieces, 1):
+    for number, (where, condition) in enumerate(pieces, 1):
         name, value = op.name if number == len(pieces) else f"{op.name}_{number}", made[-1].name if made else op.value
         uses = tuple((n, ref) for n, ref in op.uses if n in symbol_names(where))
         made.append(
@@ -86,8 +86,8 @@ def _in_pieces(op: Mask, pieces: Sequence[tuple[Bool, Bool | None]]) -> list[Mas
                 value=value,
                 where=where,
                 uses=uses,
-                known=() if cut is not None else op.known,
-                unswitch=cut,
+                known=() if condition is not None else op.known,
+                unswitch=condition,
             )
         )
     return made
