@@ -149,7 +149,7 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         "temperature",
         lambda a: {"temperature": a["temperature"][:, None]},
         ValueError,
-        "temperature has shape [2, 1]; expected [2]: what ",
+        "temperature has shape [2, 1]; expected [2]: the temperature ",
     ),
     (
         "relative",
@@ -173,7 +173,7 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         "dense",
         lambda a: {"bias": a["bias"][:, :3]},
         ValueError,
-        "bias has shape [1, 3, 40, 50]; expected [1 or 2, 1 or 4, 40, 50]: what is added",
+        "bias has shape [1, 3, 40, 50]; expected [1 or 2, 1 or 4, 40, 50]: the bias added",
     ),
     (
         "dense",
@@ -185,7 +185,7 @@ WRONG: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], str]] 
         "dense",
         lambda a: {"bias": a["bias"][:, :, :1]},
         ValueError,
-        "bias has shape [1, 4, 1, 50]; expected [1 or 2, 1 or 4, 40, 50]: what is",
+        "bias has shape [1, 4, 1, 50]; expected [1 or 2, 1 or 4, 40, 50]: the bias",
     ),
     ("dense", lambda a: {"bias": a["bias"][0]}, ValueError, "bias has shape [4, 40, 50]; expected ["),
     (

@@ -24,7 +24,7 @@ class DenseBias(Score):
                 "bias",
                 "T",
                 ("B", "Hq", "Nq", "Nk"),
-                "what is added to the scores",
+                "the bias added to the scores",
                 ("grad",) * self.learnable + ("broadcast",),
             ),
         )

@@ -29,7 +29,13 @@ class RelativeBias(Score):
     def inputs(self) -> tuple[Input, ...]:
         shape = ("Hq", str(2 * self.max_distance + 1))
         return (
-            Input("relative_bias", "f32", shape, "what is added, by head and distance", ("grad",) * self.learnable),
+            Input(
+                "relative_bias",
+                "f32",
+                shape,
+                "the bias added to the scores, by head and distance",
+                ("grad",) * self.learnable,
+            ),
         )
 
     def reads(self) -> tuple[Read, ...]:

@@ -21,7 +21,13 @@ class Temperature(Score):
 
     def inputs(self) -> tuple[Input, ...]:
         return (
-            Input("temperature", "f32", ("Hq",), "what each head's scores are divided by", ("grad",) * self.learnable),
+            Input(
+                "temperature",
+                "f32",
+                ("Hq",),
+                "the temperature that divides each head's scores",
+                ("grad",) * self.learnable,
+            ),
         )
 
     def expression(self) -> Expr:
