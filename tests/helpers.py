@@ -144,7 +144,7 @@ def target(name: str) -> Module:
 
 def portable(name: str) -> Module:
     """The same without warp-specialized kernels, which would have to be edited with those that they stand in for, and
-    without kernels that run warp-specialized alone."""
+    without kernels that exist only warp-specialized."""
     whole = target(name)
     module = without(
         replace(whole, warp_specialized=()), {kernel.name for kernel in whole.kernels if kernel.adds_in_order}
@@ -233,8 +233,9 @@ kernel @fwd grid(q in cdiv(Nq, BLOCK_Q))
     yield values(sum=%next)
 """
 
-# The same by programs that walk over the keys, and rewrite the sums of queries for each of their tiles.
-WALKS = """
+# The same in FlashAttention-1's loop order (kv_outer): programs loop over keys, and for each tile of them over queries,
+# whose sums they load and store.
+KV_OUTER = """
 kernel @fwd grid(h in Hq)
   block @entry
     %Q = arg in : T[Hq, Nq, D_QK] @?

@@ -102,7 +102,7 @@ def test_no_call_spoils_the_guards_of_others(device: str) -> None:
     assert len(rules.guards) == 1
 
 
-def test_shapes_strides_and_alignment_are_told_apart(device: str) -> None:
+def test_shapes_strides_and_alignment_are_distinguished(device: str) -> None:
     """Calls of several kinds, one after another, give the same results."""
     module = built(NAME)
     storage = torch.randn(3, 2 * 20 * 64 + 1, device=device, dtype=torch.float16)

@@ -67,7 +67,7 @@ def test_bf16(device: str) -> None:
 
 
 @pytest.mark.share(16)
-def test_tangents_of_16_bits_do_not_overflow_beside_fp32(device: str) -> None:
+def test_tangents_of_16_bits_do_not_overflow_in_a_module_with_fp32(device: str) -> None:
     """A small weight times a large tangent does not overflow, before and after its cast to fp16."""
     spec = make_spec({"name": "both", "head_dim": 32, "dtype": ["fp16", "fp32"]})
     q, k, v = (x.half() for x in torch.randn(3, 1, 1, 512, 32, generator=torch.Generator().manual_seed(0)).to(device))

@@ -90,7 +90,7 @@ IR_MISTAKES = {
         "    producer_load %Q_pipeline %Q[b, h, q, d_qk]\n    producer_load %K_pipeline",
         "can wait for ever",
     ),
-    "a drain too early": (
+    "a producer_tail too early": (
         "    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) cls(full)\n",
         (
             "    producer_tail %K_pipeline\n    %copy_keys_full = loop kv ranges(0 .. kv_full_end) body(@copy) "

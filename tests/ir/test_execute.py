@@ -27,7 +27,7 @@ from attngen.transforms.insert_cta_barriers import InsertCtaBarriers
 from attngen.transforms.simplify import Simplify
 from attngen.transforms.split_loops import SplitLoops
 from attngen.transforms.use_block_lists import UseBlockLists
-from tests.helpers import ROOT, SMALL, WALKS, built, edit, unverified
+from tests.helpers import KV_OUTER, ROOT, SMALL, built, edit, unverified
 from tests.test_dropout import ANSWERS
 
 RANDOM = np.random.default_rng(0)
@@ -126,7 +126,9 @@ def test_a_kernel_gives_the_same_in_every_phase(passes: tuple[object, ...], n_q:
 )
 def test_a_kv_outer_program_accumulates_in_memory(passes: tuple[object, ...]) -> None:
     q, k, sums = RANDOM.standard_normal((2, 10, 16)), RANDOM.standard_normal((2, 19, 16)), np.zeros((2, 10, 16))
-    run(lowered(edit(WALKS, HIDDEN_IS_ZERO), *passes), {"Q": q, "K": k, "O_ACC": sums}, {"Hq": 2, "Nq": 10, "Nk": 19})
+    run(
+        lowered(edit(KV_OUTER, HIDDEN_IS_ZERO), *passes), {"Q": q, "K": k, "O_ACC": sums}, {"Hq": 2, "Nq": 10, "Nk": 19}
+    )
     np.testing.assert_allclose(sums, q @ k.swapaxes(1, 2) @ k, rtol=1e-12, atol=1e-12)
 
 

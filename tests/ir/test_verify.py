@@ -15,7 +15,7 @@ from attngen.ir.printer import print_module
 from attngen.lowering.pipeline import lower
 from attngen.spec import make_spec
 from attngen.verify import rules, verify
-from tests.helpers import WALKS, edit, lowered, portable, target, unverified
+from tests.helpers import KV_OUTER, edit, lowered, portable, target, unverified
 from tests.ir.broken_rules import access, launches, loops, meaning, structure
 
 RULES = rules("triton")
@@ -162,7 +162,7 @@ def test_wrong_extremes_of_unsorted_rows_are_refused(old, new):
 
 
 def test_a_kv_outer_kernel_that_does_not_mask_keys_past_the_end_is_refused():
-    made = unverified(edit(WALKS, ("where(kv_idx < Nk)", "where(kv_idx < Nk + 5)")))
+    made = unverified(edit(KV_OUTER, ("where(kv_idx < Nk)", "where(kv_idx < Nk + 5)")))
     (reason,) = RULES["target"]["out-of-bounds-keys"](made, made.kernels[0])
     assert reason.startswith("no mask in @step hides the keys from Nk on")
 

@@ -172,29 +172,29 @@ def test_queries_may_have_any_layout(name: str) -> None:
         call = make_call(spec(name), CacheCase(*heads, n_q, (5, 170), 0, 192, page), torch.float16, DEVICE)
         attend = built(name).attention.with_kvcache
         whole = attend(call.q, *call.caches, **call.arguments)
-        apart = torch.zeros(2, heads[0], n_q, call.q.shape[3] + 16, dtype=call.q.dtype, device=DEVICE)[
+        strided = torch.zeros(2, heads[0], n_q, call.q.shape[3] + 16, dtype=call.q.dtype, device=DEVICE)[
             ..., : call.q.shape[3]
         ]
-        for q in (call.q.transpose(1, 2).contiguous().transpose(1, 2), apart.copy_(call.q)):
+        for q in (call.q.transpose(1, 2).contiguous().transpose(1, 2), strided.copy_(call.q)):
             assert torch.equal(attend(q, *call.caches, **call.arguments), whole), f"{n_q} queries, strides {q.stride()}"
 
 
 FAR = 2**32  # bytes, or 2**31 elements of 16 bits; neither fits in an int32
-WAYS = [
-    (name, way)
+FAR_AXES = [  # along which axis of a cache the stride is FAR
+    (name, axis)
     for name in CACHED
-    for way in (("pages",) if getattr(spec(name).cache, "page", "") else ("sequences", "rows"))
+    for axis in (("pages",) if getattr(spec(name).cache, "page", "") else ("sequences", "rows"))
 ]
 
 
-def _far(x: torch.Tensor, way: str) -> torch.Tensor:
+def _far(x: torch.Tensor, axis: str) -> torch.Tensor:
     """Return a copy of a cache in which the pages start more than FAR bytes after the first, or in which the third
     sequence, or row 256, is FAR bytes after the first."""
     shape, step, numbers = tuple(x.shape), x[0].numel(), x.shape[2:].numel()
     rows = numbers
-    if way == "pages":
+    if axis == "pages":
         shape = (FAR // (step * x.element_size()) + 1 + len(x), *shape[1:])
-    elif way == "sequences":
+    elif axis == "sequences":
         step = FAR // 2 // x.element_size()
     else:
         step, rows = numbers, FAR // 256 // x.element_size()
@@ -206,11 +206,11 @@ def _far(x: torch.Tensor, way: str) -> torch.Tensor:
     return far
 
 
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_caches_of_more_bytes_than_32_bits_count(name: str, way: str) -> None:
+@pytest.mark.parametrize(("name", "axis"), FAR_AXES)
+def test_caches_of_more_bytes_than_32_bits_count(name: str, axis: str) -> None:
     """A call that appends to such a cache and reads it gives the bits that it gives with a small one."""
     made, attend = spec(name), built(name).attention.with_kvcache
-    page = 64 if way == "pages" else 0
+    page = 64 if axis == "pages" else 0
     page = 16 if made.cache and made.cache.page == "16" else page
     heads = (4, 1) if made.rope else (4, 2)
     for n_q in (
@@ -218,10 +218,10 @@ def test_caches_of_more_bytes_than_32_bits_count(name: str, way: str) -> None:
         129 if made.rope else 40,
     ):  # few queries run the split-KV kernel, more run @prefill
         call = make_call(made, CacheCase(*heads, n_q, (5, 0, 262 - n_q), n_q, 320, page), torch.float16, DEVICE)
-        caches = [_far(x, way) for x in call.caches]
+        caches = [_far(x, axis) for x in call.caches]
         assert all(x.untyped_storage().nbytes() > FAR for x in caches)
         arguments = dict(call.arguments)
-        if way == "pages":
+        if axis == "pages":
             table = arguments["page_table"]
             arguments["page_table"] = torch.where(table < POISON, table + len(caches[0]) - len(call.caches[0]), table)
         assert torch.equal(attend(call.q, *caches, **arguments), attend(call.q, *call.caches, **call.arguments)), n_q

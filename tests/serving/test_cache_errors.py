@@ -90,7 +90,7 @@ SHARED: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] =
     "columns": lambda x: (x, x[..., 64:]),
     "heads": lambda x: (x[:, :, :2], x[:, :, 1:]),
 }
-SET_APART: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+SEPARATE: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
     "rows": lambda x: (x[:, :4], x[:, 4:8]),
     "every other row": lambda x: (x[:, ::2][:, :4], x[:, 1::2]),
     "columns": lambda x: (x, x[..., 128:]),
@@ -129,10 +129,10 @@ def test_keys_are_not_stored_in_caches_that_share_memory(how: str) -> None:
     assert _stores(*SHARED[how](x), stores=False).isfinite().all()
 
 
-@pytest.mark.parametrize("how", SET_APART)
+@pytest.mark.parametrize("how", SEPARATE)
 def test_keys_are_stored_in_caches_of_one_buffer(how: str) -> None:
     x = torch.zeros(3, 9, 3, 256, dtype=torch.float16, device=DEVICE)
-    k_cache, v_cache = SET_APART[how](x)
+    k_cache, v_cache = SEPARATE[how](x)
     for _ in range(2):  # the second call skips checks
         _stores(k_cache, v_cache)
     assert all(bool(x[b, (0, 1, 3)[b], :, :128].any()) for x in (k_cache, v_cache) for b in range(3))

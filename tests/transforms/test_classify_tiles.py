@@ -9,7 +9,7 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.transforms.classify_tiles import ClassifyTiles
 from attngen.verify import verify
-from tests.helpers import SMALL, WALKS, changes, edit, module, unverified
+from tests.helpers import KV_OUTER, SMALL, changes, edit, module, unverified
 
 LOOP = "%keys = loop kv ranges(0 .. cdiv(Nk, BLOCK_KV)) carry(sum=%zero) body(@step)"
 TILES = {  # mask: "visible start; full start; full end; visible end"
@@ -40,7 +40,7 @@ def test_a_kv_outer_program_masks_the_last_keys():
     scores."""
     loop = "%queries = loop q ranges(0 .. cdiv(Nq, BLOCK_Q)) body(@step)"
     tiles = "0; 0; select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0); cdiv(Nq, BLOCK_Q)"
-    assert changes(ClassifyTiles(), module(WALKS)) == [f"- {loop}", f"+ {loop} tiles({tiles})"]
+    assert changes(ClassifyTiles(), module(KV_OUTER)) == [f"- {loop}", f"+ {loop} tiles({tiles})"]
 
 
 def test_facts_about_an_opaque_mask_bound_its_tiles():

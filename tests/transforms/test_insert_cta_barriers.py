@@ -10,9 +10,9 @@ from attngen.ir.printer import print_module
 from attngen.transforms.insert_cta_barriers import InsertCtaBarriers
 from attngen.verify import verify
 from attngen.verify.updates import rewrites
-from tests.helpers import SMALL, WALKS, changes, edit, lowered, module, target, unverified
+from tests.helpers import KV_OUTER, SMALL, changes, edit, lowered, module, target, unverified
 
-SPLIT = edit(WALKS, ("body(@step)", "body(@step) cls(partial)"))
+SPLIT = edit(KV_OUTER, ("body(@step)", "body(@step) cls(partial)"))
 
 
 def test_a_loop_that_rewrites_tiles_follows_a_barrier():
@@ -57,6 +57,6 @@ def test_without_a_barrier_a_kernel_is_refused():
     ],
 )
 def test_a_tensor_is_rewritten_at_one_index_in_one_loop(old, new, reason):
-    made = unverified(edit(WALKS, (old, new)))
+    made = unverified(edit(KV_OUTER, (old, new)))
     (found,) = rewrites(made, made.kernels[0])
     assert found.startswith(reason)

@@ -7,7 +7,7 @@ import pytest
 from attngen.errors import VerifyError
 from attngen.transforms.split_loops import SplitLoops
 from attngen.verify import verify
-from tests.helpers import SMALL, WALKS, changes, edit, lowered, module
+from tests.helpers import KV_OUTER, SMALL, changes, edit, lowered, module
 
 FULL = "%keys_full = loop kv ranges(0 .. kv_full_end) carry(sum=%zero) body(@step) cls(full)"
 PARTIAL = "%keys_partial = loop kv ranges(kv_full_end .. kv_end) carry(sum=%keys_full.sum) body(@step) cls(partial)"
@@ -65,7 +65,7 @@ def test_a_loop_that_is_not_over_tiles_is_unchanged():
 
 def test_the_bounds_of_an_inner_loop_are_in_the_outer_loop():
     tiles = "0; 0; select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0); cdiv(Nq, BLOCK_Q)"
-    before = module(edit(WALKS, ("body(@step)", f"body(@step) tiles({tiles})")))
+    before = module(edit(KV_OUTER, ("body(@step)", f"body(@step) tiles({tiles})")))
     assert [line for line in changes(SplitLoops(), before) if line[0] == "+"] == [
         "+ %q_end = map expr(cdiv(Nq, BLOCK_Q)) : i32[] @?",
         "+ %q_full_end = map expr(select(BLOCK_KV + kv_start <= Nk, (Nq // BLOCK_Q), 0)) : i32[] @?",
@@ -73,7 +73,7 @@ def test_the_bounds_of_an_inner_loop_are_in_the_outer_loop():
         "+ %queries_partial = loop q ranges(q_full_end .. q_end) body(@step) cls(partial)",
     ]
     # With these bounds, the zeros past the last key would count as scores.
-    wrong = module(edit(WALKS, ("body(@step)", "body(@step) tiles(0; 0; Nq // BLOCK_Q; cdiv(Nq, BLOCK_Q))")))
+    wrong = module(edit(KV_OUTER, ("body(@step)", "body(@step) tiles(0; 0; Nq // BLOCK_Q; cdiv(Nq, BLOCK_Q))")))
     with pytest.raises(VerifyError, match="rule `full-is-proven`: .*proven"):
         verify(SplitLoops().run(wrong))
 

@@ -127,7 +127,7 @@ def compiled_cell(found: dict[str, Any]) -> str:
     for key, text in (
         ("more", "need more than predicted"),
         ("less", "need less"),
-        ("unfit", "do not fit"),
+        ("do_not_fit", "do not fit"),
         ("failed", "do not compile"),
     ):
         parts += [f"{len(found[key])} {text}"] if found[key] else []

@@ -37,7 +37,7 @@ def of_target(work: list[tuple[Module, Kernel, Config]], reports: list[CompileRe
     `more` and `less` have the bytes predicted and reported. `less` has kernels that need less by more than TOLERANCE
     without a reason in the report.
     """
-    found: dict[str, Any] = {"kernels": len(work), "spill": {}, "more": {}, "less": {}, "unfit": {}, "failed": {}}
+    found: dict[str, Any] = {"kernels": len(work), "spill": {}, "more": {}, "less": {}, "do_not_fit": {}, "failed": {}}
     for (module, kernel, config), report in zip(work, reports):
         name, predicted = f"{module.name} {schedule_key(module, kernel, config)}", sram_bytes(module, kernel, config)
         if isinstance(report, str):
@@ -49,7 +49,7 @@ def of_target(work: list[tuple[Module, Kernel, Config]], reports: list[CompileRe
         if report.shared_bytes > predicted:
             found["more"][name] = pair
         if report.shared_bytes > CLASSES[config.device].smem_per_block:
-            found["unfit"][name] = pair
+            found["do_not_fit"][name] = pair
         if predicted > TOLERANCE * report.shared_bytes and not reason(module, kernel, config, report):
             found["less"][name] = pair
     return found

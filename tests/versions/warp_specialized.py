@@ -26,7 +26,7 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
     unset: a uniform register is read on a path that has not written it.
     bare: fewer exponentials overlap a wgmma than the ops say.
     """
-    found: dict[str, Any] = {"kernels": 0, "spill": {}, "more": {}, "less": {}, "unfit": {}, "failed": {}}
+    found: dict[str, Any] = {"kernels": 0, "spill": {}, "more": {}, "less": {}, "do_not_fit": {}, "failed": {}}
     found |= {"serialised": [], "reused": [], "unset": [], "bare": []}
     asked = [
         (lowered(name), kernel, config)
@@ -48,7 +48,7 @@ def findings(names: list[str] | None = None, workers: int = 1) -> dict[str, Any]
             continue
         predicted, code = HOPPER.resources.sram_bytes(module, kernel, config), report.machine or {}
         sizes = {"more": report.shared_bytes > predicted, "less": report.shared_bytes < predicted}
-        sizes["unfit"] = report.shared_bytes > CLASSES[config.device].smem_per_block
+        sizes["do_not_fit"] = report.shared_bytes > CLASSES[config.device].smem_per_block
         for key, is_so in sizes.items():
             found[key] |= {name: [predicted, report.shared_bytes]} if is_so else {}
         found["spill"] |= {name: report.spilled_bytes} if report.spilled_bytes else {}
