@@ -68,7 +68,7 @@ WRAPPERS = [n for n in SPECS if spec(n).trains and (CUDA or n not in SMALLER)]
 
 
 def _kind(name: str) -> tuple[object, ...]:
-    """What the code of a wrapper depends on, but for numbers."""
+    """What the code of a wrapper depends on, except numbers."""
     s = spec(name)
     return s.heads, s.schedule.order, s.dtype, s.dropout, s.inputs(), s.derived(), s.mask.blocks() is not None
 

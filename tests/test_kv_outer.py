@@ -34,8 +34,8 @@ def test_against_naive(name: str, seed: int, device: str, tmp_path: Path) -> Non
     """Results are right where tiles of keys and queries pass the end, for rows that see no key, and wherever the first
     key of a row is in its tile."""
     spec = make_spec(
-        {"name": "walks", "head_dim": 32, "dtype": ["fp16"], "schedule": {"order": "kv_outer"}, **VARIANTS[name]}
+        {"name": "kv_outer", "head_dim": 32, "dtype": ["fp16"], "schedule": {"order": "kv_outer"}, **VARIANTS[name]}
     )
-    module, case = module_of(spec, tmp_path / "walks"), Case(1, *heads_for(spec, 2), 130, 70, "bnhd")
+    module, case = module_of(spec, tmp_path / "kv_outer"), Case(1, *heads_for(spec, 2), 130, 70, "bnhd")
     result = run_case(module, spec, case, "fp16", device, seed)
     assert result.ok, str(result)

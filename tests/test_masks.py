@@ -133,11 +133,11 @@ TRICKY: dict[str, dict[str, Any]] = {
     ),
     "a real number in a mask": masked("kv_idx < q_idx + far", far={"scalar": "float"}),
     "a function in a mask": masked("tanh(w[b, kv_idx]) > 0.0 or kv_idx <= sqrt(q_len)", w=tensor("B", "Nk")),
-    "integers beside reals": scored("s - 0.1 * abs(q_idx - kv_idx + n - q_len)", n=INT),
+    "integers and reals": scored("s - 0.1 * abs(q_idx - kv_idx + n - q_len)", n=INT),
     "rows before sequences": scored(
         "s * w[q_idx, b] + u[kv_idx, b]", w=tensor("Nq", "B", grad=True), u=tensor("Nk", "B")
     ),
-    "places from the end alone": masked("t[-1 - kv_idx] > 0 or t[kv_idx - kv_len] > 5", t=tensor("Nk", **WHOLE)),
+    "only places from the end": masked("t[-1 - kv_idx] > 0 or t[kv_idx - kv_len] > 5", t=tensor("Nk", **WHOLE)),
     "names of the wrapper's loops": masked(
         "x[kv_idx] > 0 and name <= width[b] and seen[h, q_idx] <= shape[kv_idx] + rows",
         x=tensor("Nk", **WHOLE),

@@ -117,7 +117,7 @@ class Drawn:
         self.chance, self.score = chance, score
         self.first = first  # the function or operator to use first
         self.let: dict[str, str] = {}
-        self.turns: list[str] = []
+        self.iterators: list[str] = []
         self.steps = 0  # number of enclosing conditions and rounding functions, which have no gradient
 
     def data(self, text: str) -> Data:
@@ -160,7 +160,7 @@ class Drawn:
     def whole(self, depth: int) -> str:
         if not depth:
             places = ["q_idx", "kv_idx", "q_idx - kv_idx", "q_pos", "q_len", "kv_len", "b", "h", "hkv"]
-            return self.chance.choice([*places, *WHOLE_READS, *self.turns, str(self.chance.randint(0, 9))])
+            return self.chance.choice([*places, *WHOLE_READS, *self.iterators, str(self.chance.randint(0, 9))])
         if self.asks(WHOLE_NUMBERS, 0.5):
             return self.named(self.function(self.pick(WHOLE_NUMBERS), self.whole, depth))
         sign = self.pick([*WHOLE_SIGNS, "+", "-", "*", "**", "["])
@@ -209,11 +209,11 @@ class Drawn:
         """Return a call whose first argument has the full remaining depth."""
         below = depth - 1
         if name in (*CONDITIONS, "sum"):
-            turn = f"i{depth}{len(self.turns)}"
-            self.turns.append(turn)
+            index = f"i{depth}{len(self.iterators)}"
+            self.iterators.append(index)
             each = part(below)
-            self.turns.pop()
-            return f"{name}({turn}, {self.chance.randint(1, 4)}, {each})"
+            self.iterators.pop()
+            return f"{name}({index}, {self.chance.randint(1, 4)}, {each})"
         if name == "where":
             return f"where({self.condition(below)}, {part(below)}, {part(self.chance.randrange(depth))})"
         if name in ROUNDED:
@@ -231,7 +231,7 @@ class Drawn:
 
     def named(self, text: str) -> str:
         """Return the text, or sometimes the name of a new part with this text."""
-        if self.turns or self.chance.random() > 0.1:
+        if self.iterators or self.chance.random() > 0.1:
             return text
         name = f"named{len(self.let)}"
         self.let[name] = text

@@ -90,7 +90,7 @@ def _score_gradients(b: KernelBuilder, kept: str, factor: Any, sums_input_gradie
     dscore, which is returned. With a gradient of the entropy, delta also includes its part of each score.
     """
     subtrahend = (
-        b.compute("pull", symbol("delta") + symbol("dentropy2") * symbol("log2_p"))
+        b.compute("delta_sum", symbol("delta") + symbol("dentropy2") * symbol("log2_p"))
         if "dentropy2" in b.types
         else "delta"
     )

@@ -185,7 +185,7 @@ def _launch_by_key(b: HostBuilder, module: Module) -> None:
     """FlashAttention-1's loop order: one kernel loops over the keys and rewrites sums of dQ."""
     b.branch("By_rows", "statistics", of=("O",))
     b.launch("delta", "statistics")
-    b.branch("Walked", "keys", of=("dQ", "dK"))
+    b.branch("By_keys", "keys", of=("dQ", "dK"))
     b.alloc("DQ_ACC", "keys", like=None, fill=sympy.Integer(0))
     b.launch("bwd", "keys")
     b.branch("Ended", "queries", "keys", of=("dQ",))

@@ -66,7 +66,7 @@ def traffic(kernel: Kernel, size: Callable[[Type], Expr], times: Callable[[str],
     return loads_and_stores(kernel, size, times).total
 
 
-def _walked(kernel: Kernel) -> set[str]:
+def _once_per_program_tile(kernel: Kernel) -> set[str]:
     """Names of the blocks that run once for each program tile."""
     return {"entry", *(loop.body for loop in kernel.loops if loop.var == kernel.program_axis)}
 
@@ -87,7 +87,9 @@ def l2_bytes(kernel: Kernel) -> Traffic:
     """
     program = _heads(kernel) * program_tiles(kernel)
     tiles = heads(kernel) * cdiv(symbol("Nq"), symbol("BLOCK_Q")) if kernel.prepares else TILES * repeats(kernel)
-    return loads_and_stores(kernel, tile_bytes, lambda block: program if block in _walked(kernel) else tiles)
+    return loads_and_stores(
+        kernel, tile_bytes, lambda block: program if block in _once_per_program_tile(kernel) else tiles
+    )
 
 
 def hbm_bytes(kernel: Kernel) -> Expr:
@@ -115,7 +117,7 @@ def dram_bytes(kernel: Kernel) -> Traffic:
     kept, streamed = [sympy.Integer(0)] * 2, [sympy.Integer(0)] * 2
     once: dict[str, tuple[Expr, Expr]] = {}
     for block, op, read, written in _moves(kernel, tile_bytes):
-        if block in _walked(kernel):
+        if block in _once_per_program_tile(kernel):
             kept = [kept[0] + owned * read, kept[1] + owned * written]
             continue
         visits = TILES * repeats(kernel)

@@ -314,7 +314,7 @@ OF_OUTPUTS |= {
     "tentropy_out",
     "terms_sum",
 }
-OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "pull", "terms"}
+OF_OUTPUTS |= {"results", "some", "grad_entropy", "dentropy", "dentropy2", "log2_p", "delta_sum", "terms"}
 OF_OUTPUTS |= {"mass", "mass_init", "mass_next"}
 OF_OUTPUTS |= {"e", "e_init", "e_next", "e_tile", "e_sink", "e_all", "grown", "grown_all", "log2_sink"}
 # Further names, in kernels and functions, in modules with a cache.

@@ -1,4 +1,4 @@
-"""Evaluates mask and score expressions in eager PyTorch: an oracle that walks Python's tree, independent of sympy.
+"""Evaluates mask and score expressions in eager PyTorch: an oracle that evaluates Python's tree, independent of sympy.
 
 Integers are int64 and reals are `dtype`; numbers in the expression stay Python's until they meet a tensor. In a read, a
 negative index counts from the end of its dimension; a read that is still outside gives 0 (false).
@@ -81,17 +81,17 @@ def evaluate(
         names["s"] = s.to(device, dtype)
     for name, param in expression.params:
         names[name] = param.value if param.value is not None else _given(param, values[name], device, dtype)
-    walk = _Walk(names, device, dtype)
+    evaluator = _Evaluator(names, device, dtype)
     for name, tree in expression.let.items():
-        names[name] = walk.value(tree.body)
-    value = walk.value(expression.tree.body)
+        names[name] = evaluator.value(tree.body)
+    value = evaluator.value(expression.tree.body)
     is_condition = isinstance(value, bool) or isinstance(value, torch.Tensor) and value.dtype == torch.bool
     return _tensor(value, device, torch.bool if is_condition else dtype)
 
 
 def value_of(tree: ast.expr, names: Mapping[str, torch.Tensor]) -> torch.Tensor | bool | int | float:
     """The value of a tree over named integer tensors, which broadcast. Raises KeyError for any other name."""
-    found: torch.Tensor | bool | int | float = _Walk(dict(names), "cpu", torch.float64).value(tree)
+    found: torch.Tensor | bool | int | float = _Evaluator(dict(names), "cpu", torch.float64).value(tree)
     return found
 
 
@@ -116,7 +116,7 @@ def _is_real(value: Any) -> bool:
     return value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)
 
 
-class _Walk:
+class _Evaluator:
     """Values of trees: Python's bool, int and float for constants, else tensors."""
 
     def __init__(self, names: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> None:

@@ -62,12 +62,12 @@ def _indexed(letter: str, index: str) -> Markup:
 
 
 class MathML(Printer):
-    """A printer of expressions that collects their symbols in `met`. Unknown functions become name(arguments); other
+    """A printer of expressions that collects their symbols in `used`. Unknown functions become name(arguments); other
     unknown expressions become text."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.met: set[str] = set()
+        self.used: set[str] = set()
 
     def math(self, e: Any) -> Markup:
         """Return the expression as <math> elements, between which lines may break: before the terms of sums and
@@ -151,7 +151,7 @@ class MathML(Printer):
         if name in _CONSTANTS:
             function, index, argument = _CONSTANTS[name]
             return _fenced(_indexed(function, index), _SPACE, element("mn" if argument.isdigit() else "mi", argument))
-        self.met.add(name)
+        self.used.add(name)
         letter, index, _ = SYMBOLS.get(name, (name, "", ""))
         return _indexed(letter, index)
 

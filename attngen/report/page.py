@@ -250,8 +250,8 @@ def _legend(logical: Module, module: Module, typeset: MathML) -> list[tuple[Mark
     meanings |= {name: f"computed by {d.function} before the kernels run" for d in module.derived for name in d.names}
     ops = (op for m in (logical, module) for kernel in m.kernels for op in kernel.ops())
     defined = {op.name for op in ops if isinstance(op, (Map, ListPosition))}
-    order = [*meanings, *sorted(typeset.met - set(meanings))]
-    used = [name for name in order if name in typeset.met and name not in defined]
+    order = [*meanings, *sorted(typeset.used - set(meanings))]
+    used = [name for name in order if name in typeset.used and name not in defined]
     return [
         (typeset.math(symbol(name)), name, meanings.get(name, "a number that the kernel reads or computes"))
         for name in used

@@ -48,7 +48,7 @@ from attngen.ir.printer import print_module
 from attngen.tiles.sizes import elements, tile_bytes
 from attngen.tiles.tiles import count_tiles, runs, tile_loops
 from attngen.verify import verify
-from tests.cost.walk import Launch
+from tests.cost.counts import Launch
 from tests.helpers import SPECS, edit, target
 
 # ---------------------------------------------------------------------------------------------- counts and runs

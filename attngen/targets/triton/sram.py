@@ -272,8 +272,8 @@ def is_rewritten(kernel: Kernel, op: Load) -> bool:
 
 def in_loop(kernel: Kernel, op: Op) -> bool:
     """True if an op runs once per loop tile, not once per program tile."""
-    walked = {loop.body for loop in kernel.loops if loop.var == kernel.program_axis}
-    return bool(kernel.graph.nodes[op.name]["block"] not in ("entry", *walked))
+    over_program_tiles = {loop.body for loop in kernel.loops if loop.var == kernel.program_axis}
+    return bool(kernel.graph.nodes[op.name]["block"] not in ("entry", *over_program_tiles))
 
 
 def sram_bytes(module: Module, kernel: Kernel, config: Config) -> int:
