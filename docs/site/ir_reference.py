@@ -23,7 +23,7 @@ from attngen.ir.core import Access, Block, Op, Type, WarpGroup
 from attngen.ir.grid import GridAxis, KVSplit
 from attngen.ir.host import HOST_OPS, Host
 from attngen.ir.kernel import Kernel
-from attngen.ir.module import Blocks, Cache, Config, Derived, Input, Learned, Meaning, Module, Read
+from attngen.ir.module import Blocks, Cache, Config, Derived, Input, InputGradient, Meaning, Module, Read
 from attngen.ir.ops import OPS
 from attngen.ir.pipe import PIPE_OPS
 from attngen.lowering.pipeline import passes
@@ -34,7 +34,7 @@ from docs.site.committed import ROOT
 from docs.site.pages import rendered
 
 STRUCTURES: dict[str, tuple[type, ...]] = {
-    "The module and its header": (Module, Input, Derived, Learned, Read, Meaning, Blocks, Cache),
+    "The module and its header": (Module, Input, Derived, InputGradient, Read, Meaning, Blocks, Cache),
     "Kernels and host programs": (Kernel, GridAxis, KVSplit, Host, Block, WarpGroup),
     "Types and accesses": (Type, Access),
     "Schedules": (Config,),
