@@ -29,7 +29,7 @@ def build(
     """Compile specs to Triton modules.
 
     Each gets a folder with __init__.py, kernels.py, schedule.ir and report.json. All specs are compiled before anything
-    is written, so if one is wrong, no file changes; every wrong one is named.
+    is written: if a spec is wrong, no file changes. Each wrong spec is named.
 
     \b
     attngen build specs/causal_mqa.yaml               writes generated/causal_mqa/

@@ -50,8 +50,8 @@ def exact_tangents(
     of_lse: float,
     whole: bool,
 ) -> tuple[dict[str, torch.Tensor], ...]:
-    """Return the tangents of naive attention in fp64, the errors by the rounding of the stored output, and the errors
-    by the stored LSE and by rounded operands.
+    """Return three sets of tangents in fp64: those of naive attention, the errors that come from rounding the stored
+    output, and the errors that come from the stored LSE and from rounding operands.
 
     tO = P tV + (P * tS) V - tLSE * O, where tS is the tangent of the scores. If a query sees few keys the last two
     terms cancel, and the rounding of the stored output and of P * tS to the dtype of V remains. P is recomputed from
@@ -91,7 +91,7 @@ def _slices(q: torch.Tensor, k: torch.Tensor, whole: bool) -> Iterator[slice]:
 
 
 def _rows_of(at: slice, mask: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the rows of a mask, which has one row if it is the same for all queries, and of the factors of dropout."""
+    """Return the rows `at` of a mask and of the factors of dropout. A mask that all queries share has one row."""
     return mask[:, :, at] if mask.shape[2] > 1 else mask, None if weight is None else weight[:, :, at]
 
 
@@ -140,8 +140,8 @@ def exact(
 def _upstream(
     smooth: tuple[torch.Tensor, ...], grads: list[torch.Tensor], dtype: torch.dtype, operand: float, of_lse: float
 ) -> tuple[Sequence[torch.Tensor], ...]:
-    """Return three sets of gradients of the results: the exact ones, and those whose effect on the inputs' gradients is
-    the error by delta and the error by the LSE.
+    """Return three sets of gradients of the results. The first are exact. The second and third change the inputs'
+    gradients by the error that delta causes, and by the error that the LSE causes.
 
     dS = P (dP - delta) with delta = rowsum(O dO). A FlashAttention backward computes delta from the stored O,
     separately from dP. If a query sees few keys the two cancel, and the rounding of delta remains, and that of dP by

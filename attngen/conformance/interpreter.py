@@ -45,7 +45,7 @@ def lighten() -> None:
 
 
 def _is_known(interpreter: Any) -> bool:
-    """Whether this version of Triton has the replaced parts, in the known form."""
+    """True if this version of Triton has the replaced parts, in the known form."""
     try:
         core, options = interpreter.tl.core, interpreter.interpreter_builder.options
         made = [[*inspect.signature(c.__init__).parameters] for c in (core.block_type, core.tensor)]

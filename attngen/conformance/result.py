@@ -29,10 +29,10 @@ ROW_BAR = 4.0
 class Result:
     """Errors of one case, ours and naive's in the same dtype, both against fp64.
 
-    Keys: `out lse dq dk dv` and the spec's other outputs are relative errors of whole tensors. With ` row` they are
-    errors of the worst row, relative to the norm of the row or, if larger, of a typical row (absolute for one number
-    per query, such as the LSE); these expose mistakes in few rows. `rounding` is the error of rounding: of storing the
-    exact results in the dtype, and fp32's own for the statistics.
+    A key such as `out`, `lse`, `dq` or the name of another output stands for the relative error of the whole tensor.
+    `out row` is the error of the worst row, relative to the norm of that row or, if larger, of a typical row; it
+    exposes mistakes in few rows. For tensors with one number per query, such as the LSE, it is absolute. `rounding` has
+    the errors that the exact results get when they are stored in the dtype, or in fp32 for the statistics.
     """
 
     case: Case
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is NaN, no error exceeds BAR times naive's, and no row's error exceeds ROW_BAR times."""
+        """True if nothing is NaN, no error exceeds BAR times naive's, and no row's error exceeds ROW_BAR times."""
         return self.ratio(self.worst) <= BAR and self.ratio(self.worst_row) <= ROW_BAR
 
     def __str__(self) -> str:
@@ -75,8 +75,8 @@ def rounding_of(
     changes: list[dict[str, torch.Tensor]],
     operand: float,
 ) -> dict[str, float]:
-    """Return the errors of rounding: of the exact results as they are `stored`, by the `changes` of a fused backward,
-    and of operands."""
+    """Return the errors that rounding causes: in the exact results as they are `stored`, in gradients by the `changes`
+    of a fused backward, and in operands of products."""
     single = torch.finfo(torch.float32).eps
     rounding = {
         key: max(e, single, 0.0 if key.removesuffix(" row") in OUTPUTS else operand)

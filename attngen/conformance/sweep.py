@@ -115,7 +115,7 @@ def run_job(job: Job, device: str, seed: int) -> Table:
 
 
 def _is_large(spec: Spec, case: Case | CacheCase) -> bool:
-    """Whether a case's oracle, which keeps all scores and a copy of the keys per query head, does not fit in memory
+    """True if a case's oracle, which keeps all scores and a copy of the keys per query head, does not fit in memory
     along with that of another case."""
     keys = case.q_heads * (sum(case.keys) if isinstance(case, CacheCase) else case.batch * case.n_kv)
     return case.n_q * keys >= LARGE_SCORES or spec.head_dim.qk * keys >= LARGE_KEYS
@@ -151,7 +151,7 @@ def crowded(spec: Spec, num_sms: int) -> Case:
 
 
 def repeats(module: ModuleType, spec: Spec, case: Case | CacheCase, dtype: str, device: str, seed: int) -> bool:
-    """Whether two runs give the same bits, in the forward and in the backward if there is one."""
+    """True if two runs give the same bits, in the forward and in the backward if there is one."""
     return all(torch.equal(a, b) for a, b in zip(*runs(module, spec, case, dtype, device, seed, 2)))
 
 

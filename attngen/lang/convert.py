@@ -187,7 +187,7 @@ class Builder(Reads):
         return self.made(node, "int", lambda: a.expr * by if sign == "<<" else floordiv(a.expr, by), a.constant)
 
     def _bracketed(self, node: ast.expr) -> bool:
-        """Whether a part has brackets around it in the text."""
+        """True if a part has brackets around it in the text."""
         before, after = (
             self.text[: node.col_offset + self.lead].rstrip(),
             self.text[(node.end_col_offset or 0) + self.lead :].lstrip(),

@@ -130,7 +130,7 @@ def unspecialized(spec: Spec, module: Module, tables: Mapping[str, Table] | None
     is_fused = any(kernel.adds_in_order for kernel in module.kernels)
     if spec.trains and spec.schedule.order != "kv_outer" and not is_fused:
         why = unfused(spec) or "it is not known how many programs add to a tile of dQ before each one"
-        yield f"No kernel computes all gradients in one pass: {why}."
+        yield f"There is no fused backward: {why}."
 
 
 def specialize(module: Module, kernel: str, config: Config) -> Module:

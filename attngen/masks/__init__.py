@@ -33,7 +33,7 @@ class Mask(Part):
         return None
 
     def names_blocks(self) -> bool:
-        """Whether the mask, or a part of it, names whole blocks."""
+        """True if the mask, or a part of it, names whole blocks."""
         return False
 
     def unlisted(self) -> Mask:
@@ -207,7 +207,7 @@ def union_note(mask: Mask) -> str | None:
 
 
 def _is_causal(where: Any) -> bool:
-    """Whether a condition bounds keys by the query's position."""
+    """True if a condition bounds keys by the query's position."""
     if isinstance(where, sympy.And):
         return any(map(_is_causal, where.args))
     if isinstance(where, sympy.Or):

@@ -34,7 +34,7 @@ def packed_spans(
         )
     cu_seqlens_q, cu_seqlens_kv = (
         x.cummax(0).values for x in (cu_seqlens_q, cu_seqlens_kv)
-    )  # kernels wait for one another by what rises
+    )  # kernels wait for one another in an order that needs bounds that never fall
     spans = []
     for own, other, n, side in ((cu_seqlens_q, cu_seqlens_kv, n_q, 1), (cu_seqlens_kv, cu_seqlens_q, n_kv, -1)):
         position = torch.arange(n, device=own.device, dtype=torch.int32)

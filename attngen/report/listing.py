@@ -45,7 +45,7 @@ def changes(spec: Spec, steps: list[tuple[str, Module]]) -> Iterator[Step]:
         text = print_module(module)
         diff = list(_diff(before, text.splitlines())) if i else []
         kinds = [line.cls for line in diff]
-        sentence = says.get(name, "what is computed, before anything is decided.")
+        sentence = says.get(name, "the computation, before any decision.")
         yield Step(
             name,
             sentence,

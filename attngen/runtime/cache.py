@@ -34,12 +34,12 @@ def _is_dense(x: object) -> bool:
 
 
 def _is_near(x: torch.Tensor, rows: int) -> bool:
-    """Whether kernels can read the rows of a tensor, which lie along its dimension `rows`."""
+    """True if kernels can read the rows of a tensor, which lie along its dimension `rows`."""
     return x.stride(3) == 1 and (x.stride(rows) <= MAX_ROW_STRIDE or x.shape[rows] <= 1) and not x.is_neg()
 
 
 def _repeats_elements(x: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, such as those of an expanded one; or its dimensions are not nested in
+    """True if elements of a tensor share memory, such as those of an expanded one; or its dimensions are not nested in
     memory."""
     end = 0
     for step, n in sorted((step, n) for n, step in zip(x.shape, x.stride()) if n > 1):
@@ -50,8 +50,8 @@ def _repeats_elements(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors, neither of which repeats elements, share an element. For tensors with different strides,
-    whether their first elements are the same.
+    """True if two tensors share an element. No tensor has two elements in the same place of memory. Tensors with
+    different strides count as sharing only if their first elements are the same.
 
     Elements i of x and j of y are the same if the sum of (i - j) * strides is the distance of y from x. Because
     dimensions are nested in memory, the difference along the widest dimension has two possible values, and so on.
@@ -162,7 +162,7 @@ class CacheRules:
         )
 
     def _knows(self, *tensors: Any) -> bool:
-        """Whether the tensors of a call are like those of the last valid call: in kind, sizes and strides, and with
+        """True if the tensors of a call are like those of the last valid call: in kind, sizes and strides, and with
         caches at multiples of 16 bytes that do not overlap if keys are stored. This is the fast form of `_check`."""
         like, layouts = self.last
         try:
@@ -178,7 +178,7 @@ class CacheRules:
         return not any(start % 16 for start in starts) and (between == known or abs(between) >= enough)
 
     def _knows_scales(self, scales: Tensors) -> bool:
-        """Whether factors are like those of the last valid call. One tensor may be passed for both."""
+        """True if factors are like those of the last valid call. One tensor may be passed for both."""
         try:
             return [_kind_of(x) for x in scales] == self.last_scales
         except (AttributeError, TypeError, RuntimeError):

@@ -35,12 +35,12 @@ def kind(x: object) -> str:
 
 
 def is_watched() -> bool:
-    """Whether a compiler, a tracer, a transform or a dispatch mode sees calls."""
+    """True if a compiler, a tracer, a transform or a dispatch mode sees calls."""
     return torch.compiler.is_compiling() or is_tracing() or transforms_are_active() or bool(dispatch_modes())
 
 
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether none of the three is of a tensor subclass (except Parameter), and nothing but autograd sees the call."""
+    """True if none of the three is of a tensor subclass (except Parameter), and nothing but autograd sees the call."""
     return type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not is_watched()
 
 

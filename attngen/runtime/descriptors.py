@@ -26,7 +26,8 @@ def laid_out(descriptor: Any) -> Any:
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int = 0, gluon: bool = False) -> Any:
-    """Return a descriptor for TMA of tiles of `rows` rows of x, [B, H, N, D], of Triton's class or of Gluon's.
+    """Return a descriptor with which TMA loads tiles of `rows` rows from x, [B, H, N, D]: Gluon's if `gluon`, else
+    Triton's.
 
     In x [B, H, S, N, D], with S splits per head, each split counts as a head. A tile has `columns` columns; by default
     the next power of two from D on. Columns beyond D read as zeros. Rows have to start at multiples of 16 bytes; a

@@ -44,7 +44,7 @@ def forget_launches() -> None:
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
+    """True if kernels run in Triton's interpreter: TRITON_INTERPRET=1 was in the environment when Triton was imported.
 
     Raise ImportError, in one sentence, if the interpreter does not work with the installed numpy.
     """
@@ -110,7 +110,7 @@ def device_class(kernels: ModuleType, device: torch.device) -> str:
 
 
 def is_scheduled(kernels: ModuleType, kernel: str, x: torch.Tensor, rows: int) -> bool:
-    """Whether a kernel that has only a warp-specialized form has a schedule for the dtype and device of x and for
+    """True if a kernel that has only a warp-specialized form has a schedule for the dtype and device of x and for
     `rows`."""
     for most, config in _specialized_configs(kernels, kernel, x.device, x.element_size()):
         if most is None or rows <= most:

@@ -29,7 +29,7 @@ _OF_NUMPY = (torch.float16, torch.float32)  # dtypes that Triton's interpreter c
 
 
 def _wants_order() -> bool:
-    """Whether torch is set to raise for algorithms that are not deterministic."""
+    """True if torch is set to raise for algorithms that are not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
@@ -344,7 +344,7 @@ class Operators:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func is active. It sees autograd functions, but not what is below an operator."""
+    """True if a transform of torch.func is active. It sees autograd functions, but not what is below an operator."""
     return not torch.compiler.is_compiling() and below_autograd is not None and transforms_are_active()
 
 

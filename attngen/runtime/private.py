@@ -96,7 +96,7 @@ below_autograd = _first(lambda: _entered(torch._C._AutoDispatchBelowAutograd), N
 
 
 def in_forward_ad(*tensors: object) -> bool:
-    """Whether forward-mode derivatives may be needed: a dual level is open or, by the public fallback, a tensor has a
+    """True if forward-mode derivatives may be needed: a dual level is open or, by the public fallback, a tensor has a
     tangent."""
     try:
         return bool(forward_ad._current_level >= 0)
@@ -105,7 +105,7 @@ def in_forward_ad(*tensors: object) -> bool:
 
 
 def has_tangents(*tensors: object) -> bool:
-    """Whether some of these have forward-mode tangents while a dual level is open."""
+    """True if some of these have forward-mode tangents while a dual level is open."""
     return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
@@ -116,7 +116,7 @@ def apply_of(function: Any) -> Callable[..., Any]:
 
 
 def hooks_look_on() -> bool:
-    """Whether a profiler has hooks on Triton's launches. A direct launch would not call them."""
+    """True if a profiler has hooks on Triton's launches. A direct launch would not call them."""
     try:
         hooks = triton.knobs.runtime
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
@@ -125,12 +125,12 @@ def hooks_look_on() -> bool:
 
 
 def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
-    """Return what a direct launch of a compiled kernel, with arguments such as these, needs; None if this version of
-    Triton lacks some of it.
+    """Return the parts of Triton with which a compiled kernel is launched directly, for arguments such as these, or
+    None if this version of Triton lacks one.
 
-    It is (function that returns a device's stream, launcher, its arguments after the stream, whether it takes the
-    kernel's arguments as one tuple, function that encodes descriptors among the kernel's arguments for the launcher, or
-    None if it takes them as they are).
+    The parts are: a function that returns a device's stream; the launcher; the launcher's arguments after the stream;
+    a bool, whether the launcher takes the kernel's arguments as one tuple; and a function that encodes descriptors in
+    these arguments, or None if the launcher takes descriptors as they are.
     """
     with contextlib.suppress(AttributeError):
         stream, launcher = triton.runtime.driver.active.get_current_stream, compiled.run
@@ -141,8 +141,9 @@ def parts_of(compiled: Any, args: list[Any]) -> tuple[Any, ...] | None:
 
 
 def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> tuple[Any, ...] | None:
-    """Return what a CUDA launcher calls for a kernel that needs no scratch memory, in the forms of Triton 3.6 and of
-    3.7 and later; None for other launchers."""
+    """Return the function that a CUDA launcher calls for a kernel without scratch memory, the arguments before those of
+    the kernel, and whether the kernel's are one tuple. Triton 3.6 has one form of launcher, 3.7 and later another; for
+    any other launcher, return None."""
     try:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return None
@@ -161,8 +162,8 @@ def _inner_parts(launcher: Any, function: Any, metadata: Any, *hooks: None) -> t
 def _encoding_parts(run: Any, before: tuple[Any, ...], packed: bool, args: list[Any]) -> tuple[Any, ...]:
     """Return the last four items of `parts_of`.
 
-    Triton wraps the launcher of a kernel with descriptors in a function that encodes these in each launch. This returns
-    the wrapped launcher, and a copy of the function that returns the arguments of the launch instead of launching.
+    If a kernel has descriptors, Triton wraps its launcher in a function that encodes them at each launch. This returns
+    the launcher inside, and a copy of the wrapping function that returns the launch's arguments and launches nothing.
     """
     first = (1, 1, 1, 0, *before)
     try:

@@ -19,7 +19,7 @@ _BY_PLAN = "what attention.plan makes"
 
 
 def checks_data(interpreted: bool) -> bool:
-    """Whether calls without `check` check their data: as set by ATTNGEN_CHECK, by default only in Triton's interpreter.
+    """True if calls without `check` check their data: as set by ATTNGEN_CHECK, by default only in Triton's interpreter.
 
     Raise ValueError, in one sentence, if the variable is neither 0 nor 1.
     """
@@ -30,7 +30,7 @@ def checks_data(interpreted: bool) -> bool:
 
 
 def can_wait(x: torch.Tensor) -> bool:
-    """Whether the host may wait for the device of x: no CUDA graph is being captured, and no tracer or transform sees
+    """True if the host may wait for the device of x: no CUDA graph is being captured, and no tracer or transform sees
     the call."""
     return not is_watched() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

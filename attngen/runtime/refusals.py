@@ -30,8 +30,8 @@ def refuse_vmap(*args: Any) -> Any:
 
 
 def refuse_gradients(*tensors: Any) -> None:
-    """Raise NotImplementedError, in one sentence, if a call of a module without a backward needs gradients or tangents
-    of some of these tensors."""
+    """Raise NotImplementedError, in one sentence, if one of these tensors needs a gradient or has a tangent. Modules
+    without a backward call this."""
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         refuse_backward()
     if in_forward_ad(*tensors) and has_tangents(*tensors):

@@ -37,6 +37,7 @@ class CacheOperators:
             *(f"Tensor? {name}" for name in new),
             *rest,
         ]
+        # `served` and `stored` are the suffixes of the operators' names, which callers know.
         self.served = self._define(operators, "served", read)
         self.stored = self._define(operators, "stored", stored)
 

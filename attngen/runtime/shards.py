@@ -15,7 +15,7 @@ _KV = ("B", "Hkv", "Nk")
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor of torch.distributed."""
+    """True if x is a DTensor of torch.distributed."""
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(x, found.DTensor)
 

@@ -159,7 +159,7 @@ def _head_dims_are_supported(spec: SpecFields) -> None:
 
 
 def _8_bit_cache_is_supported(spec: SpecFields) -> None:
-    """What a cache of 8-bit numbers requires of the rest of a spec."""
+    """Refuse an 8-bit cache in a spec whose other keys do not allow one."""
     cache = spec.cache
     if cache is None or not (cache.dtype or cache.scale):
         return
@@ -208,7 +208,7 @@ def _cache_has_no_any_length(spec: SpecFields) -> None:
 
 
 def _order_is_supported(spec: SpecFields) -> None:
-    """What a program that loops over key tiles cannot do."""
+    """Refuse `kv_outer` in a spec that needs features which that loop order lacks."""
     if spec.schedule.order == "q_outer":
         return
     read = {read.tensor: path for path, part in spec.parts() for read in part.reads()}
