@@ -1,4 +1,4 @@
-"""Forty mistakes, each made in a copy of the sources: the tests of a push have to catch every one.
+"""Forty-five mistakes, each made in a copy of the sources: the tests of a push have to catch every one.
 
     python -m tests.mutations                all of them, one after another
     python -m tests.mutations NAME ...       these, by the first words of their descriptions
@@ -64,20 +64,20 @@ MUTATIONS = (
         ("causal_mqa",),
     ),
     Mutation(
-        "a key before its document's first is visible",
-        "attngen/masks/document.py",
-        "return sympy.And(first <= KV, end > KV)",
-        "return sympy.And(first <= KV + 1, end > KV)",
-        "tests/test_documents.py tests/test_numerics.py tests/test_masks.py -k packed",
-        ("packed_document_gqa",),
-    ),
-    Mutation(
         "ALiBi's slope has the wrong sign",
         "attngen/scores/alibi.py",
         'return S - symbol("alibi_slopes") * sympy.Abs(',
         'return S + symbol("alibi_slopes") * sympy.Abs(',
         "tests/test_numerics.py tests/test_masks.py -k alibi",
         ("alibi_mha",),
+    ),
+    Mutation(
+        "a key before its document's first is visible",
+        "attngen/masks/document.py",
+        "return sympy.And(first <= KV, end > KV)",
+        "return sympy.And(first <= KV + 1, end > KV)",
+        "tests/test_documents.py tests/test_numerics.py tests/test_masks.py -k packed",
+        ("packed_document_gqa",),
     ),
     # language and specs
     Mutation(
@@ -115,20 +115,20 @@ MUTATIONS = (
         ("causal_mqa",),
     ),
     Mutation(
-        "with dropout, dS of a dropped score leaves out -P * delta",
-        "attngen/builders/backward.py",
-        "b.map(name, p_kept * dp - p * delta,",
-        "b.map(name, p_kept * dp - p_kept * delta,",
-        "tests/test_dropout.py tests/test_numerics.py -k causal_dropout_mqa",
-        ("causal_dropout_mqa",),
-    ),
-    Mutation(
         "the tangent of the scores leaves out that of K",
         "attngen/builders/jvp.py",
         'b.dot("ts", "q", "tk", "D_QK", "step", acc="ts_part")',
         'b.dot("ts", "q", "k", "D_QK", "step", acc="ts_part")',
         "tests/codegen/test_emit.py tests/test_jvp.py -k causal_mqa",  # the verifier refuses to build it
         ("causal_mqa", "causal_fp32"),
+    ),
+    Mutation(
+        "with dropout, dS of a dropped score leaves out -P * delta",
+        "attngen/builders/backward.py",
+        "b.map(name, p_kept * dp - p * delta,",
+        "b.map(name, p_kept * dp - p_kept * delta,",
+        "tests/test_dropout.py tests/test_numerics.py -k causal_dropout_mqa",
+        ("causal_dropout_mqa",),
     ),
     Mutation(
         "splits of the keys are merged without their weights",
@@ -162,26 +162,26 @@ MUTATIONS = (
         "tests/transforms/test_exp2_softmax.py",
     ),
     Mutation(
-        "dead code elimination drops barriers",
-        "attngen/transforms/dce.py",
-        "isinstance(op, (Barrier, Scatter, Store, GridDependencyWait))",
-        "isinstance(op, (Scatter, Store, GridDependencyWait))",
-        "tests/transforms/test_dce.py tests/transforms/test_insert_cta_barriers.py tests/ir/test_verify.py",
-    ),
-    Mutation(
         "no barrier stands before a loop that rewrites sums",
         "attngen/transforms/insert_cta_barriers.py",
-        'return [Barrier(f"barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]',
+        'return [Barrier(f"_barrier_{op.name}"), op] if isinstance(op, Loop) and op.body in rewriting else [op]',
         "return [op]",
         "tests/transforms/test_insert_cta_barriers.py",
     ),
     Mutation(
         "the kernel that merges splits does not wait for the one that computes them",
         "attngen/transforms/dependent_launch.py",
-        'return [GridDependencyWait("wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]',
+        'return [GridDependencyWait("_wait_for_partials"), op] if isinstance(op, Loop) and block == "entry" else [op]',
         "return [op]",
         "tests/transforms/test_dependent_launch.py",
         ("decode_gqa",),
+    ),
+    Mutation(
+        "dead code elimination drops barriers",
+        "attngen/transforms/dce.py",
+        "isinstance(op, (Barrier, Scatter, Store, GridDependencyWait))",
+        "isinstance(op, (Scatter, Store, GridDependencyWait))",
+        "tests/transforms/test_dce.py tests/transforms/test_insert_cta_barriers.py tests/ir/test_verify.py",
     ),
     # schedules
     Mutation(
@@ -222,6 +222,14 @@ MUTATIONS = (
         ("causal_gqa", "decode_mla"),
     ),
     Mutation(
+        "a tile that instances of a warp group store and read has one barrier for all of them",
+        "attngen/targets/hopper/configs/barriers.py",
+        "return 0 if stored[pipeline] else kernel.sharing_warp_group.instances",
+        "return 0 if stored[pipeline] else 1",
+        "tests/hopper/test_fused_backward_printing.py tests/hopper/test_generated.py",
+        ("causal_gqa",),
+    ),
+    Mutation(
         "machine code may overwrite a register of a product in flight",
         "attngen/targets/hopper/toolchain/reuse.py",
         "        flight = _after(code[at], flight)\n",
@@ -235,6 +243,30 @@ MUTATIONS = (
         "stationary += [pair_bytes(op) for op in pairs if not in_loop(kernel, op)]",
         "stationary = []",
         "tests/cost/test_compiled.py",
+    ),
+    # what the targets share, and templates
+    Mutation(
+        "an address has the stride of another dimension",
+        "attngen/targets/printing/memory_views.py",
+        "(i, stride) for i, stride in zip(access.index, stride_names(tensor.name, tensor.type.dims)) if i != 0",
+        "(i, stride) for i, stride in zip(access.index, stride_names(tensor.name, tensor.type.dims)[::-1]) if i != 0",
+        "tests/test_numerics.py -k causal_mqa",
+        ("causal_mqa",),
+    ),
+    Mutation(
+        "an instruction that loads 128 bits writes two registers",
+        "attngen/targets/common/instructions.py",
+        'return 4 if "128" in more else 2 if',
+        'return 2 if "128" in more else 2 if',
+        "tests/hopper/test_unset.py tests/hopper/test_reuse.py tests/hopper/test_sass.py",
+    ),
+    Mutation(
+        "dropout keeps the scores that it should drop",
+        "templates/triton/dropout.py.jinja",
+        "return chosen >= (threshold",
+        "return chosen < (threshold",
+        "tests/test_dropout.py tests/test_numerics.py -k causal_dropout_mqa",
+        ("causal_dropout_mqa",),
     ),
     # verifier and executor
     Mutation(
@@ -269,6 +301,13 @@ MUTATIONS = (
         ("causal_mqa",),
     ),
     # around the compiler
+    Mutation(
+        "modules that nobody uses stay in memory",
+        "attngen/api.py",
+        "            while len(_RECENT) > MOST:\n",
+        "            while len(_RECENT) > 2 * MOST:\n",
+        "tests/test_evict.py",
+    ),
     Mutation(
         "the cache's key leaves out attngen's own files",
         "attngen/cache/store.py",
