@@ -46,6 +46,9 @@ COMMON = (
         for p in sorted((ROOT / "attngen" / room).glob("*.py"))
     ),
 )
+# Rooms with which a test may compute the values that it expects. The rest of attngen makes the modules, and shows in
+# their bytes.
+EXPECTING = [ROOT / "attngen" / room for room in ("interp", "tiles", "cost", "report", "bench")]
 
 
 def code_digest(text: str) -> str:
@@ -93,15 +96,15 @@ def versions() -> dict[str, str]:
 
 
 def test_digest(file: str) -> str:
-    """A digest of all code that a test file runs besides modules: the file, the files of tests/ that it imports, and
-    what all tests of numerics depend on."""
+    """A digest of the code that a test file runs besides modules: the files of `imported`, and those that all tests of
+    numerics depend on."""
     found = "".join(map(file_digest, (*imported(ROOT / file), *COMMON)))
     return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 
 def imported(file: Path) -> list[Path]:
-    """A test file and the files of tests/ that it imports, directly or through others, except conftest.py and this one,
-    which only choose tests."""
+    """A test file; the files of tests/ that it imports, directly or through others, except conftest.py and this one,
+    which only choose tests; and the files of EXPECTING that one of these imports itself."""
     found, remaining = set(), [file]
     while remaining:
         path = remaining.pop()
@@ -109,9 +112,14 @@ def imported(file: Path) -> list[Path]:
             continue
         found.add(path)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests":
+            package = (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else ""
+            if isinstance(node, ast.ImportFrom) and package in ("tests", "attngen"):
                 base = ROOT / str(node.module).replace(".", "/")
-                remaining += [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+                files = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
+                if package == "tests":
+                    remaining += files
+                else:
+                    found |= {path for path in files if path.parent in EXPECTING and path.is_file()}
     return sorted(found)
 
 

@@ -110,5 +110,12 @@ def test_the_digest_of_code_leaves_out_comments_docstrings_and_shares() -> None:
     assert record.code_digest(text) != record.code_digest(text.replace("<", "<="))
 
 
+def test_the_digest_of_a_test_has_the_rooms_with_which_it_computes_values() -> None:
+    files = record.imported(record.ROOT / "tests/test_lengths.py")
+    found = {path.relative_to(record.ROOT).as_posix() for path in files}
+    assert {"attngen/interp/host.py", "tests/helpers.py", "tests/test_lengths.py"} <= found
+    assert not any(path.startswith("attngen/ir/") for path in found)
+
+
 def test_every_table_of_the_record_has_a_line_for_each_entry() -> None:
     assert record.RECORD.read_text(encoding="utf-8") == record._text(record.read())
