@@ -1,7 +1,7 @@
 """Digests of the code that Triton makes of every committed kernel, for every target, without a GPU: PTX, or AMD's
 assembly.
 
-The code counts without names, comments and line information, so a change of names only leaves every digest as it is.
+The code counts without names, comments and line information, so renaming leaves every digest unchanged.
 
 python -m tests.compiled_digests --write before.json      of all modules (20 minutes on two cores)
 python -m tests.compiled_digests --against before.json    says which kernels have other code, and fails if any has

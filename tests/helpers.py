@@ -165,9 +165,9 @@ def use_fused(module: Module) -> Module:
         return sympy.And(*(condition for condition in where.args if condition.free_symbols <= known))
 
     def change(op: Op) -> list[Op]:
-        if isinstance(op, Map) and op.name == "use_fused":
+        if isinstance(op, Map) and op.name == "_use_fused":
             return [replace(op, expr=select(asked(op.expr.args[0]), *op.expr.args[1:]))]
-        if isinstance(op, If) and op.then == "fused" and op.where.args[0] != symbol("use_fused"):
+        if isinstance(op, If) and op.then == "fused" and op.where.args[0] != symbol("_use_fused"):
             return [replace(op, where=asked(op.where))]
         return [op]
 

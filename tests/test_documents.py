@@ -252,10 +252,10 @@ BROKEN = [
         "keeps the type of its value, which has",
     ),
     ("types", "op(min)", "op(least)", "`least` is no operation of a scatter; expected add, min, max, put"),
-    ("types", "op(min)", "op(max)", "writes i32 to %REMAINING by `max`; expected i32, and an output of that"),
+    ("types", "op(min)", "op(max)", "writes i32 to %KEYS_LEFT by `max`; expected i32, and an output of that"),
     (
         "host-written",
-        "scatter %REMAINING[b, side, last_bucket]",
+        "scatter %KEYS_LEFT[b, side, last_bucket]",
         "scatter %DOCUMENT_KV[b, last_bucket]",
         "@document_spans reads %DOCUMENT_KV, which is not written on every path to it",
     ),
@@ -273,9 +273,9 @@ BROKEN = [
     ),
     (
         "signature",
-        "%REMAINING = arg scratch",
-        "%REMAINING = arg in",
-        "writes %REMAINING, which is no tensor of role `out`",
+        "%KEYS_LEFT = arg scratch",
+        "%KEYS_LEFT = arg in",
+        "writes %KEYS_LEFT, which is no tensor of role `out`",
     ),
     (
         "loops",
@@ -288,7 +288,7 @@ BROKEN = [
         "indexing",
         "where(ends and last_bucket >= 0 and last_bucket < Nk)",
         "where(ends and last_bucket >= 0)",
-        "may write %REMAINING past its end",
+        "may write %KEYS_LEFT past its end",
     ),
     ("indexing", "%DOCUMENT_FIRST[b, Nq - kv_idx - 1]", "%DOCUMENT_FIRST[b, max(0, Nq - kv_idx - 1)]", "may put two"),
     (
@@ -305,21 +305,21 @@ BROKEN = [
     ),
     (
         "indexing",
-        "gather %REMAINING[b, side, bucket]",
-        "gather %REMAINING[0, side, bucket]",
-        "%REMAINING of other programs; expected [side, b",
+        "gather %KEYS_LEFT[b, side, bucket]",
+        "gather %KEYS_LEFT[0, side, bucket]",
+        "%KEYS_LEFT of other programs; expected [side, b",
     ),
     (
         "indexing",
-        "gather %REMAINING[b, side, bucket]",
-        "gather %REMAINING[b, 1, bucket]",
-        "%REMAINING of other programs; expected [side, b",
+        "gather %KEYS_LEFT[b, side, bucket]",
+        "gather %KEYS_LEFT[b, 1, bucket]",
+        "%KEYS_LEFT of other programs; expected [side, b",
     ),
     (
         "indexing",
-        "scatter %REMAINING[b, side, last",
-        "scatter %REMAINING[0, side, last",
-        "%REMAINING of other programs; expected [side, b",
+        "scatter %KEYS_LEFT[b, side, last",
+        "scatter %KEYS_LEFT[0, side, last",
+        "%KEYS_LEFT of other programs; expected [side, b",
     ),
     (
         "indexing",
@@ -369,30 +369,30 @@ BROKEN = [
         "    %last_key = map",
         (
             "    %unset_again = init 2147483647 : i32[BLOCK_KV] @reg\n"
-            "    store %REMAINING_head[kv] %unset_again check(kv)\n"
+            "    store %KEYS_LEFT_head[kv] %unset_again check(kv)\n"
             "    %last_key = map"
         ),
-        "@insert writes elements of %REMAINING twice, in no fixed order",
+        "@insert writes elements of %KEYS_LEFT twice, in no fixed order",
     ),
     (
         "barriers",
         "    barrier\n    %start_init",
         "    %start_init",
-        "in @scan_keys accesses %REMAINING, which @insert writes; expected a barrier",
+        "in @scan_keys accesses %KEYS_LEFT, which @insert writes; expected a barrier",
     ),
     (
         "barriers",
         "    barrier\n    %inserted",
         "    %inserted",
-        "in @insert accesses %REMAINING, which @clear_tables writes; expected a barrier",
+        "in @insert accesses %KEYS_LEFT, which @clear_tables writes; expected a barrier",
     ),
     (
         "barriers",
         "    %ends = map",
-        "    %seen = gather %REMAINING[b, side, last_key] uses(last_key=%last_key) "
+        "    %seen = gather %KEYS_LEFT[b, side, last_key] uses(last_key=%last_key) "
         "where(last_key >= 0 and last_key < Nk) : i32[BLOCK_KV] @reg\n"
         "    %ends = map",
-        "in @insert reads %REMAINING, which other iterations of the loop write",
+        "in @insert reads %KEYS_LEFT, which other iterations of the loop write",
     ),
     (
         "barriers",
@@ -404,9 +404,9 @@ BROKEN = [
     ),
     (
         "barriers",
-        "store %REMAINING_2_head[kv] %unset check(kv)",
-        "scatter %REMAINING_2[b, side, kv_idx] %unset where(kv_idx < Nk) op(put)",
-        "%remaining_2 reads %REMAINING_2, which nothing has filled",
+        "store %KEYS_LEFT_2_head[kv] %unset check(kv)",
+        "scatter %KEYS_LEFT_2[b, side, kv_idx] %unset where(kv_idx < Nk) op(put)",
+        "%keys_left_2 reads %KEYS_LEFT_2, which nothing has filled",
     ),
 ]
 
@@ -447,8 +447,8 @@ def test_a_program_gives_what_derive_says() -> None:
         ),
         (
             "launch @document_spans",
-            "launch @document_spans args(REMAINING_2=%REMAINING)",
-            "%REMAINING is passed as %REMAINING, which is written",
+            "launch @document_spans args(KEYS_LEFT_2=%KEYS_LEFT)",
+            "%KEYS_LEFT is passed as %KEYS_LEFT, which is written",
         ),
         ("grid(side in 2, b in B)", "grid(side in 2, b in Nq)", "its grid has b in Nq; expected some of"),
     ],

@@ -317,13 +317,16 @@ def test_names_of_parameters_are_checked() -> None:
     assert name_problem("lambda") == "is a word of Python; expected another name"
     for names, owner in (
         (("q", "scale", "splits", "group", "plan"), "an argument or a variable of generated functions"),
-        (("exp2", "tl", "at", "to_int"), "a function or a module that kernels use"),
+        (("exp2", "tl", "at", "gl"), "a function or a module that kernels use"),
         (("inf", "q_tile", "pid"), "a variable of kernels"),
         (("g", "q_start"), "a size or a position of kernels"),
         (("p", "dlse", "o_do", "t12", "acc_next"), "a value of kernels"),
     ):
         for name in names:
             assert name_problem(name) == f"is reserved: {owner} has that name; expected another name, as in `my_{name}`"
+    # The compiler has other names for these, such as `_broadcast` and `num_KV_splits`.
+    for name in ("stage", "order", "broadcast", "num_splits", "k_smem", "to_int", "load_weights", "release_k"):
+        assert name_problem(name) is None
     with pytest.raises(LangError, match="^the parameter `q_len` is a word of the language; expected another name$"):
         parse_mask("q_len < 3", {"q_len": INT})
     with pytest.raises(LangError, match="^does not use the parameter `window`; expected each declared one to be used$"):

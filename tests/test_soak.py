@@ -55,7 +55,7 @@ def test_calls_with_a_cache_run_too() -> None:
 
 def test_the_long_case_takes_the_backward_in_one_pass() -> None:
     for name in ("causal_gqa", "causal_mqa", "full_mha"):
-        enough = f"Nk >= {FUSED_ROWS} and Nq >= {FUSED_ROWS} and B*Hq*Nk >= {FUSED_KEYS}*num_sms"
+        enough = f"Nk >= {FUSED_ROWS} and Nq >= {FUSED_ROWS} and B*Hq*Nk >= {FUSED_KEYS}*num_SMs"
         assert enough in print_module(target(name))
         *_, long = cases(spec(name), 132)
         assert isinstance(long, Case)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from attngen.lang.names import TAKEN, name_problem, names_schema
+from attngen.ir.names import OF_CACHE, OF_OUTPUTS
+from attngen.lang.names import NAME, TAKEN, VALUE, WHOLE, name_problem, names_schema
 from attngen.spec import json_schema
 from tests.helpers import ROOT, SPECS
 from tests.spec_mistakes import MISTAKES
@@ -124,6 +128,52 @@ def test_the_json_schema_has_the_reserved_names(name: str) -> None:
     problem = name_problem(name)
     assert problem is None or problem.startswith(("is reserved: ", "is a word of ", "is not a name; "))
     assert conforms(name, names_schema(), {}) == (problem is None)
+
+
+def _words(pattern: str) -> set[str]:
+    """Return the words of a pattern of alternatives, and each pair of a word and a suffix. A word has at most one class
+    of characters."""
+    words, suffixes = (part.split("|") for part in re.findall(r"[(]([^()]*)[)]", pattern)[:2])
+    found = set()
+    for word in words:
+        start, chars, _ = re.fullmatch(r"([^[]*)(?:\[(.*)\][+]?)?(.*)", word).groups()  # type: ignore[union-attr]
+        found |= {start + (c if chars != "0-9" else "7") for c in chars} if chars else {start}
+    return found | {f"{word}_{suffix}" for word in found for suffix in suffixes if suffix != "[0-9]+"}
+
+
+OLD = json.loads((Path(__file__).parent / "names_of_0_1_0.json").read_text())  # names that 0.1.0 refused, and others
+
+
+def test_parameters_can_have_the_names_that_they_could_have_in_0_1_0() -> None:
+    words = _words(VALUE)
+    assert {"acc", "dq", "t7", "acc_next", "tk_cast"} <= words and len(words) > 1000
+
+    def refused(names: set[str], more: str = "") -> set[str]:
+        known = {*OLD["refused"], *OLD.get(more, ())}
+        return {n for n in names if n not in known and name_problem(n) and not re.search(OLD["pattern"], n)}
+
+    free = {n for n in refused(words | TAKEN | {*WHOLE}) if re.fullmatch("[a-z][a-z0-9_]*", n)}
+    assert {n for n in free if "is a word of" not in str(name_problem(n))} == set()
+    assert {n for n in OF_CACHE if not name_problem(n)} <= {*OLD["refused with a cache"], *OLD["refused"]}
+    assert {n for n in OF_OUTPUTS if not name_problem(n)} <= {*OLD["refused with more outputs"], *OLD["refused"]}
+
+
+@pytest.mark.parametrize("file", ["kernels.py", "hopper.py"])
+def test_no_parameter_can_have_a_new_name_of_kernels(file: str) -> None:
+    """New arguments and variables are refused as names of parameters, or have letters of both cases or an underscore at
+    the start. A parameter has its name there, and its tensor has the name in capitals."""
+    found: set[str] = set()
+    for path in sorted((ROOT / "generated").glob(f"*/{file}")):
+        functions = [f for f in ast.parse(path.read_text()).body if isinstance(f, ast.FunctionDef)]
+        for function in functions:
+            # Helper functions, and kernels that read only ids of documents, have no parameter of a spec.
+            if not function.name.startswith("_") and "document" not in function.name:
+                found |= {a.arg for a in function.args.args}
+                found |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        found -= {function.name for function in functions}
+    names = {n.lower() for n in found if n in (n.lower(), n.upper()) and re.fullmatch(NAME, n.lower())}
+    known = {*OLD["free in kernels"], *OF_CACHE, *OF_OUTPUTS}
+    assert len(names) > 200 and {n for n in names if n not in known and not name_problem(n)} == set()
 
 
 # Ends of mistakes that the schema cannot express: rules about two keys, or about Python.

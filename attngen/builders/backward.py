@@ -61,12 +61,12 @@ FUSED = Signature(
     "kv",
     ("Q", "K", "V", "dO", "LSE2", "DELTA"),
     ("dK", "dV"),
-    adds=("DQ_SEMAPHORE",),
+    adds=("dQ_SEMAPHORE",),
     about="Fused backward: one program per key tile, over query tiles; it adds to the dQ of each.",
 )
 # The same, for programs that each handle some of the query heads that share a K/V head. Two of them store their sum of
 # dK and dV.
-PAIRED = FUSED._replace(split_axis="split", merges=True, adds=(*FUSED.adds, "DKDV_SEMAPHORE"))
+PAIRED = FUSED._replace(split_axis="split", merges=True, adds=(*FUSED.adds, "dKdV_SEMAPHORE"))
 DQ_END = Signature("dq_end", "q", ("DQ_ACC",), ("dQ",), about="After the backward: dQ in the element type.")
 # For programs that each handle some of the query heads that share a K/V head.
 DKDV_END = Signature(
@@ -242,7 +242,7 @@ def _add_query_gradients(b: KernelBuilder, head: Any, fused: bool, kv_outer: boo
     the outer loop."""
     if fused:
         b.dot("dq", "ds", "k", "BLOCK_KV", "step")
-        b.ordered_add("DQ_ACC", ("b", head, "q", "d_qk"), "dq", "DQ_SEMAPHORE")
+        b.ordered_add("DQ_ACC", ("b", head, "q", "d_qk"), "dq", "dQ_SEMAPHORE")
     if kv_outer:
         b.dot("dq_next", "ds", "k", "BLOCK_KV", "step", acc="dq")
         b.store("DQ_ACC", ("b", head, "q", "d_qk"), "dq_next", "step")
@@ -370,7 +370,7 @@ def build_dkdv_end(spec: Spec) -> Kernel:
     b.carried(home, **starts)
     for name, width in columns.items():
         index = ("b", sharing.owned, "split", "kv", width.lower())
-        part = b.load(f"{name}_split", f"{name.upper()}_PARTIAL", index, home)
+        part = b.load(f"{name}_partial", f"{name.upper()}_PARTIAL", index, home)
         b.map(f"{name}_next", symbol(name) + symbol(part), home, "f32", False, **{name: name, part: part})
     b.add(Yield("_yield_part", tuple((name, f"{name}_next") for name in columns)), home)
     for name, width in columns.items():
@@ -384,7 +384,7 @@ def build_dq(spec: Spec) -> Kernel:
 
     It runs before the kernels of dK and dV and stores delta and LSE2 for them. That saves a pass over O and dO.
     """
-    gradients = tuple(x for x in input_gradients(spec) if x.reduction != "row")
+    gradients = tuple(x for x in input_gradients(spec) if x.reduction != "delta")
     factor, (reads, slopes) = derivative(spec.modified(), S), gradient_slopes(spec, gradients)
     places = [e for x in gradients if x.reduction in ("element", "entry") for e in reads[x.partials].index]
     b = KernelBuilder(spec, with_stats(with_entropy_gradient(spec, DQ), exact_sums(spec)), [factor, *slopes, *places])
@@ -467,7 +467,9 @@ def _add_input_gradient(
     name, kept = x.partials.lower(), symbol("keep_scale") if b.spec.dropout else 1
     if x.reduction == "distance":
         b.add(
-            Store(f"_{name}_sums", Access(x.partials, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"),
+            Store(
+                f"_{name}_sums", Access(x.partials, (symbol("b"), symbol("h"))), gradient(name, slope), by="distance"
+            ),
             "step",
         )
     elif x.reduction == "entry":

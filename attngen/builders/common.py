@@ -173,7 +173,7 @@ class KernelBuilder:
         dims = tuple(AXIS_DIM[a] for a in access.axes())
         if set(access.axes()) == {"q", "kv"}:  # in the order of the scores' dimensions
             dims = self.score_dims
-        always = (self.program_axis, "combined", *(("q", "kv") if block == "entry" else ()))
+        always = (self.program_axis, "KV_splits", *(("q", "kv") if block == "entry" else ()))
         check: Checks = tuple((a, "always" if a in always else "partial") for a in access.axes() if a in ROW_AXES)
         return self.add(
             Load(name, access, Type(self.types[tensor].dtype, dims), check, sympy.sympify(other), "", pages), block
@@ -195,7 +195,7 @@ class KernelBuilder:
         (axis,) = sharing(self.grid)
         access, number = _access(tensor, index), symbol(axis.var)
         semaphore = _access(
-            "DKDV_SEMAPHORE", (*(i for i in index[:-1] if i != self.program_axis), f"{self.program_axis}_start")
+            "dKdV_SEMAPHORE", (*(i for i in index[:-1] if i != self.program_axis), f"{self.program_axis}_start")
         )
         ticket = mod(number, sympy.Integer(2))
         self.add(

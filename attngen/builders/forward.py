@@ -194,15 +194,15 @@ def _store_split(b: KernelBuilder, head: Any, end: dict[str, str]) -> None:
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
     index = (head, work_item(), "q")
     b.map("inv_l", select(l > 0, 1 / l, 0), l=end["l"])
-    b.map("o_split", acc * symbol("inv_l") / _probability_factor(b), acc=end["acc"], inv_l="inv_l")
-    b.store("O_PARTIAL", (*index, "d_v"), "o_split")
+    b.map("o_partial", acc * symbol("inv_l") / _probability_factor(b), acc=end["acc"], inv_l="inv_l")
+    b.store("O_PARTIAL", (*index, "d_v"), "o_partial")
     if exact_partials(b.spec):
-        b.map("max_split", select(l > 0, m, -sympy.oo), m=end["m"], l=end["l"])
-        b.store("MAX_PARTIAL", index, "max_split")
-        b.store("SUM_PARTIAL", index, end["l"])
+        b.map("m_partial", select(l > 0, m, -sympy.oo), m=end["m"], l=end["l"])
+        b.store("M_PARTIAL", index, "m_partial")
+        b.store("L_PARTIAL", index, end["l"])
     else:
-        b.map("lse2_split", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
-        b.store("LSE2_PARTIAL", index, "lse2_split")
+        b.map("lse2_partial", select(l > 0, m + log2(l), -sympy.oo), m=end["m"], l=end["l"])
+        b.store("LSE2_PARTIAL", index, "lse2_partial")
 
 
 def _probability_factor(b: KernelBuilder) -> int:

@@ -83,7 +83,7 @@ def _index_kinds(read: Read, dims: tuple[str, ...]) -> list[str | None]:
 
 
 def _summed_in_order(index: Sequence[str | None]) -> bool:
-    """True if partial gradients with this index can be summed in a fixed order: by row, by score or by distance."""
+    """True if partial gradients with this index can be summed in a fixed order: per query, score or distance."""
     distances = [e for e in index if e and "distance" in e]
     if distances:
         return len(distances) == 1 and [e for e in index if e not in distances] in ([], ["b"], ["h"], ["b", "h"])
@@ -150,7 +150,7 @@ def summed_gradients(spec: Spec) -> list[InputGradient]:
 
     The gradient of a sink follows from delta, and gradients per score are stored as they are.
     """
-    return [x for x in input_gradients(spec) if x.reduction not in ("row", "score")]
+    return [x for x in input_gradients(spec) if x.reduction not in ("delta", "score")]
 
 
 def dq_factor(spec: Spec, x: InputGradient) -> Any:

@@ -135,7 +135,7 @@ def _backward(module: Module) -> Host:
     flags = ["need_q", "need_kv", *(["need_inputs"] if module.input_gradients else [])]
     for flag in flags:
         b.add(Arg(flag, "flag", Type("b1", (), "reg")))
-    summed = any(x.reduction != "row" for x in module.input_gradients)
+    summed = any(x.reduction != "delta" for x in module.input_gradients)
     b.alloc("dQ", like="Q", where=sympy.Or(NEED_Q, NEED_INPUTS) if summed else NEED_Q)
     kv_outer = module.order == "kv_outer"
     for name in ("K", "V"):
@@ -158,8 +158,8 @@ def _backward(module: Module) -> Host:
             wanted = sympy.And(wanted, rows_are_aligned())
         limited = None
         if sharing(fused.grid):
-            b.add(Map("use_fused", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg")))
-            limited = wanted = sympy.Gt(symbol("use_fused"), 0)
+            b.add(Map("_use_fused", select(wanted, sympy.Integer(1), sympy.Integer(0)), (), Type("i32", (), "reg")))
+            limited = wanted = sympy.Gt(symbol("_use_fused"), 0)
         if shared:
             b.add(Map("splits", _splits(limited), (), Type("i32", (), "reg")))
         b.branch("Use_fused", "fused", where=wanted, orelse="separate")
@@ -199,7 +199,7 @@ def _many_keys(module: Module) -> Bool:
     Shorter sequences need more programs. With block lists, programs wait for each other longer: shorter sequences are
     excluded there, and also those that are too long.
     """
-    batch, heads, queries, keys, num_sms = map(symbol, ("B", "Hq", "Nq", "Nk", "num_sms"))
+    batch, heads, queries, keys, num_sms = map(symbol, ("B", "Hq", "Nq", "Nk", "num_SMs"))
     conditions = [
         sympy.And(queries >= rows, keys >= rows, batch * heads * keys >= each * num_sms)
         for rows, each in ((FUSED_ROWS, FUSED_KEYS), FUSED_SHORT)
@@ -287,7 +287,7 @@ def _splits(limited: Bool | None) -> Any:
     It is 1, unless each SM would have fewer than SPLIT_KEYS keys, counted over sequences and heads. In the fused
     backward, under the condition `limited`, a program has at most FUSED_HEADS query heads.
     """
-    batch, heads, keys, group, num_sms = map(symbol, ("B", "Hkv", "Nk", "group", "num_sms"))
+    batch, heads, keys, group, num_sms = map(symbol, ("B", "Hkv", "Nk", "group", "num_SMs"))
     most = floordiv(batch * heads * keys * group, SPLIT_KEYS * num_sms)  # query heads per program
     limit = group if limited is None else sympy.Min(group, select(limited, sympy.Integer(FUSED_HEADS), group))
     heads_per_program = divisor(group, sympy.Min(limit, sympy.Max(1, most)))

@@ -24,13 +24,13 @@ def sum_input_gradients(b: HostBuilder, module: Module) -> dict[str, str]:
     inputs = [i for i in module.inputs if i.grad]
     if not inputs:
         return {}
-    b.add(If("InputGradients", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
+    b.add(If("Input_gradients", "gradients", where=NEED_INPUTS, orelse="no_gradients"))
     found = {f"d_{i.name}": _gradient(b, module, i) for i in inputs}
     b.give("gradients", **found)
     for i in inputs:
         b.alloc(f"no_{i.name}", "no_gradients", Type(i.dtype, i.shape, "hbm"), where=sympy.false)
     b.give("no_gradients", **{f"d_{i.name}": f"no_{i.name}" for i in inputs})
-    return {name: f"InputGradients.{name}" for name in found}
+    return {name: f"Input_gradients.{name}" for name in found}
 
 
 def _gradient(b: HostBuilder, module: Module, i: Input) -> str:
@@ -47,7 +47,7 @@ def _term(b: HostBuilder, module: Module, i: Input, x: InputGradient, at: int) -
     kept = {"keep_scale": "keep_scale"} if module.dropout else {}
     if x.reduction == "element":
         return x.partials
-    if x.reduction == "row":  # minus the sink's probability, times delta, because the sink has no value vector
+    if x.reduction == "delta":  # minus the sink's probability, times delta, because the sink has no value vector
         e, uses = _of_sink(symbol(i.name), module, kept)
         uses |= {i.name: tensor, "delta": "DELTA", **kept}
         b.add(Map(f"{i.name}_rows", e, tuple(uses.items()), Type("f32", _ROWS, "hbm")), "gradients")

@@ -51,7 +51,7 @@ DECODE = Signature(
     "q",
     _OF_CACHE,
     pack_gqa=True,
-    split_axis="kv_split",
+    split_axis="KV_split",
     about="Forward of few queries with a KV cache: one program per split of a sequence's keys, "
     "with the queries of a group of heads as rows.",
 )
@@ -198,7 +198,12 @@ def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
     }
     b.load_inputs()
     b.loop(
-        "over_splits", "combined", cdiv(symbol("num_splits"), symbol("BLOCK_SPLITS")), "combine", cls="all", **starts
+        "over_KV_splits",
+        "KV_splits",
+        cdiv(symbol("num_KV_splits"), symbol("BLOCK_KV_splits")),
+        "combine",
+        cls="all",
+        **starts,
     )
 
     m, l, acc = map(symbol, ("m", "l", "acc"))  # noqa: E741
@@ -207,20 +212,20 @@ def _combine(spec: Spec, kv_split: KVSplit) -> Kernel:
     exponent = b.load(exponents.lower(), exponents, (head, combined_work_items(), "q"), "combine", other=-sympy.oo)
     of_sums = [b.load(name.lower(), name, (head, combined_work_items(), "q"), "combine") for name in sums]
     b.load("o_partial", outputs, (head, combined_work_items(), "q", "d_v"), "combine")
-    b.add(Reduce("greatest", exponent, "max", "BLOCK_SPLITS", Type("f32", ("BLOCK_Q",))), "combine")
+    b.add(Reduce("greatest", exponent, "max", "BLOCK_KV_splits", Type("f32", ("BLOCK_Q",))), "combine")
     b.map("m_next", sympy.Max(m, symbol("greatest")), "combine", m="m", greatest="greatest")
     b.map("base", select(symbol("m_next") > -sympy.oo, symbol("m_next"), 0), "combine", m_next="m_next")
     b.map("alpha", exp2(m - symbol("base")), "combine", m="m", base="base")
     weights = sympy.Mul(exp2(symbol(exponent) - symbol("base")), *map(symbol, of_sums))
     b.map("weights", weights, "combine", "f32", False, **{name: name for name in (exponent, "base", *of_sums)})
-    b.reduce_sum("l_partial", "weights", "BLOCK_SPLITS", "combine")
-    b.map("l_next", l * symbol("alpha") + symbol("l_partial"), "combine", l="l", alpha="alpha", l_partial="l_partial")
+    b.reduce_sum("l_sum", "weights", "BLOCK_KV_splits", "combine")
+    b.map("l_next", l * symbol("alpha") + symbol("l_sum"), "combine", l="l", alpha="alpha", l_sum="l_sum")
     b.map("weighed", symbol("o_partial") * symbol("weights"), "combine", o_partial="o_partial", weights="weights")
-    b.reduce_sum("o_sum", "weighed", "BLOCK_SPLITS", "combine")
+    b.reduce_sum("o_sum", "weighed", "BLOCK_KV_splits", "combine")
     b.map("acc_next", acc * symbol("alpha") + symbol("o_sum"), "combine", acc="acc", alpha="alpha", o_sum="o_sum")
     b.add(Yield("_yield_combine", (("m", "m_next"), ("l", "l_next"), ("acc", "acc_next"))), "combine")
 
-    store_results(b, head, sink, {name: f"over_splits.{name}" for name in starts})
+    store_results(b, head, sink, {name: f"over_KV_splits.{name}" for name in starts})
     return b.kernel()
 
 
@@ -306,7 +311,7 @@ def _host_decode(spec: Spec, module: Module, cache: Cache, kv_split: KVSplit) ->
     if spec.rope:
         few, programs = FEW_LATENT, programs * floordiv(symbol("Gq") + FEW_QUERIES - 1, sympy.Integer(FEW_QUERIES))
     b.branch("By_rows", "few_queries", "launches", where=sympy.Le(symbol("Gq"), few), orelse="many_queries")
-    busy = sympy.Max(1, floordiv(kv_split.programs * symbol("num_sms"), sympy.Max(1, programs)))
+    busy = sympy.Max(1, floordiv(kv_split.programs * symbol("num_SMs"), sympy.Max(1, programs)))
     least = max_work_items(kv_split.each)
     room = sympy.Max(1, least) if kv_split.each else sympy.Max(kv_split.waves * busy, least)
     b.add(Map("items", room, (), Type("i32", (), "reg")), "few_queries")

@@ -144,7 +144,7 @@ def partial_tensors(gradients: Iterable[InputGradient], inputs: tuple[Input, ...
         "distance": lambda x: Type("f32", ("B", "Hq", "Td", "Nd")),
         "element": lambda x: Type("f32", shapes[x.input]),
     }
-    return [Arg(x.partials, "out", types[x.reduction](x)) for x in gradients if x.reduction != "row"]
+    return [Arg(x.partials, "out", types[x.reduction](x)) for x in gradients if x.reduction != "delta"]
 
 
 def tensor_args(
@@ -164,7 +164,7 @@ def tensor_args(
     args += [Arg(name, "in", type_) for name, type_ in read.items()]
     if blocks and signature.scores:
         listed = block_lists(signature.axis, blocks.data)
-        if "DQ_SEMAPHORE" in signature.adds:  # semaphore tickets are computed from the ranks in the lists of queries
+        if "dQ_SEMAPHORE" in signature.adds:  # semaphore tickets are computed from the ranks in the lists of queries
             ranks, *_ = BLOCK_LISTS["q"]
             listed[ranks] = BLOCK_LISTS["q"][ranks]
         args += [Arg(name, "in", Type("i32", dims)) for name, dims in listed.items()]

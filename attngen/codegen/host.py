@@ -124,7 +124,7 @@ def _flags(view: PrintedKernel) -> dict[str, str]:
     call."""
     return {
         **({"DROPOUT": "seed is not None"} if view.dropout else {}),
-        **({"INPUT_GRADIENTS": "need_inputs"} if view.sums_input_gradients else {}),
+        **({"_INPUT_GRADIENTS": "need_inputs"} if view.sums_input_gradients else {}),
     }
 
 
@@ -416,8 +416,8 @@ class HostContext:
         tensors = [a for a in kernel.args if a.role != "scalar"]
         extent = "Nc" if kernel.program_axis == "kv" and kernel.reads_cache else AXIS_EXTENT[kernel.program_axis]
         axes = {a.var: sizes.get(str(a.extent), a.extent) for a in kernel.grid if a.var not in AXIS_EXTENT}
-        if "kv_split" in axes:  # programs take one after another
-            axes = {"kv_split": kernel.kv_split.programs * symbol("num_sms")} if kernel.kv_split else axes
+        if "KV_split" in axes:  # programs take one after another
+            axes = {"KV_split": kernel.kv_split.programs * symbol("num_SMs")} if kernel.kv_split else axes
         heads, rows = sympy.Mul(*axes.values()), sizes.get(extent, symbol(extent))
         if kernel.combines_splits:  # each program combines one row of one head
             heads, rows = sympy.Integer(1), heads * rows

@@ -353,7 +353,7 @@ class Wrapper:
         args = ["OPERANDS", str(tensors), "(HEAD_DIM_QK, HEAD_DIM_V)"]
         if self.learned:
             args.append(f"learned={tuple_text([str(names.index(name)) for name in self.learned])}")
-            args += ["summed=True"] if any(x.reduction != "row" for x in self.module.input_gradients) else []
+            args += ["summed=True"] if any(x.reduction != "delta" for x in self.module.input_gradients) else []
         args += (
             [f"unordered={tuple_text([repr(n).replace(chr(39), chr(34)) for n in self.unordered])}"]
             if self.unordered

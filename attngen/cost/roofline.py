@@ -135,7 +135,7 @@ def counts(module: Module, known: dict[str, Any], device: Device) -> dict[str, i
         **known,
         **needed,
         "fused": fused,
-        "num_sms": device.sms,
+        "num_SMs": device.sms,
         "Gq": known["group"] * known["Nq"],
     }
     made: dict[str, int] = {}

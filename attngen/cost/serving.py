@@ -69,7 +69,7 @@ def read_bytes(module: Module) -> Expr:
 
 def partial_result_bytes() -> Expr:
     """Bytes of the partial results of one sequence: outputs and LSEs in fp32, written once and read once."""
-    return 8 * symbol("num_splits") * symbol("Hkv") * symbol("Gq") * (symbol("D_V") + 1)
+    return 8 * symbol("num_KV_splits") * symbol("Hkv") * symbol("Gq") * (symbol("D_V") + 1)
 
 
 def call_flops(module: Module) -> Expr:
@@ -102,7 +102,7 @@ def decoding(module: Module, device: Device, problem: Problem, queries: int = 1)
     splits = kv_split([work] * problem.batch, numbers["items"], kernel.kv_split.each, kernel.kv_split.waves)[0]
     programs_per_split = problem.kv_heads * -(-rows // config.block_q)
     programs = kernel.kv_split.ctas_per_sm_for(rows) * device.sms
-    numbers |= {"num_splits": splits}
+    numbers |= {"num_KV_splits": splits}
     read, partials = (problem.batch * float(compiled(e)(numbers)) for e in (read_bytes(module), partial_result_bytes()))
     own = numbers["elem"] * problem.batch * problem.q_heads * queries * (module.head_dim_qk + module.head_dim_v)
     flops = problem.batch * float(compiled(call_flops(module))(numbers))

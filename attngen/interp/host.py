@@ -121,7 +121,7 @@ def execute_host(
 
 def _sizes(module: Module, host: Host, values: Values, tiles: Mapping[str, int]) -> dict[str, int]:
     """Every size by name: those of the arguments' dimensions, and those that follow from them."""
-    sizes = {**module.widths, "num_sms": 1}
+    sizes = {**module.widths, "num_SMs": 1}
     sizes |= {name: x for name, x in values.items() if name in SIZES}
     for arg in host.args:
         for dim, length in zip(arg.type.dims, np.shape(values[arg.name]), strict=True):
@@ -221,7 +221,7 @@ class _Run:
         unwanted = {
             x.partials
             for x in self.module.input_gradients
-            if x.reduction != "row" and x.partials in tensors and not values["need_inputs"]
+            if x.reduction != "delta" and x.partials in tensors and not values["need_inputs"]
         }
         for arg in kernel.args:
             if arg.name in tensors.keys() - unwanted:

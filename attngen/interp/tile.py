@@ -58,7 +58,7 @@ def execute_kernel(
 
     tensors: by the names of the kernel's arguments, with the shapes that these say.
     scalars: numbers by name.
-    tiles: BLOCK_Q and BLOCK_KV, and SPLIT_QK and SPLIT_V, which are half of the columns if they are not given.
+    tiles: BLOCK_Q and BLOCK_KV, and D_QK_split and D_V_split, which are half of the columns if they are not given.
     dtypes: NumPy's types for the IR's, SINGLE or DOUBLE.
     launch_class: the class that runs the ops, instead of Launch.
     """
@@ -73,7 +73,7 @@ def execute_kernel(
     halves = {dim: padded[PADDED[whole]] // 2 for dim, whole in WHOLE.items() if whole in module.widths}
     start = {
         **CONSTANTS,
-        "BLOCK_SPLITS": tiles["BLOCK_KV"],
+        "BLOCK_KV_splits": tiles["BLOCK_KV"],
         **halves,
         **module.widths,
         **padded,
@@ -110,11 +110,11 @@ def _split_places(kernel: Kernel, start: Values) -> list[dict[str, int]]:
     splits = kv_split(work, int(start["items"]), kernel.kv_split.each, kernel.kv_split.waves)
     places = []
     for b, count in enumerate(splits):
-        known = {**start, "num_splits": count}
+        known = {**start, "num_KV_splits": count}
         rest = [axis for axis in kernel.grid if axis.var != "b"]
         axes = [[(axis.var, i) for i in range(int(compiled(axis.extent)(known)))] for axis in rest]
         places += [
-            {**dict(place), "b": b, "num_splits": count, "first_item": sum(splits[:b])} for place in product(*axes)
+            {**dict(place), "b": b, "num_KV_splits": count, "first_item": sum(splits[:b])} for place in product(*axes)
         ]
     return places
 

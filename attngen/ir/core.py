@@ -46,7 +46,7 @@ class Type:
 @dataclass(frozen=True)
 class Access:
     """A position in a tensor, as in `%K[b, h // group, kv, d_qk]`. An axis letter stands for the current tile of that
-    axis. A number added to it, as in `first_item + combined`, moves the tile's start by that much."""
+    axis. A number added to it, as in `first_item + KV_splits`, moves the tile's start by that much."""
 
     tensor: str
     index: tuple[Expr, ...]

@@ -24,15 +24,15 @@ GROUPED = {"D_V": "GROUPS_V", "PAIRS_V": "GROUPS_V"}
 # Index letter -> dimension of the left or the right half of D_V's columns.
 SIDES = {"left_v": "LEFT_V", "right_v": "RIGHT_V"}
 # Index letter -> dimension of a program's own columns, where several programs share the head_dim (split-d).
-OWN = {"split_qk": "SPLIT_QK", "split_v": "SPLIT_V"}
-WHOLE = {"SPLIT_QK": "D_QK", "SPLIT_V": "D_V"}  # a program's own columns -> all columns
+OWN = {"split_QK": "D_QK_split", "split_V": "D_V_split"}
+WHOLE = {"D_QK_split": "D_QK", "D_V_split": "D_V"}  # a program's own columns -> all columns
 # Index letter -> dimension of a tile.
-AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "combined": "BLOCK_SPLITS", **COLUMN_DIM, **SIDES, **OWN}
+AXIS_DIM = {"q": "BLOCK_Q", "kv": "BLOCK_KV", "KV_splits": "BLOCK_KV_splits", **COLUMN_DIM, **SIDES, **OWN}
 # Index letter -> length of the whole axis.
-AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "combined": "num_splits", **COLUMN_DIM}
+AXIS_EXTENT = {"q": "Nq", "kv": "Nk", "KV_splits": "num_KV_splits", **COLUMN_DIM}
 AXIS_EXTENT |= {axis: WHOLE[dim] for axis, dim in OWN.items()}
 # Dimension of a tile -> the field of a config that gives its length.
-TILED = {"BLOCK_Q": "block_q", "BLOCK_KV": "block_kv", "BLOCK_SPLITS": "block_kv"}
+TILED = {"BLOCK_Q": "block_q", "BLOCK_KV": "block_kv", "BLOCK_KV_splits": "block_kv"}
 TILED |= dict.fromkeys(WHOLE, "columns")
 MEMBER = "g"  # the number of a query head among those that share a K/V head
 # Dimension of columns -> its name in tiles, where it is padded to a power of two.

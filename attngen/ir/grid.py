@@ -11,7 +11,7 @@ from attngen.ir.core import Access
 from attngen.ir.dims import AXIS_EXTENT
 from attngen.ir.expr import Expr, floordiv, select, symbol
 
-REVERSED_GROUP = "reversed_group"  # symbol in programs (see GridAxis)
+REVERSED_GROUP = "reversed_L2_group"  # symbol in programs (see GridAxis)
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class GridAxis:
     swizzle_rows: the size of a group is the number of heads that have this many rows together, at least 1, and at most
     `swizzle` if that is above 1.
     reversed_group: the last group of heads, which may be the only one, runs in reversed order: it starts with the tile
-    at the other end, and loops that visit tiles in order run backwards. In programs, the symbol `reversed_group` is 1
-    in that group and 0 elsewhere.
+    at the other end, and loops that visit tiles in order run backwards. In programs, the symbol `reversed_L2_group` is
+    1 in that group and 0 elsewhere.
     """
 
     var: str
@@ -49,7 +49,7 @@ class GridAxis:
 @dataclass(frozen=True)
 class KVSplit:
     """How the keys of all sequences in a cache are split among programs: a sequence has cdiv(work, each) splits (see
-    ir/split_kv.py), each of which is a work item. The symbol `num_splits` is the number of splits of the program's
+    ir/split_kv.py), each of which is a work item. The symbol `num_KV_splits` is the number of splits of the program's
     sequence, and `first_item` that of all sequences before it.
 
     work: units of work of a sequence, as a formula in `Nk` (its number of keys), `reads`, and values that are the same
@@ -88,4 +88,4 @@ class KVSplit:
         )
 
 
-SPLIT_SYMBOLS = ("num_splits", "first_item")  # symbols in programs (see KVSplit)
+SPLIT_SYMBOLS = ("num_KV_splits", "first_item")  # symbols in programs (see KVSplit)

@@ -65,7 +65,7 @@ class Kernel:
     backend: the backend of a warp-specialized kernel; empty for other kernels (see Module.warp_specialized).
     ctas_per_sm: resident programs per SM of a warp-specialized kernel.
     of: the portable kernel that a warp-specialized one stands in for, if their names differ.
-    kv_split: how the keys of sequences are split among this kernel's programs, whose grid then has the axis `kv_split`,
+    kv_split: how the keys of sequences are split among this kernel's programs, whose grid then has the axis `KV_split`,
     or among those of the kernel whose splits it combines.
     launches_dependents: programs of the next launch may start while this kernel's programs run, on devices that support
     it (NVIDIA: programmatic dependent launch). They see what it stores after a GridDependencyWait.
@@ -242,7 +242,7 @@ class Kernel:
 
     @cached_property
     def combines_splits(self) -> bool:
-        return any(loop.var == "combined" for loop in self.loops)
+        return any(loop.var == "KV_splits" for loop in self.loops)
 
     @cached_property
     def dots(self) -> tuple[Dot, ...]:

@@ -106,9 +106,9 @@ class InputGradient:
     @property
     def reduction(self) -> str:
         """The kind of reduction. A partial gradient belongs to a `query`, `score`, `distance`, `element` or `entry`,
-        which is a query and an index of a small dimension. `row`: the gradient is computed from DELTA."""
+        which is a query and an index of a small dimension. `delta`: the gradient is computed from DELTA."""
         if self.partials == "DELTA":
-            return "row"
+            return "delta"
         if not self.index:
             return "element"
         if "entry" in self.index:

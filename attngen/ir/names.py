@@ -86,10 +86,10 @@ INTEGERS = {
     "items": Name(
         "work items (splits of the keys of all sequences), at most", ("items", ""), 1, None, "i", uses="scalar dim"
     ),
-    "num_splits": Name("splits of a sequence's keys, one per program", ("splits", ""), 1, None),
-    "kv_split": Name("number of such a split", ("split", ""), 0, None, counts="num_splits"),
+    "num_KV_splits": Name("splits of a sequence's keys, one per program", ("splits", ""), 1, None),
+    "KV_split": Name("number of such a split", ("split", ""), 0, None, counts="num_KV_splits"),
     "first_item": Name("first work item of a sequence: splits of all sequences before it", None, 0, None),
-    "num_sms": Name("SMs of the device", None, 1, source="runtime.num_sms(q.device)"),
+    "num_SMs": Name("SMs of the device", None, 1, source="runtime.num_sms(q.device)"),
     "fused": Name(
         "1 if one kernel computes dQ, dK and dV",
         None,
@@ -113,26 +113,26 @@ INTEGERS = {
     "g": Name("number of a query head in its group", None, 0, _MOST_HEADS, counts="group"),
     "side": Name("end of a sequence at which a search starts: 0, the first key; 1, the last", None, 0, 1, counts="2"),
     "halving": Name("number of a step of a binary search, whose first step is 2**28", None, 0, 28, counts="29"),
-    "reversed_group": Name("1 in the group of heads that runs in reversed order, else 0", None, 0, 1),
+    "reversed_L2_group": Name("1 in the group of heads that runs in reversed order, else 0", None, 0, 1),
     # Positions.
     "q_idx": Name("number of a query", ("q", ""), 0, _LONGEST, uses="everywhere", word="q_idx"),
     "kv_idx": Name("number of a key", ("k", ""), 0, _LONGEST, uses="everywhere", word="kv_idx"),
     "q_start": Name("first query of a program's tile", ("q", "0"), 0, _LONGEST, uses="everywhere"),
     "kv_start": Name("first key of a program's tile", ("k", "0"), 0, _LONGEST, uses="everywhere"),
-    "combined_idx": Name("number of a split of a sequence's keys", ("p", ""), 0, None, uses="everywhere"),
-    "combined_start": Name("first split of a tile that is combined", ("p", "0"), 0, None, uses="everywhere"),
+    "KV_splits_idx": Name("number of a split of a sequence's keys", ("p", ""), 0, None, uses="everywhere"),
+    "KV_splits_start": Name("first split of a tile that is combined", ("p", "0"), 0, None, uses="everywhere"),
     # Tile sizes, and other names in the closed forms of tiles' memory.
     "BLOCK_Q": Name("queries of a tile", ("B", "r"), 1, _WIDEST_TILE, uses="everywhere"),
     "BLOCK_KV": Name("keys of a tile", ("B", "c"), 1, _WIDEST_TILE, uses="everywhere"),
-    "BLOCK_SPLITS": Name("splits of a tile that is combined", ("B", "p"), 1, uses="everywhere"),
-    "SPLIT_QK": Name(
-        "columns of a program's part of a head of q and k, if programs split it; on chip, a power of two",
+    "BLOCK_KV_splits": Name("splits of a tile that is combined", ("B", "p"), 1, uses="everywhere"),
+    "D_QK_split": Name(
+        "columns of q and k that one program computes, if programs split the head_dim; on chip, a power of two",
         ("o", "qk"),
         1,
         uses="everywhere",
     ),
-    "SPLIT_V": Name(
-        "columns of a program's part of a head of v, if programs split it", ("o", "v"), 1, uses="everywhere"
+    "D_V_split": Name(
+        "columns of v that one program computes, if programs split the head_dim", ("o", "v"), 1, uses="everywhere"
     ),
     "D_QK": Name("columns of a head of q and k; on chip, the next power of two", ("d", "qk"), 1, uses="everywhere"),
     "D_V": Name("columns of a head of v; on chip, the next power of two", ("d", "v"), 1, uses="everywhere"),
@@ -159,7 +159,7 @@ ROWS = frozenset(name for name in DIMS if INTEGERS[name].letter == "n")  # dimen
 # Axes of grids along which programs split a loop (see ir/split_axes.py) -> their sizes.
 SHARES = {axis: size for axis, size in AXES.items() if size in INTEGERS and not INTEGERS[size].source}
 FOUND = {name: n.source for name, n in INTEGERS.items() if n.source}  # sizes that Python computes in a host program
-ROW_AXES = ("q", "kv", "combined")  # index letters of axes whose last tile may extend past the end
+ROW_AXES = ("q", "kv", "KV_splits")  # index letters of axes whose last tile may extend past the end
 # A dimension `Nq/32` has one element per 32 queries; the last block may be shorter.
 BLOCKS = "(Nq|Nk)/([1-9][0-9]{0,7})"
 # Functions of expressions, defined in ir/expr.py.
@@ -184,8 +184,8 @@ SHAPES = {
     "ROW_MAX": ("B", "Hq", "Nq"),
     "ROW_SUM": ("B", "Hq", "Nq"),
     "DQ_ACC": ("B", "Hq", "Nq", "D_QK"),
-    "DQ_SEMAPHORE": ("B", "Hq", "Nq"),
-    "DKDV_SEMAPHORE": ("B", "Hkv", "split_pairs", "Nk"),
+    "dQ_SEMAPHORE": ("B", "Hq", "Nq"),
+    "dKdV_SEMAPHORE": ("B", "Hkv", "split_pairs", "Nk"),
     "DK_PARTIAL": ("B", "Hkv", "splits", "Nk", "D_QK"),
     "DV_PARTIAL": ("B", "Hkv", "splits", "Nk", "D_V"),
     "CACHE_SEQLENS": ("B",),
@@ -204,8 +204,8 @@ SHAPES = {
     "KEY_MASS": ("B", "Hq", "Nk"),
     "O_PARTIAL": ("Hkv", "items", "Nq", "D_V"),
     "LSE2_PARTIAL": ("Hkv", "items", "Nq"),
-    "MAX_PARTIAL": ("Hkv", "items", "Nq"),
-    "SUM_PARTIAL": ("Hkv", "items", "Nq"),
+    "M_PARTIAL": ("Hkv", "items", "Nq"),
+    "L_PARTIAL": ("Hkv", "items", "Nq"),
 }
 CACHED = ("K", "K_ROPE", "V")  # tensors that kernels read from a KV cache
 PAIRS = "split_pairs"  # number of program pairs that split a group's query heads
@@ -215,6 +215,7 @@ SHAPES |= {x: SHAPES[of] for x, of in (GRADIENTS | TANGENTS).items()}
 # Tensors -> their names in generated Python, where these are not the lower-case names.
 VARIABLES = {"O": "out", "dO": "grad_out", "dLSE": "grad_lse", "dENTROPY": "grad_entropy"}
 VARIABLES |= {"tO": "tangent_out", "tLSE": "tangent_lse", "tENTROPY": "tangent_entropy"}
+VARIABLES |= {"dQ_SEMAPHORE": "_dq_semaphore", "dKdV_SEMAPHORE": "_dkdv_semaphore"}
 # Outputs that calls can request besides `out`, by their names in specs, with their tensors. The forward computes
 # numbers per query, of which FLAT ones have no gradient and come last; a separate kernel computes numbers per key.
 OUTPUTS = {"lse": "LSE", "entropy": "ENTROPY", "max_score": "MAX_SCORE", "key_mass": "KEY_MASS"}
@@ -226,7 +227,7 @@ FLAT, OF_KEYS = ("max_score",), ("key_mass",)
 LSE, ROW_STATS = ("LSE",), ("M_ALL", "INV_L_ALL")
 # The tensors by which the splits of a row's keys are combined: the base-2 LSE of each split; or, for fp32, its base-2
 # maximum and its sum of weights relative to it.
-LSE_PARTIALS, SUM_PARTIALS = ("LSE2_PARTIAL",), ("MAX_PARTIAL", "SUM_PARTIAL")
+LSE_PARTIALS, SUM_PARTIALS = ("LSE2_PARTIAL",), ("M_PARTIAL", "L_PARTIAL")
 STATISTICS = (
     *("LSE", "LSE2", *ROW_STATS, "DELTA", "dLSE", "ROW_MAX", "ROW_SUM", "LSE2_PARTIAL", *SUM_PARTIALS),
     *("ENTROPY", "dENTROPY", "DENTROPY2", "MAX_SCORE", "KEY_MASS"),
@@ -234,7 +235,7 @@ STATISTICS = (
 )
 SCALES = {"K": "K_SCALE", "V": "V_SCALE"}  # tensor of an 8-bit cache -> its scales
 FP32 = (*STATISTICS, "COUNT", "O_ACC", "DQ_ACC", "O_PARTIAL", *SCALES.values())
-INT32 = ("DQ_SEMAPHORE", "DKDV_SEMAPHORE", "CACHE_SEQLENS", "PAGE_TABLE")
+INT32 = ("dQ_SEMAPHORE", "dKdV_SEMAPHORE", "CACHE_SEQLENS", "PAGE_TABLE")
 SCALARS = {"scale": "f32", **dict.fromkeys(SIZES, "i32")}
 DROPOUT_SCALARS = {"dropout_threshold": "i32", "keep_scale": "f32"}
 INPUT_DIMS = ("B", "Hq", "Hkv", "Nq", "Nk", "*")  # dimensions of inputs; `*` is any length
@@ -292,16 +293,15 @@ WRAPPER |= {
     "shapes",
     "group",
     "splits",
-    "use_fused",
     "queries",
     "device",
     "n_q",
     "n_kv",
 }
 WRAPPER |= {"m_all", "inv_l_all", "m_all_rows", "inv_l_all_rows"}
-WRAPPER |= {"q_rows", "o_rows", "lse_rows", "num_sms", "dk_partial", "dv_partial", "o_acc", "row_max", "row_sum"}
+WRAPPER |= {"q_rows", "o_rows", "lse_rows", "dk_partial", "dv_partial", "o_acc", "row_max", "row_sum"}
 WRAPPER |= {"tq", "tk", "tv", "tangent_out", "tangent_lse"}
-WRAPPER |= {"dq_acc", "dq_semaphore", "dkdv_semaphore", "split_pairs", "dk_heads", "dv_heads", "fused"}
+WRAPPER |= {"dq_acc", "split_pairs", "dk_heads", "dv_heads", "fused"}
 WRAPPER |= {"math", "torch", "triton", "kernels", "runtime", "attention", "distance", "self"}
 # Further names, in kernels and functions, in modules with more outputs than the LSE.
 OF_OUTPUTS = {f"{word}{name}{rows}" for name in OUTPUTS for word, rows in (("", ""), ("return_", ""), ("", "_rows"))}
@@ -327,21 +327,10 @@ OF_CACHE = {
     "k_rope",
     "k_new_latent",
     "k_new_rope",
-    "keys_of",
-    "work_of",
-    "split_of",
 }
 OF_CACHE |= {
-    "splits_of",
-    "total_splits",
-    "passed_splits",
-    "lengths_layout",
-    "plus",
-    "split_size",
-    "page_of",
     "unit",
     "place",
-    "all_splits",
     *(
         "at",
         "before",
@@ -356,11 +345,10 @@ OF_CACHE |= {
         "most",
         "n",
         "pages",
-        "num_splits",
         "passed",
         "row",
     ),
-    *("busy", "fitting", "there", "total", "waves", "wanted", "work"),
+    *("busy", "fitting", "there", "total", "wanted", "work"),
     "page",
     "page_ahead",
     "page_of_tile",
@@ -377,32 +365,18 @@ OF_CACHE |= {
     "v_new",
     "o_partial",
     "lse2_partial",
-    "max_partial",
-    "sum_partial",
     "with_kvcache",
     "of_cache",
     "k_scale",
     "v_scale",
 }
-OF_CACHE |= {
-    "from_pairs",
-    "to_pairs",
-    "widened",
-    "narrowed",
-    "half",
-    "second",
-    "size",
-    "bits",
-    "normal",
-    "small",
-    "number",
-}
+OF_CACHE |= {"half", "second", "size", "bits", "normal", "small", "number"}
 # Values with even and odd columns.
 _HALVES = ("acc", "k", "k_columns", "part", "q_columns", "rescaled", "s", "v", "v_columns")
 OF_CACHE |= {f"{name}_{half}" for name in _HALVES for half in ("even", "odd")} | {
     f"{x}_{of}" for x in "kv" for of in ("pairs", "unit", "size")
 }
-OF_CACHE |= {"group_v", "k_abs", "k_rope_cache", "of_columns", "columns", "groups"}
+OF_CACHE |= {"group_v", "k_abs", "k_rope_cache", "columns", "groups"}
 OF_CACHE |= {
     "acc_scaled",
     "first_page",
@@ -416,8 +390,7 @@ OF_CACHE |= {
     "s_scale",
     "s_unit",
 }
-OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "o_split", "lse2_split", "max_split"}
-OF_CACHE |= {"greatest", "l_partial", "over_splits", "weighed"}
+OF_CACHE |= {"operands", "before", "rows", "base", "m_next", "acc_next", "l_next", "greatest", "weighed"}
 OF_CACHE |= {
     f"kv_{cls}_{end}{at}"
     for cls in ("full", "partial")
@@ -426,33 +399,8 @@ OF_CACHE |= {
 }
 # Names in the warp-specialized kernel that decodes with latents. Each of its two warp groups has half of the columns
 # and every other tile of keys.
-_PIECES = ("left", "right", "rope")
-OF_CACHE |= {
-    f"k_{piece}_{parity}_{of}" for piece in _PIECES for parity in ("even", "odd") for of in ("loads", "full", "phase")
-}
-OF_CACHE |= {f"{x}_{piece}_{of}" for x in "lq" for piece in _PIECES for of in ("empty", "phase")}
-OF_CACHE |= {
-    "acc_next_peer",
-    "acc_next_peer_flight",
-    "alpha_peer",
-    "alpha_peer_partials",
-    "alpha_peer_acc",
-    "first_work",
-    "k_other",
-}
-OF_CACHE |= {
-    "l_next_peer",
-    "l_other",
-    "left_v",
-    "m_peer",
-    "p_peer",
-    "page_even",
-    "page_odd",
-    "places",
-    "q_other_remat",
-    "rescaled_peer",
-}
-OF_CACHE |= {"right_v", "s_own_flight", "tiles", "v_peer"}
+OF_CACHE |= {"first_work", "k_other", "l_other", "left_v", "page_even", "page_odd", "places", "right_v"}
+OF_CACHE |= {"s_own_flight", "tiles"}
 ORDERS = ("q_outer", "kv_outer")  # loop orders; `kv_outer` is FlashAttention-1's
 DIRECTIONS = ("forward", "backward")
 

@@ -42,7 +42,7 @@ from attngen.ir.pipe_control import (
     WorkLoop,
 )
 
-PARTIALS = "PARTIALS"  # dimension of the partial sums of a row, whose number a backend chooses (see partial_reduce)
+PARTIALS = "_PARTIALS"  # dimension of the partial sums of a row, whose number a backend chooses (see partial_reduce)
 PLACE = frozenset({"kv_idx", "kv_start"})  # symbols that depend on the position of a tile of keys
 TILE_DIM = {"BLOCK_Q": "TILE_Q", "BLOCK_KV": "TILE_KV"}  # an instance's rows -> the program tile (all instances' rows)
 # Dimension -> that of an instance's part of it, where instances split a product.
@@ -318,7 +318,7 @@ class SoftmaxWeights(Op):
 
 @dataclass(frozen=True)
 class PartialReduce(Op):
-    """Sum each row into PARTIALS partial sums, each over every PARTIALS-th column. Their sum is the row's sum."""
+    """Sum each row into _PARTIALS partial sums, each over every _PARTIALS-th column. Their sum is the row's sum."""
 
     value: str = field(metadata=OPERAND)
     over: str

@@ -25,10 +25,10 @@ def part(lo: Expr, hi: Expr, axis: GridAxis) -> Range:
     """The part of the range lo .. hi that one program along an axis runs.
 
     If lo <= hi, the parts of all programs cover the range, each number once, and differ in length by at most one. Along
-    the axis `kv_split` the first parts are the longer ones, because a number of keys times a number of parts may
+    the axis `KV_split` the first parts are the longer ones, because a number of keys times a number of parts may
     overflow.
     """
-    if axis.var == "kv_split":
+    if axis.var == "KV_split":
         return lo + portion(hi - lo, symbol(axis.var), axis.extent), lo + portion(
             hi - lo, symbol(axis.var) + 1, axis.extent
         )

@@ -12,13 +12,13 @@ from attngen.ir.expr import Expr, cdiv, floordiv, symbol
 
 def work_item() -> Expr:
     """The index of a program's work item: of its split, among the splits of all sequences."""
-    return symbol("first_item") + symbol("kv_split")
+    return symbol("first_item") + symbol("KV_split")
 
 
 def combined_work_items() -> Expr:
     """The numbers of the splits that an iteration combines. They are splits of one sequence, numbered among the splits
     of all sequences."""
-    return symbol("first_item") + symbol("combined")
+    return symbol("first_item") + symbol("KV_splits")
 
 
 def units_of(work: Expr) -> Expr:
@@ -38,10 +38,10 @@ def max_work_items(each: int) -> Expr:
 def split_size(work: Sequence[int], items: int, each: int, waves: int = WAVES) -> int:
     """The largest number of work units in a split, for sequences with `work` units.
 
-    each: the result, if it is not 0. Otherwise there are at most `items` work items, which run in up to `waves` waves of
-    items / waves programs. The number of waves is the one that splits of LEAST_UNITS units would fill, and splits have
-    the length with which they fill these waves. That is an estimate: on average a sequence has half a split more than
-    its units fill.
+    each: the result, if it is not 0. Otherwise there are at most `items` work items, which run in up to `waves` waves
+    of items / waves programs. The number of waves is the one that splits of LEAST_UNITS units would fill, and splits
+    have the length with which they fill these waves. That is an estimate: on average a sequence has half a split more
+    than its units fill.
     """
     total, sequences, busy = sum(work), len(work), max(1, items // waves)
     used = min(waves, max(1, -(-sum(-(-units // LEAST_UNITS) for units in work) // busy)))  # waves

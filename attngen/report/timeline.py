@@ -23,7 +23,7 @@ from attngen.ir.core import Block, Op
 from attngen.ir.dims import SIDES
 from attngen.ir.kernel import Kernel
 from attngen.ir.module import Module
-from attngen.ir.ops import Arg, Dot, Init, Load, Loop, Mask, SoftmaxStep, Yield
+from attngen.ir.ops import Arg, Dot, Init, Load, Loop, Mask, SoftmaxStep, Store, Yield
 from attngen.ir.pipe import (
     ConcatHalves,
     ConsumerRelease,
@@ -268,7 +268,8 @@ class Timeline:
         elif not self.is_arithmetic(op, cls):
             return
         end = agent.now + steps
-        yield _Ask(lambda: end, shown, label, f"%{op.name}")
+        hint = f"%{op.value} is stored" if isinstance(op, Store) else f"%{op.name}"
+        yield _Ask(lambda: end, shown, label, hint)
 
     def is_arithmetic(self, op: Op, cls: str) -> bool:
         """True if an op does arithmetic on a tile in an iteration of class `cls`."""
@@ -335,7 +336,7 @@ class Timeline:
         self.free = start + PRODUCT
         number = str(agent.held[op.b][1]) if op.b in agent.held else ""
         agent.flights[op.name] = self.free, number
-        label = re.sub(r"(_flight|_next|_peer|_in_\w+?)+$", "", op.name)
+        label = re.sub(r"(_flight|_next|_RECEIVED|_in_\w+?)+$", "", op.name)
         lane, hint = f"products of {agent.name}", f"%{op.name}"
         self.spans.append(Span(lane, agent.now, start, "leader", "", f"{hint} waits for the tensor cores"))
         self.spans.append(

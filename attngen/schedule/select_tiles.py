@@ -320,8 +320,8 @@ def _with_one_head_per_program(op: Op) -> list[Op]:
     """Rewrite `splits`, the number of programs that share the query heads of a group: if the fused backward runs, each
     has one head.
 
-    In a host program it depends on the most heads per program, `select(use_fused > 0, FUSED_HEADS, group)`; here that
-    becomes `select(use_fused > 0, 1, group)`.
+    In a host program it depends on the most heads per program, `select(_use_fused > 0, FUSED_HEADS, group)`; here that
+    becomes `select(_use_fused > 0, 1, group)`.
     """
     if not isinstance(op, Map) or op.name != "splits":
         return [op]

@@ -81,7 +81,7 @@ def constants(kernel: Kernel, config: Config) -> dict[str, int]:
         "BLOCK_KV": config.block_kv,
         "TMA": config.tma,
         **({OWN[axis.var]: config.columns} if (axis := kernel.shared_columns) else {}),
-        **({"BLOCK_SPLITS": config.block_kv} if kernel.combines_splits else {}),
+        **({"BLOCK_KV_splits": config.block_kv} if kernel.combines_splits else {}),
         **({"CONVERTS": device.converts} if kernel.reads_quantised else {}),
         **({"OVERLAPS": device.overlaps} if kernel.overlaps else {}),
     }

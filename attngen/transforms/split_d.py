@@ -5,21 +5,21 @@ before:  kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), h in Hq, b in B)
          %acc_next = dot %p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V] @?
          store %O[b, h, q, d_v] %o check(q)
          store %LSE[b, h, q] %lse check(q)
-after:   kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), split_v in cdiv(D_V, SPLIT_V), h in Hq, b in B)
-         %v = load %V[b, h, kv, split_v] check(kv if partial) : T[BLOCK_KV, SPLIT_V] @?
-         %acc_next = dot %p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, SPLIT_V] @?
-         store %O[b, h, q, split_v] %o check(q)
-         store %LSE[b, h, q] %lse check(q) first_along(split_v)
+after:   kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), split_V in cdiv(D_V, D_V_split), h in Hq, b in B)
+         %v = load %V[b, h, kv, split_V] check(kv if partial) : T[BLOCK_KV, D_V_split] @?
+         %acc_next = dot %p %v over(BLOCK_KV) acc(%rescaled) : f32[BLOCK_Q, D_V_split] @?
+         store %O[b, h, q, split_V] %o check(q)
+         store %LSE[b, h, q] %lse check(q) first_along(split_V)
 
 An fp32 accumulator wider than WIDEST_ACC takes so many registers that tiles would be small, or spill. Each program has
-SPLIT_V columns of it; the config says how many these are, all or a part (select-tiles). Each program computes all
+D_V_split columns of it; the config says how many these are, all or a part (select-tiles). Each program computes all
 scores. Results that are the same for all of them are stored only by the first program along the split axis.
 
 A tile that another op reads whole, such as the keys in dQ = dS K, stays, and the program's slice is loaded in addition:
 
          %k = load %K[b, h, kv, d_qk] check(kv if partial) : T[BLOCK_KV, D_QK] @?
-         %k_own = load %K[b, h, kv, split_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, SPLIT_QK] @?
-         %dq_next = dot %ds %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, SPLIT_QK] @?
+         %k_own = load %K[b, h, kv, split_QK] check(kv if partial) columns_of(%k) : T[BLOCK_KV, D_QK_split] @?
+         %dq_next = dot %ds %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, D_QK_split] @?
 
 A program also loads only its slice of a tile that is combined elementwise with the accumulator, such as the output in
 forward mode.

@@ -10,10 +10,10 @@ after:   kernel @decode ... split_kv(cdiv(Nk, 64) - first_least // 64) of(first_
 
 The bounds of each split of a range become named scalars:
 
-before:  %keys_full = loop kv
-           ranges(portion(kv_full_end, kv_split, num_splits) .. portion(kv_full_end, 1 + kv_split, num_splits)) ...
-after:   %kv_full_from = map expr(portion(kv_full_end, kv_split, num_splits))
-         %kv_full_to = map expr(portion(kv_full_end, 1 + kv_split, num_splits))
+before:  %keys_full = loop kv ranges(portion(kv_full_end, KV_split, num_KV_splits)
+           .. portion(kv_full_end, 1 + KV_split, num_KV_splits)) ...
+after:   %kv_full_from = map expr(portion(kv_full_end, KV_split, num_KV_splits))
+         %kv_full_to = map expr(portion(kv_full_end, 1 + KV_split, num_KV_splits))
          %keys_full = loop kv ranges(kv_full_from .. kv_full_to) ...
 
 Work is counted in tiles of UNIT keys, for one tile with all queries. It only steers how the keys are split: for any

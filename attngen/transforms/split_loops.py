@@ -15,7 +15,7 @@ number of programs that add to the tile earlier. A kernel for which this number 
 tensor says where loops start, the program counts its elements:
 
          %document_q_first_count = count_tiles %DOCUMENT_Q_FIRST[b, kv] most(BLOCK_Q + q_start - 1) : i32[]
-         ordered_add %DQ_ACC[b, h, q, d_qk] %dq semaphore(%DQ_SEMAPHORE[...])
+         ordered_add %DQ_ACC[b, h, q, d_qk] %dq semaphore(%dQ_SEMAPHORE[...])
            order(min(document_q_first_count, cdiv(Nk, BLOCK_KV)) - ...)
 
 With block lists, the position counts listed tiles, up to the last tile whose program visits this one:

@@ -22,7 +22,7 @@ from attngen.verify.algebra import LN2, LOG2E, equal
 from attngen.verify.values import Header, Values, scale_of
 
 ONE = sympy.Integer(1)
-SPLITS = AXIS_DIM["combined"]
+SPLITS = AXIS_DIM["KV_splits"]
 NONE = -sympy.oo  # the LSE, or the maximum, of a row that sees no key
 _PARTIALS = f"O_PARTIAL and {LSE_PARTIALS[0]}, or O_PARTIAL, {' and '.join(SUM_PARTIALS)}"
 
@@ -56,7 +56,7 @@ def _statistics(names: Set[str]) -> tuple[str, ...] | None:
 def _partial_results(
     module: Module, kernel: Kernel, values: Values, last: Loop, stored: dict[str, Store]
 ) -> Iterator[str]:
-    """LSE2_PARTIAL is scale * m + log2(l), or MAX_PARTIAL is scale * m and SUM_PARTIAL is l. The output is the weighted
+    """LSE2_PARTIAL is scale * m + log2(l), or M_PARTIAL is scale * m and L_PARTIAL is l. The output is the weighted
     sum of values over l."""
     for name, op in stored.items():
         if (index := _items(kernel, op)) != work_item():
@@ -71,8 +71,8 @@ def _partial_results(
         return
     expected = {
         "LSE2_PARTIAL": select(l > 0, scale * m + log2(l), NONE),
-        "MAX_PARTIAL": select(l > 0, scale * m, NONE),
-        "SUM_PARTIAL": l,
+        "M_PARTIAL": select(l > 0, scale * m, NONE),
+        "L_PARTIAL": l,
     }
     for name in by:
         yield from equals(values, stored[name].value, expected[name])
@@ -97,9 +97,9 @@ def _combine_step(kernel: Kernel, values: Values, loop: Loop) -> Iterator[str]:
     found = [op for op in kernel.block(loop.body).ops if isinstance(op, Load)]
     loads = {kernel.accessed(op)[0].name: op for op in found}
     once = len(found) == len(loads) and all(_items(kernel, op) == combined_work_items() for op in found)
-    all_splits = ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT["combined"]), symbol(SPLITS))),)
+    all_splits = ((sympy.Integer(0), cdiv(symbol(AXIS_EXTENT["KV_splits"]), symbol(SPLITS))),)
     by = _statistics(loads.keys() - {"O_PARTIAL"})
-    over_all = (loop.var, loop.ranges) == ("combined", all_splits)
+    over_all = (loop.var, loop.ranges) == ("KV_splits", all_splits)
     if not once or by is None or "O_PARTIAL" not in loads or not over_all:
         expected = (
             f"splits {to_text(combined_work_items())} of {_PARTIALS} in each iteration, and a loop over all splits"

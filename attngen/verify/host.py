@@ -297,7 +297,7 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
         axis: dimension(size) for axis, size in AXES.items() if size.isdigit() or INTEGERS[size].is_("dim")
     }
     expected |= {axis: cdiv(symbol(WHOLE[dim]), symbol(dim)) for axis, dim in OWN.items()}
-    expected |= {"kv_split": symbol("num_splits")} if kernel.kv_split else {}
+    expected |= {"KV_split": symbol("num_KV_splits")} if kernel.kv_split else {}
     expected |= {"kv": cdiv(symbol("Nc"), symbol("BLOCK_KV"))} if own == "kv" and kernel.reads_cache else {}
     for at, axis in enumerate(kernel.grid):
         if axis.extent != expected.get(axis.var) or (axis.var == own) != (at == 0 and not kernel.visits_all_tiles):
@@ -306,7 +306,7 @@ def _grid(host: Host, op: Launch, kernel: Kernel) -> Iterator[str]:
             yield f"launch @{op.kernel}: its grid has {found}; expected some of {known}, tiles first"
     for axis in kernel.grid:
         size = AXES.get(axis.var, "")
-        split = axis.var == "kv_split" and kernel.kv_split is not None  # their number is computed on the device
+        split = axis.var == "KV_split" and kernel.kv_split is not None  # their number is computed on the device
         if (
             size
             and not split

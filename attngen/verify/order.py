@@ -114,7 +114,7 @@ def _describe(op: Op) -> str:
         case Base(src=src):
             what = f"points to {_element(src)}"
         case _:
-            what = "is no number of tiles"
+            what = "is not a number of tiles"
     return f"%{op.name} {what}"
 
 

@@ -17,7 +17,7 @@ from attngen.tiles.sizes import tile_width
 
 def split_d(module: Module, kernel: Kernel) -> Iterator[str]:
     """One axis of the grid, after the axis of tiles, has a program for each part of the columns (split-D). A config
-    gives the size of a part, BLOCK_D.
+    gives the size of a part: `BLOCK_D` in its text, D_QK_split or D_V_split in types.
 
     Each program stores its own columns, and the first one stores the results that all of them compute. Products sum
     over all columns. The part of a loaded tile is loaded from the rows of that tile. Columns that a part may lack are

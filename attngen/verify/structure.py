@@ -159,7 +159,7 @@ def _runs_over_all(kernel: Kernel, loop: Loop) -> bool:
     """True if a loop visits all tiles of its axis: the program axis where programs visit all its tiles, either axis in
     a kernel that prepares tensors, or the splits of a sequence, which a program combines."""
     own = kernel.visits_all_tiles and loop.var == kernel.program_axis
-    return own or (kernel.prepares and loop.var in AXIS_EXTENT) or loop.var == "combined"
+    return own or (kernel.prepares and loop.var in AXIS_EXTENT) or loop.var == "KV_splits"
 
 
 def _runs_over_tiles(kernel: Kernel, loop: Loop) -> bool:
@@ -228,7 +228,7 @@ def split_kv(module: Module, kernel: Kernel) -> Iterator[str]:
     """Kernels with split-KV state how keys are split, by formulas in numbers and elements that they have. Their
     programs are numbered by splits and sequences. All such kernels of a module split keys in the same way."""
     axes = {axis.var for axis in kernel.grid}
-    has_splits = "kv_split" in axes or kernel.combines_splits
+    has_splits = "KV_split" in axes or kernel.combines_splits
     if (kernel.kv_split is not None) != has_splits:
         have = "does not say" if has_splits else "says"
         yield f"it {have} how keys are split; expected that in kernels with splits of the keys, and in no others"

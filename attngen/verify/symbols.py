@@ -34,7 +34,8 @@ from attngen.verify.types import POSITIONS, dimensions
 CONSTANTS = {"LOG2E", "LN2"}
 
 
-# Names in the printed kernel that are not values of the IR.
+# Names in the printed kernel that are not values of the IR. Its other names, of helper functions and of variables for
+# its own use, start with an underscore, as no value may.
 RESERVED = {
     *POSITIONS,
     *CONSTANTS,
@@ -56,12 +57,9 @@ RESERVED = {
         "TMA",
         "CONVERTS",
         "OVERLAPS",
-        "INPUT_GRADIENTS",
+        "_INPUT_GRADIENTS",
     ),
-    *("first_head", "heads_in_group", "in_group", "swizzle_heads", "flat_head", "q_next", "floor_div", "floor_mod"),
-    "running_max",
-    *("store_distances", "dropout_keep", "dropout_words", "dropped", "philox_round", "list_position", "tile_at"),
-    "keep_mask",
+    *("first_head", "q_next", "keep_mask"),
 }
 TILES = {*(AXIS_DIM[axis] for axis in ROW_AXES), *WHOLE}
 
@@ -95,7 +93,8 @@ def names(module: Module, kernel: Kernel) -> Iterator[str]:
         yield f"{steps} softmax steps; expected one"
     taken = RESERVED | kernel.variables - set(AXIS_DIM) | (set(SoftmaxStep.FIELDS) if steps else set())
     for op in kernel.ops():
-        plain = op.name.isascii() and op.name.isidentifier() and not op.name.startswith("__")
+        private = op.name.startswith("_") and op.results()
+        plain = op.name.isascii() and op.name.isidentifier() and not private
         if not plain or keyword.iskeyword(op.name) or op.name in taken or op.name.startswith("stride_"):
             yield f"%{op.name} is a name that the printed kernel needs for itself"
 

@@ -217,7 +217,9 @@ def test_flashinfer_agrees_where_it_is_installed(mask: Any, monkeypatch: pytest.
     )
     assert (cannot(CELLS["rows"].cell), cannot(fp8.cell)) == ("here only with pages", "no keys of 8 bits")
     for more in ({"mask": WINDOW}, {"score": {"softcap": 5.0}}):
-        assert cannot(problem(cached_spec(16, **LATENT, **more)).cell) == "over latents no window and no score modifier"
+        assert (
+            cannot(problem(cached_spec(16, **LATENT, **more)).cell) == "with latents, no window and no score modifier"
+        )
     assert cannot(CELLS["pages, ragged"].cell) == "one query of a sequence"
     assert cannot(CELLS["pages, sinks"].cell) == "no score modifier but a softcap"
 

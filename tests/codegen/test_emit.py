@@ -199,21 +199,21 @@ def test_block_lists_are_read_one_iteration_ahead():
     body = render(target("butterfly_gqa"))["kernels.py"].partition("def dkdv(")[2].partition("def dq(")[0]
     full, _, partial = body.partition("# tiles that the mask or the end of a tensor cuts")
     assert re.search(
-        r"q_ahead = tile_at\(Q_LIST_row, q_full_first_at, q_full_end_at > q_full_first_at, BLOCK // BLOCK_Q\)\n"
+        r"q_ahead = _tile_at\(Q_LIST_row, q_full_first_at, q_full_end_at > q_full_first_at, BLOCK // BLOCK_Q\)\n"
         r" *# tiles with nothing to mask.*\n"
         r" *for at in tl.range\(q_full_first_at, q_full_end_at, disable_licm=True\):\n"
         r" *q_tile = q_ahead\n"
-        r" *q_ahead = tile_at\(Q_LIST_row, at \+ 1, q_full_end_at > at \+ 1, BLOCK // BLOCK_Q\)\n",
+        r" *q_ahead = _tile_at\(Q_LIST_row, at \+ 1, q_full_end_at > at \+ 1, BLOCK // BLOCK_Q\)\n",
         full,
     )
     jump = "q_at = tl.where(q_at < q_full_first_at, q_at, q_at + (q_full_end_at - q_full_first_at))"
     assert (
-        f"q_at = q_first_at\n        {jump}\n        q_ahead = tile_at(Q_LIST_row, q_at, q_stop > q_first_at," in full
+        f"q_at = q_first_at\n        {jump}\n        q_ahead = _tile_at(Q_LIST_row, q_at, q_stop > q_first_at," in full
     )
     assert "for at in tl.range(q_first_at, q_stop, disable_licm=True):\n            q_tile = q_ahead\n" in partial
     assert (
         f"            q_at = at + 1\n            {jump}\n"
-        f"            q_ahead = tile_at(Q_LIST_row, q_at, q_stop > at + 1,"
+        f"            q_ahead = _tile_at(Q_LIST_row, q_at, q_stop > at + 1,"
     ) in partial
 
 

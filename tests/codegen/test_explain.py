@@ -32,7 +32,7 @@ def test_gradients_of_keys_are_split_as_a_call_splits_them() -> None:
         name: counts(target("causal_gqa"), {"B": 8, "Hq": 32, "Hkv": 8, "group": 4, "Nq": 4096, "Nk": 4096}, d)
         for name, d in DEVICES.items()
     }
-    assert {name: (n["use_fused"], n["splits"]) for name, n in found.items()} == {
+    assert {name: (n["_use_fused"], n["splits"]) for name, n in found.items()} == {
         name: (1, 2) if name in ("H100", "H200") else (0, 1) for name in DEVICES
     }
 

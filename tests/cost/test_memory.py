@@ -17,7 +17,7 @@ def test_the_fused_backward_accumulates_dq_in_fp32() -> None:
     found = {(part.block, part.tensors): to_text(part.bytes) for part in scratch(target("full_mha"))}
     assert found == {
         ("entry", ("DELTA", "LSE2")): "8*B*Hq*Nq",
-        ("fused", ("DQ_SEMAPHORE", "DQ_ACC")): "4*B*D_QK*Hq*Nq + 4*B*Hq*Nq",
+        ("fused", ("dQ_SEMAPHORE", "DQ_ACC")): "4*B*D_QK*Hq*Nq + 4*B*Hq*Nq",
     }
 
 
@@ -25,7 +25,7 @@ def test_grouped_heads_have_partial_gradients_for_each_pair_of_programs() -> Non
     parts = {(part.block, str(part.where)): part for part in scratch(target("causal_gqa"))}
     sums, more = parts["fused", "True"], parts["fused", "split_pairs > 1"]
     assert to_text(sums.bytes) == "4*B*D_QK*Hq*Nq + 4*B*Hkv*Nk*split_pairs + 4*B*Hq*Nq"
-    assert sums.tensors == ("DQ_SEMAPHORE", "DKDV_SEMAPHORE", "DQ_ACC") and more.tensors == ("dK_heads", "dV_heads")
+    assert sums.tensors == ("dQ_SEMAPHORE", "dKdV_SEMAPHORE", "DQ_ACC") and more.tensors == ("dK_heads", "dV_heads")
     assert to_text(more.bytes) == "B*D_QK*Hkv*Nk*elem*split_pairs + B*D_V*Hkv*Nk*elem*split_pairs"
     assert ("keys", "splits > 1") in parts
 
@@ -36,6 +36,6 @@ def test_explain_prints_the_scratch_bytes() -> None:
     for part in explain(target("full_mha"), problem, {"kernels": {}}):
         console.print(part)
     assert (
-        "@backward in @fused: scratch bytes = 4*B*D_QK*Hq*Nq + 4*B*Hq*Nq, of DQ_SEMAPHORE, DQ_ACC\n"
+        "@backward in @fused: scratch bytes = 4*B*D_QK*Hq*Nq + 4*B*Hq*Nq, of dQ_SEMAPHORE, DQ_ACC\n"
         in console.export_text()
     )

@@ -163,4 +163,4 @@ def edited(name: str, *changes: tuple[str, str]) -> Module:
     return edited_module(lowered(name), *changes, kernel=backward(lowered(name)).name)
 
 
-PAIR_ACQUIRE = "    semaphore_acquire %DKDV_SEMAPHORE_pair[kv_start] order(split % 2)\n"
+PAIR_ACQUIRE = "    semaphore_acquire %dKdV_SEMAPHORE_pair[kv_start] order(split % 2)\n"

@@ -205,7 +205,7 @@ def test_scalars_that_only_tile_bounds_derive_from_facts_are_not_passed_to_warp_
     text = render(lowered_narrow(mask={"all_of": ["causal", {"not": {"key_padding": {"lengths": False}}}]}))[
         "hopper.py"
     ]
-    assert "write_index(kv_end_at" in text and "key_padding_first" not in text.partition("def fwd(")[0]
+    assert "_write_index(kv_end_at" in text and "key_padding_first" not in text.partition("def fwd(")[0]
 
 
 def test_tile_sizes_decide_ctas_per_sm() -> None:

@@ -89,9 +89,9 @@ def host_lines(name: str, *words: str) -> list[str]:
 
 def test_programs_split_the_query_heads_of_a_group() -> None:
     """A program has some heads, one after another. A pair of programs stores its sum; @dkdv_end adds up all pairs."""
-    assert host_lines("shared", "_heads", "@dkdv_end", "DKDV_SEMAPHORE", "%split_pairs") == [
+    assert host_lines("shared", "_heads", "@dkdv_end", "dKdV_SEMAPHORE", "%split_pairs") == [
         "%split_pairs = map expr((splits + 1) // 2) : i32[] @reg",
-        "%DKDV_SEMAPHORE = alloc fill(0) : i32[B, Hkv, split_pairs, Nk] @hbm",
+        "%dKdV_SEMAPHORE = alloc fill(0) : i32[B, Hkv, split_pairs, Nk] @hbm",
         "%dK_heads = alloc where(split_pairs > 1) otherwise(%dK) : T[B, Hkv, split_pairs, Nk, D_QK] @hbm",
         "%dV_heads = alloc where(split_pairs > 1) otherwise(%dV) : T[B, Hkv, split_pairs, Nk, D_V] @hbm",
         "launch @bwd args(dK=%dK_heads, dV=%dV_heads)",
@@ -100,7 +100,7 @@ def test_programs_split_the_query_heads_of_a_group() -> None:
         "launch @dkdv_end args(DK_PARTIAL=%dK_heads, DV_PARTIAL=%dV_heads) sizes(splits=split_pairs)",
         "launch @dkdv_end args(DK_PARTIAL=%dK_partial, DV_PARTIAL=%dV_partial)",
     ]
-    assert "select(use_fused > 0, 2, group)" in host_lines("shared", "%splits = ")[0]
+    assert "select(_use_fused > 0, 2, group)" in host_lines("shared", "%splits = ")[0]
     text = print_kernel(backward(lowered("shared")))
     assert text.splitlines()[0].endswith("reversed_group, split in splits, hkv in Hkv, b in B)")
     assert text.count(" heads(g_first .. g_end)") == 3 and "%g_first = map expr((group*split) // splits) " in text
@@ -139,8 +139,8 @@ def test_names_of_gradients_in_the_host_program_are_reserved() -> None:
 @pytest.mark.share(16)
 def test_the_sizes_of_a_call_select_the_fused_or_the_separate_kernels() -> None:
     text = print_module(lowered("wide"))
-    enough = "Nk >= 1024 and Nq >= 1024 and B*Hq*Nk >= 480*num_sms"
-    short = "(Nk >= 512 and Nq >= 512 and B*Hq*Nk >= 1536*num_sms)"
+    enough = "Nk >= 1024 and Nq >= 1024 and B*Hq*Nk >= 480*num_SMs"
+    short = "(Nk >= 512 and Nq >= 512 and B*Hq*Nk >= 1536*num_SMs)"
     assert (
         f"if then(@fused) where(need_kv and need_q and ({short} or ({enough})) and fused > 0) orelse(@separate)" in text
     )

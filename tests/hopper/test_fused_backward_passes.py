@@ -87,7 +87,7 @@ def test_split_loops_counts_tiles_from_data() -> None:
     assert [line.replace("@? ", "") for line in after if line not in before] == [
         "%document_q_first_count = count_tiles %DOCUMENT_Q_FIRST[kv] most(BLOCK_Q + q_start - 1) : i32[] @?",
         (
-            f"ordered_add %DQ_ACC[{head}, q, d_qk] %dq check(q if partial) semaphore(%DQ_SEMAPHORE[{head}, q_start]) "
+            f"ordered_add %DQ_ACC[{head}, q, d_qk] %dq check(q if partial) semaphore(%dQ_SEMAPHORE[{head}, q_start]) "
             f"{order}"
         ),
     ]
@@ -103,7 +103,7 @@ def test_split_loops_looks_up_listed_tiles_at_the_end_of_loops() -> None:
         "%kv_end_at = list_position %KV_RANK_row tile({}) : i32[] @?",
         "%kv_next_at = list_position %KV_RANK_row tile((kv_start // BLOCK_KV) + 1) : i32[] @?",
         (
-            "ordered_add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) semaphore(%DQ_SEMAPHORE[b, h, q_start]) "
+            "ordered_add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) semaphore(%dQ_SEMAPHORE[b, h, q_start]) "
             "order(kv_end_at - kv_next_at)"
         ),
     ]
@@ -158,13 +158,13 @@ def test_select_tiles_reverses_the_last_group_of_heads_where_earlier_keys_see_mo
         "-(kv_start // BLOCK_KV) + min((max(0, BLOCK_Q + Nk - Nq + q_start - 1) // BLOCK_KV) + 1, cdiv(Nk, "
         "BLOCK_KV)) - 1"
     )
-    add = "ordered_add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) semaphore(%DQ_SEMAPHORE[b, h, q_start])"
+    add = "ordered_add %DQ_ACC[b, h, q, d_qk] %dq check(q if partial) semaphore(%dQ_SEMAPHORE[b, h, q_start])"
     assert [line.strip() for line in after if line not in before] == [
         (
             "kernel @bwd program_axis(kv) grid(kv in cdiv(Nk, BLOCK_KV) reversed swizzle_rows(16384) reversed_group, "
             "h in Hq, b in B)"
         ),
-        f"{add} order(select(reversed_group > 0, (kv_start // BLOCK_KV), {order}))",
+        f"{add} order(select(reversed_L2_group > 0, (kv_start // BLOCK_KV), {order}))",
     ]
     assert not [name for name in ("wide", "streaming", "packed") if backward(lowered(name)).grid[0].reversed_group]
 
@@ -178,7 +178,7 @@ def test_windows_and_padded_sequences_have_a_reversed_group_too() -> None:
     }
     for name, tiles in skipped.items():
         text = print_kernel(backward(lowered(name)))
-        assert f"order(select(reversed_group > 0, (kv_start // BLOCK_KV) - {tiles}, " in text, name
+        assert f"order(select(reversed_L2_group > 0, (kv_start // BLOCK_KV) - {tiles}, " in text, name
 
 
 def test_select_tiles_groups_few_heads_where_programs_have_two_wide_ones() -> None:
@@ -189,25 +189,25 @@ def test_select_tiles_groups_few_heads_where_programs_have_two_wide_ones() -> No
     few = {name: "reversed swizzle(4) swizzle_rows(16384)" in grid for name, grid in grids.items()}
     assert few == {"shared": True, "wide_causal": False, "one_head": False, "dropping_wide": True}
     text = render(lowered("shared"))["hopper.py"].partition("\ndef bwd(")[2]
-    assert "    swizzle_heads = gl.maximum(1, gl.minimum(4, 16384 // Nk))\n" in text
+    assert "    _swizzle_heads = gl.maximum(1, gl.minimum(4, 16384 // Nk))\n" in text
 
 
 def test_legalize_gluon_makes_the_second_program_of_a_pair_add_after_the_first() -> None:
     assert changed("shared", "ping-pong", "legalize-gluon", "consumer") == (
         [
             f"ordered_accumulate %{name}[b, hkv, split // 2, kv, {width}] %{name.lower()}_out check(kv) "
-            f"semaphore(%DKDV_SEMAPHORE[b, hkv, split // 2, kv_start]) order(split % 2){ends}"
+            f"semaphore(%dKdV_SEMAPHORE[b, hkv, split // 2, kv_start]) order(split % 2){ends}"
             for name, width, ends in (("dK", "d_qk", ""), ("dV", "d_v", " ends(yes)"))
         ],
         [
-            "semaphore_acquire %DKDV_SEMAPHORE_pair[kv_start] order(split % 2)",
+            "semaphore_acquire %dKdV_SEMAPHORE_pair[kv_start] order(split % 2)",
             "tma_store %dK[b, hkv, split // 2, kv, d_qk] %dk_out staging(%V_pipeline) order(split % 2)",
             "tma_store %dV[b, hkv, split // 2, kv, d_v] %dv_out staging(%V_pipeline) order(split % 2)",
             "tma_store_wait %V_pipeline",
-            "semaphore_release %DKDV_SEMAPHORE_pair[kv_start]",
+            "semaphore_release %dKdV_SEMAPHORE_pair[kv_start]",
         ],
     )
-    assert "%DKDV_SEMAPHORE_pair = base %DKDV_SEMAPHORE[b, hkv, split // 2] : ptr[] @reg" in lines(
+    assert "%dKdV_SEMAPHORE_pair = base %dKdV_SEMAPHORE[b, hkv, split // 2] : ptr[] @reg" in lines(
         "legalize-gluon", "entry", "shared"
     )
 
@@ -277,7 +277,7 @@ def test_insert_pipelines_loads_row_vectors_of_queries_as_metadata() -> None:
 @pytest.mark.parametrize(("name", "part"), [("wide", "BLOCK_Q, SLICE_QK"), ("narrow", "SLICE_Q, D_QK")])
 def test_reduce_dq_multiplies_ds_of_both_consumers(name: str, part: str) -> None:
     removed, added = changed(name, "insert-pipelines", "reduce-dq", "step")
-    order = "semaphore(%DQ_SEMAPHORE[b, h, q_start]) order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"
+    order = "semaphore(%dQ_SEMAPHORE[b, h, q_start]) order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"
     assert removed == [
         "%dk_next = dot %ds %q over(BLOCK_Q) acc(%dk) : f32[BLOCK_KV, D_QK] @reg",
         "%dq = dot %ds %k over(BLOCK_KV) : f32[BLOCK_Q, D_QK] @reg",
@@ -297,7 +297,7 @@ def test_reduce_dq_multiplies_ds_of_both_consumers(name: str, part: str) -> None
         "%dq_tile = consumer_wait %dQ_pipeline : f32[BLOCK_Q, D_QK] @sram",
         f"ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile check(q if partial) {order}",
         "consumer_release %dq_tile",
-        "semaphore_release %DQ_SEMAPHORE[b, h, q_start]",
+        "semaphore_release %dQ_SEMAPHORE[b, h, q_start]",
         "yield",
     ]
 
@@ -315,9 +315,9 @@ def test_software_pipeline_gradients_issues_scores_and_dp_together(name: str) ->
     issued = [line.split()[0] for line in lines("software-pipeline-gradients", "step", name) if "= wgmma " in line]
     assert issued == ["%s_flight", "%dp_flight", "%dv_flight", "%dk_flight", "%dq_flight"]
     assert lines("software-pipeline-gradients", "step", name)[2:5] == [
-        "%k_all_remat = rematerialize %k_all : T[TILE_KV, D_QK] @sram",
-        "%k = slice_rows %k_all_remat : T[BLOCK_KV, D_QK] @sram",
-        "%v_remat = rematerialize %v : T[BLOCK_KV, D_V] @sram",
+        "%k_all_ADDR = rematerialize %k_all : T[TILE_KV, D_QK] @sram",
+        "%k = slice_rows %k_all_ADDR : T[BLOCK_KV, D_QK] @sram",
+        "%v_ADDR = rematerialize %v : T[BLOCK_KV, D_V] @sram",
     ]
 
 
@@ -406,7 +406,7 @@ def test_software_pipeline_gradients_merges_two_loops(name: str, order: str) -> 
 def test_persistent_scheduler_makes_programs_of_one_head_persistent() -> None:
     tails = [f"producer_tail %{pipeline}_pipeline" for pipeline in ("K", "V", "Q", "dO", "Work")]
     assert lines("persistent-scheduler", "producer") == [
-        "%fetched = work_loop %Work_pipeline of(@tile) body(@produce) fetches(yes)",
+        "%Fetched = work_loop %Work_pipeline of(@tile) body(@produce) fetches(yes)",
         *tails,
     ]
     assert lines("ping-pong", "consumer") == [
@@ -415,7 +415,7 @@ def test_persistent_scheduler_makes_programs_of_one_head_persistent() -> None:
         "scheduler_barrier tail",
     ]
     assert lines("persistent-scheduler", "dq_reducer") == [
-        "%work_dq = work_loop %Work_pipeline of(@tile) body(@reduce_dq)"
+        "%Work_dQ = work_loop %Work_pipeline of(@tile) body(@reduce_dq)"
     ]
     before, pipelines = (
         lines("skip-masked-tiles", "consumer"),

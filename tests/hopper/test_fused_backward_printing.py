@@ -19,16 +19,16 @@ from tests.hopper.fused_backward import (
 def test_an_instance_without_rows_uses_no_semaphore_of_a_pair() -> None:
     """Past the last key, the address of its semaphore would belong to another pair."""
     text = render(lowered("shared"))["hopper.py"].partition("\ndef bwd_consumer(")[2]
-    acquire = "    if kv_start < Nk:\n        semaphore_acquire(DKDV_SEMAPHORE_pair + kv_start, 0, 4 * (split % 2))\n"
+    acquire = "    if kv_start < Nk:\n        _semaphore_acquire(dKdV_SEMAPHORE_pair + kv_start, 0, 4 * (split % 2))\n"
     store = (
-        "    if split % 2 == 0:\n        tma_store(\n            dK,\n"
+        "    if split % 2 == 0:\n        _tma_store(\n            dK,\n"
         "            [b, hkv * split_pairs + split // 2, kv_start, 0],\n"
-        "            v_smem.index(WARP_GROUP),\n"
+        "            V_smem.index(_WARP_GROUP),\n"
     )
     assert (
         text.index(acquire)
         < text.index(store)
-        < text.index("    if kv_start < Nk:\n        semaphore_release(DKDV_SEMAPHORE_pair + kv_start)\n")
+        < text.index("    if kv_start < Nk:\n        _semaphore_release(dKdV_SEMAPHORE_pair + kv_start)\n")
     )
 
 
@@ -36,7 +36,7 @@ def test_heads_by_tile_are_one_loop() -> None:
     text = render(lowered("packed_narrow"))["hopper.py"]
     assert text.count("    q_tile, g = q_first, g_first\n") == 3  # once in each warp group
     assert text.count("    for _ in range((q_end - q_first) * (g_end - g_first)):\n") == 3
-    assert text.count("        q_tile, g = next_head(q_tile, g, g_first, g_end)\n") == 3
+    assert text.count("        q_tile, g = _next_head(q_tile, g, g_first, g_end)\n") == 3
     reducer = text.partition("\ndef bwd_dq_reducer(")[2]
     assert (
         "        q_ahead = gl.where(g + 1 < g_end, q_start, q_start + BLOCK_Q)\n" in reducer
@@ -47,16 +47,16 @@ def test_heads_by_tile_are_one_loop() -> None:
 def test_heads_of_the_reversed_group_visit_their_tiles_in_reversed_order() -> None:
     text = render(lowered("wide_causal"))["hopper.py"]
     assert (
-        "    reversed_group = gl.where(first_head + swizzle_heads >= TILES // kv_tiles, 1, 0)  # the last heads\n"
+        "    reversed_L2_group = gl.where(first_head + _swizzle_heads >= TILES // kv_tiles, 1, 0)  # the last heads\n"
         in text
     )
-    reversed_index = "q_tile = gl.where(reversed_group > 0, q_first + q_end - 1 - at, at)\n"
+    reversed_index = "q_tile = gl.where(reversed_L2_group > 0, q_first + q_end - 1 - at, at)\n"
     assert text.count(reversed_index) == 3  # once in each warp group
     assert reversed_index not in render(lowered("wide"))["hopper.py"]
 
 
 def test_signs_of_weights_hold_the_dropout_mask_where_registers_do_not_suffice() -> None:
-    both = "p, p_kept = with_dropped(p, keep_words, dropout_threshold, True) if DROPOUT else (p, p)"
+    both = "p, p_kept = _with_dropped(p, keep_words, dropout_threshold, True) if DROPOUT else (p, p)"
     assert both in render(lowered("dropping_wide"))["hopper.py"]
     assert "with_dropped" not in render(lowered("dropping"))["hopper.py"]
 
@@ -66,12 +66,12 @@ def test_the_semaphore_of_the_next_listed_tile_is_read_ahead() -> None:
     semaphore."""
     text = render(lowered("biased_blocks_wide"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
     assert "        for at in range(q_end_at):\n            q_tile = q_ahead\n" in text
-    assert text.index("q_ahead = tile_at(Q_LIST_row, at + 1, ") < text.index(
-        "q_next = q_ahead * BLOCK_Q\n            order_seen = semaphore_value("
+    assert text.index("q_ahead = _tile_at(Q_LIST_row, at + 1, ") < text.index(
+        "q_next = q_ahead * BLOCK_Q\n            _order_seen = _semaphore_value("
     )
     assert (
-        "gl.where(q_start == q_next, order_seen, -1)," in text
-        and "kv_next_at = list_position(KV_RANK_row, 1 + " in text
+        "gl.where(q_start == q_next, _order_seen, -1)," in text
+        and "kv_next_at = _list_position(KV_RANK_row, 1 + " in text
     )
 
 
@@ -82,14 +82,14 @@ def test_gradients_of_wide_heads_lie_in_column_pieces() -> None:
     )
     for i in range(3):
         assert f"dk_flight_{i} = warpgroup_mma(ds_cast_operand, q_{i}, dk_{i}, is_async=True)" in text
-        assert f"tma_store(dK, [b, h, kv_start, {64 * i}], pieces.index({i % 2}))" in text
+        assert f"_tma_store(dK, [b, h, kv_start, {64 * i}], pieces.index({i % 2}))" in text
     assert (
-        "k_all_remat_0 if WARP_GROUP == 0 else k_all_remat_2," in text
-        and "k_all_remat_1.slice(WARP_GROUP * 32, 32, 1)," in text
+        "k_all_ADDR_0 if _WARP_GROUP == 0 else k_all_ADDR_2," in text
+        and "k_all_ADDR_1.slice(_WARP_GROUP * 32, 32, 1)," in text
     )
     assert "for at in tl.range(q_first, q_end, disable_licm=True):" in text
     assert (
-        "mbarrier.wait(dq_empty.index(0), do_phase)" in text and "dq_phase" not in text
+        "mbarrier.wait(dQ_empty.index(0), dO_phase)" in text and "dQ_phase" not in text
     )  # both pipelines have one stage, and share a phase
     masked = text.partition("if (q_tile < q_full_first)")[2].partition("lse2 = ")[0]
     assert "            kv_idx = kv_start + gl.arange(" in masked and text.count("kv_idx = ") == 1
@@ -104,14 +104,14 @@ def test_named_barriers_are_distinct(name: str) -> None:
     text = text.partition("\ndef jvp_producer(")[0]
     of: dict[str, set[int]] = {}
     for number in re.findall(
-        r"\b(?:barrier_sync|barrier_arrive|barrier_arrive_early)\(([^,()]+(?:\([^()]*\)[^,()]*)*),", text
+        r"\b(?:_barrier_sync|_barrier_arrive|_barrier_arrive_early)\(([^,()]+(?:\([^()]*\)[^,()]*)*),", text
     ):
         if re.search("_(full|empty)", number) is None:  # those are in shared memory
             first = re.sub(
-                r"\d \* |\w+_stage|1 - WARP_GROUP|\(WARP_GROUP \+ 1\) % 2|WARP_GROUP|[ +]", "", number
+                r"\d \* |\w+_stage|1 - _WARP_GROUP|\(_WARP_GROUP \+ 1\) % 2|_WARP_GROUP|[ +]", "", number
             )  # the first barrier of its pipeline
             sizes = [
-                {"STAGES": 2, "q_stage": stage, "do_stage": stage, "WARP_GROUP": instance}
+                {"STAGES": 2, "Q_stage": stage, "dO_stage": stage, "_WARP_GROUP": instance}
                 for stage in (0, 1)
                 for instance in (0, 1)
             ]
@@ -132,15 +132,15 @@ def test_programs_of_one_head_fetch_their_tiles() -> None:
     """A program fetches each tile, also the first, when it starts the tile, because other tiles wait for it."""
     text = render(lowered("wide_causal"))["hopper.py"].partition("\ndef bwd_producer(")[2]
     assert "    # tiles are fetched in the order in which they start" in text
-    assert "a tile waits only for tiles with smaller numbers\n    pid = broadcast(fetch_next(COUNTER))\n" in text
-    assert text.count("pid = broadcast(fetch_next(COUNTER))") == 2 and "    while pid < TILES:\n" in text
+    assert "a tile waits only for tiles with smaller numbers\n    pid = _broadcast(_fetch_next(COUNTER))\n" in text
+    assert text.count("pid = _broadcast(_fetch_next(COUNTER))") == 2 and "    while pid < TILES:\n" in text
     reducer = text.partition("\ndef bwd_dq_reducer(")[2]
-    assert "    kv_start = read_index(work_smem.index(8 * work_stage), 1)\n    while kv_start >= 0:\n" in reducer
+    assert "    kv_start = _read_index(Work_smem.index(8 * Work_stage), 1)\n    while kv_start >= 0:\n" in reducer
     shared = (
         render(lowered("shared"))["hopper.py"].partition("\ndef bwd_producer(")[2].partition("\ndef jvp_producer(")[0]
     )
-    assert "work_smem" not in shared
+    assert "Work_smem" not in shared
     narrow = render(lowered("narrow_causal"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
-    assert "\n        q_ahead, order_seen = -1, 0\n" in narrow  # semaphore values read ahead belong to this tile
+    assert "\n        q_ahead, _order_seen = -1, 0\n" in narrow  # semaphore values read ahead belong to this tile
     heads = render(lowered("packed_narrow"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
-    assert "\n    q_ahead, order_seen = -1, 0\n" in heads
+    assert "\n    q_ahead, _order_seen = -1, 0\n" in heads

@@ -105,7 +105,7 @@ def test_drop_unspecialized_removes_the_split_of_heads() -> None:
         stages(make_spec({**BASE, "mask": "causal", "heads": {"sharing": "gqa"}, "schedule": {"backend": "triton"}}))
     )
     before, after = (print_module(plain[stage]) for stage in ("dce", "drop-unspecialized"))
-    assert "use_fused" in before and "_heads" in before and "use_fused" not in after and "_heads" not in after
+    assert "_use_fused" in before and "_heads" in before and "_use_fused" not in after and "_heads" not in after
     assert "%splits = map expr(max(1, (group // divisor(group, min(group, max(1, " in after
 
 
@@ -171,7 +171,7 @@ def test_wide_heads_have_no_kernel_where_registers_would_spill(fields: dict[str,
 def test_explain_gives_the_reason_for_the_separate_kernels(fields: dict[str, Any], reason: str) -> None:
     made = make_spec({"name": "separate", "head_dim": 128, **fields})
     reasons = [text for text in unspecialized(made, lower(made, "dce")) if "@fwd" not in text and "@jvp" not in text]
-    assert reasons == [f"No kernel computes all gradients in one pass: {reason}."]
+    assert reasons == [f"There is no fused backward: {reason}."]
 
 
 @pytest.mark.share(16)

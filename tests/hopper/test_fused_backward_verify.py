@@ -41,13 +41,13 @@ REFUSED = {
     ),
     "a stored part of another size": ("f32[BLOCK_Q, SLICE_QK] @reg", "f32[BLOCK_Q, D_QK] @reg", "`types`: .*"),
     "rows of a tile that belongs to the instance": (
-        "%v_remat = rematerialize %v",
-        "%v_own = slice_rows %v : T[BLOCK_KV, D_V] @sram\n    %v_remat = rematerialize %v",
+        "%v_ADDR = rematerialize %v",
+        "%v_own = slice_rows %v : T[BLOCK_KV, D_V] @sram\n    %v_ADDR = rematerialize %v",
         "`types`: .*",
     ),
     "a rematerialization of no tile": (
-        "%k = slice_rows %k_all_remat",
-        "%far = rematerialize %s : f32[BLOCK_KV, BLOCK_Q] @sram\n    %k = slice_rows %k_all_remat",
+        "%k = slice_rows %k_all_ADDR",
+        "%far = rematerialize %s : f32[BLOCK_KV, BLOCK_Q] @sram\n    %k = slice_rows %k_all_ADDR",
         "`.*`: .*",
     ),
     "a position in the order that another program has": (
@@ -55,10 +55,10 @@ REFUSED = {
         "order(kv_start // BLOCK_KV)",
         "`types`: .*is not the only acquire of the semaphore of an add after it",
     ),
-    "a semaphore that is not released": ("    semaphore_release %DQ_SEMAPHORE[b, h, q_start]\n", "", "`.*`: .*"),
+    "a semaphore that is not released": ("    semaphore_release %dQ_SEMAPHORE[b, h, q_start]\n", "", "`.*`: .*"),
     "the semaphore of another tile": (
-        "semaphore_release %DQ_SEMAPHORE[b, h, q_start]",
-        "semaphore_release %DQ_SEMAPHORE[b, h, q_start + BLOCK_Q]",
+        "semaphore_release %dQ_SEMAPHORE[b, h, q_start]",
+        "semaphore_release %dQ_SEMAPHORE[b, h, q_start + BLOCK_Q]",
         "`.*`: .*",
     ),
     "a grid in another order": (
@@ -123,7 +123,7 @@ PIECES_REFUSED = {
     ),
 }
 
-PAIR_RELEASE = "    semaphore_release %DKDV_SEMAPHORE_pair[kv_start]\n"
+PAIR_RELEASE = "    semaphore_release %dKdV_SEMAPHORE_pair[kv_start]\n"
 
 PAIRS_REFUSED = {
     "a pair without an acquire": (
@@ -154,8 +154,8 @@ PAIRS_REFUSED = {
         "`same-tiles`: .*expected one semaphore_acquire",
     ),
     "the semaphore of another pair": (
-        "base %DKDV_SEMAPHORE[b, hkv, split // 2]",
-        "base %DKDV_SEMAPHORE[b, hkv, 0]",
+        "base %dKdV_SEMAPHORE[b, hkv, split // 2]",
+        "base %dKdV_SEMAPHORE[b, hkv, 0]",
         "`(indexing|same-tiles)`: .*",
     ),
     "an output that is not accumulated": (
@@ -169,13 +169,13 @@ PAIRS_REFUSED = {
         "`same-tiles`: .*stores other tiles in order",
     ),
     "a semaphore in an output": (
-        "semaphore_acquire %DKDV_SEMAPHORE_pair[kv_start]",
+        "semaphore_acquire %dKdV_SEMAPHORE_pair[kv_start]",
         "semaphore_acquire %dK[b, hkv, 0, kv_start, 0]",
         "`types`: .*has a semaphore in %dK; expected one element of a tensor of i32 of role sum",
     ),
     "an order that is no integer": (
-        "semaphore_acquire %DKDV_SEMAPHORE_pair[kv_start] order(split % 2)",
-        "semaphore_acquire %DKDV_SEMAPHORE_pair[kv_start] order(split/2)",
+        "semaphore_acquire %dKdV_SEMAPHORE_pair[kv_start] order(split % 2)",
+        "semaphore_acquire %dKdV_SEMAPHORE_pair[kv_start] order(split/2)",
         "`types`: .*",
     ),
 }
@@ -187,13 +187,13 @@ MERGES_REFUSED = {
         "`indexing`: .*expected `split // 2`",
     ),
     "no semaphore": (
-        " semaphore(%DKDV_SEMAPHORE[b, hkv, split // 2, kv_start]) order(split % 2)\n",
+        " semaphore(%dKdV_SEMAPHORE[b, hkv, split // 2, kv_start]) order(split % 2)\n",
         "\n",
         "`types`: .*adds in no fixed order; expected a semaphore, and an order",
     ),
     "a store": (
         (
-            "ordered_accumulate %dK_head[kv, d_qk] %dk_out check(kv) semaphore(%DKDV_SEMAPHORE[b, hkv, split // 2, "
+            "ordered_accumulate %dK_head[kv, d_qk] %dk_out check(kv) semaphore(%dKdV_SEMAPHORE[b, hkv, split // 2, "
             "kv_start]) order(split % 2)"
         ),
         "store %dK_head[kv, d_qk] %dk_out check(kv)",
@@ -316,7 +316,7 @@ PERSISTENT_REFUSED = {
         "`protocol`: .*a tile of %K_pipeline that it has (released or never|not) waited for",
     ),
     "a dQ reduction warp that is not persistent": (
-        "    %work_dq = work_loop %Work_pipeline of(@tile) body(@reduce_dq)\n",
+        "    %Work_dQ = work_loop %Work_pipeline of(@tile) body(@reduce_dq)\n",
         "",
         "`defined`: .*@reduce_dq is run by the ops of 0 blocks",
     ),
@@ -363,7 +363,7 @@ LISTED_REFUSED = {
     "tile indices from metadata": (
         "step(@write) listed(%Q_LIST_row) in_order(yes)",
         "step(@write) listed(%Q_LIST_row) tile_indices(%LSE2_pipeline) in_order(yes)",
-        "`loop-bodies`: .*%write_total visits tiles in order",
+        "`loop-bodies`: .*%dQ_total visits tiles in order",
     ),
 }
 

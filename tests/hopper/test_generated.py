@@ -70,7 +70,7 @@ def test_warp_groups_start_in_the_phases_of_empty_stages() -> None:
     consumer, reducer = (
         text.partition(f"def bwd_{group}(")[2].partition("@gluon.jit")[0] for group in ("consumer", "dq_reducer")
     )
-    assert "dq_stage, dq_phase = 0, 1\n" in consumer and "dq_stage, dq_phase = 0, 0\n" in reducer
+    assert "dQ_stage, dQ_phase = 0, 1\n" in consumer and "dQ_stage, dQ_phase = 0, 0\n" in reducer
 
 
 def names_of_tma(text: str, version: str) -> dict[str, str]:
@@ -91,13 +91,13 @@ def names_of_tma(text: str, version: str) -> dict[str, str]:
 @pytest.mark.parametrize("version", [*PAIRS.values(), "3.10.0+git1234"])
 def test_the_head_selects_the_names_of_each_triton_version(version: str) -> None:
     text = files_of("relative_bias_mha")["hopper.py"]
-    old = {"tma_load": "async_copy_global_to_shared", "tma_store": "async_copy_shared_to_global"}
-    new = {"tma_load": "async_load", "tma_store": "async_store"}
+    old = {"_tma_load": "async_copy_global_to_shared", "_tma_store": "async_copy_shared_to_global"}
+    new = {"_tma_load": "async_load", "_tma_store": "async_store"}
     assert names_of_tma(text, version) == (old if version.startswith(("3.6", "3.7")) else new)
     body = text.partition("LOG2E")[2]
     assert (
-        "tma_load(" in body
-        and "tma_store(" in body
+        "_tma_load(" in body
+        and "_tma_store(" in body
         and not any(name in body for name in {*old.values(), *new.values()})
     )
 
@@ -122,18 +122,18 @@ def test_hopper_py_follows_the_schedule() -> None:
 def test_loops_over_block_lists_start_at_the_second_tile() -> None:
     """The first tile is computed before the loops. A loop whose body needs no tile index reads none."""
     text = files_of("local_global_dropout_mha")["hopper.py"]
-    ahead = "kv_ahead = tile_at(KV_LIST_row, kv_full_end_at + 1, kv_end_at > kv_full_end_at + 1, BLOCK // BLOCK_KV)\n"
+    ahead = "kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at + 1, kv_end_at > kv_full_end_at + 1, BLOCK // BLOCK_KV)\n"
     assert ahead in text and "for at in range(kv_full_end_at + 1, kv_end_at):" in text
     start = "gl.where(partial_tiles > 0, 0, 1)"
-    read = text.partition(ahead)[2].partition("kv_ahead = tile_at(\n")[2]
+    read = text.partition(ahead)[2].partition("kv_ahead = _tile_at(\n")[2]
     assert read.splitlines()[1].strip() == f"{start}," and f"for at in range({start}, kv_full_end_at):" in read
     consumer = files_of("butterfly_gqa")["hopper.py"].partition("def fwd_consumer(")[2]
-    assert consumer.count("kv_ahead = tile_at(") == 2  # only in the loop over partial tiles
+    assert consumer.count("kv_ahead = _tile_at(") == 2  # only in the loop over partial tiles
 
 
 def loops_over_later_tiles(name: str) -> list[str]:
     consumer = files_of(name)["hopper.py"].partition("def fwd_consumer(")[2].partition("@gluon.jit")[0]
-    return re.findall(r" for (.*):\n(?:.*\n)*? *mbarrier\.wait\(k_full", consumer)
+    return re.findall(r" for (.*):\n(?:.*\n)*? *mbarrier\.wait\(K_full", consumer)
 
 
 def test_full_and_partial_tiles_share_a_loop_where_they_differ_only_in_masks() -> None:

@@ -215,24 +215,24 @@ def test_halves_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_loads_and_multiplies_column_pieces() -> None:
     text = render(lowered("mla_dims"))["hopper.py"]
     assert '"fwd": ((0, 64, 64), (1, "BLOCK_KV", 64), (2, "BLOCK_KV"), (3, 64, 64)),' in text
-    assert "k_smem = gl.allocate_shared_memory(K.dtype, [3 * STAGES, 1, 1, BLOCK_KV, 64], K.layout)" in text
-    assert "k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())" in text
+    assert "K_smem = gl.allocate_shared_memory(K.dtype, [3 * STAGES, 1, 1, BLOCK_KV, 64], K.layout)" in text
+    assert "K_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())" in text
     assert (
-        "mbarrier.expect(k_full.index(k_stage), 3 * BLOCK_KV * 64 * 2)" in text
+        "mbarrier.expect(K_full.index(K_stage), 3 * BLOCK_KV * 64 * 2)" in text
     )  # one barrier for all pieces of a stage
-    assert "k_2 = k_smem.index(3 * k_stage + 2).reshape([BLOCK_KV, 64])" in text
+    assert "k_2 = K_smem.index(3 * K_stage + 2).reshape([BLOCK_KV, 64])" in text
     assert "s_flight = warpgroup_mma(q_2, k_2.permute((1, 0)), s_flight, is_async=True)" in text
     assert text.count("s = warpgroup_mma_wait(1, deps=[s_flight])") == 1  # in the loop over both classes of tiles
     assert (
-        "o_left, o_right = split_halves(o)" in text
-        and "tma_store(O, [b, h, q_start, 64], o_smem.index(WARP_GROUP))" in text
+        "o_left, o_right = _split_halves(o)" in text
+        and "_tma_store(O, [b, h, q_start, 64], O_smem.index(_WARP_GROUP))" in text
     )
 
 
 def test_a_head_dim_that_fits_one_piece_is_printed_like_a_whole_tile() -> None:
     text = render(lowered_with(48, 48))["hopper.py"]
-    assert "D_V_PAD = gl.constexpr(64)" in text and "ACC: gl.constexpr = layout_of(D_V_PAD)" in text
-    assert "tma_load(K, [b, h, kv_start, 0], k_full.index(k_stage), k_smem.index(k_stage))" in text
+    assert "D_V_PAD = gl.constexpr(64)" in text and "ACC: gl.constexpr = _layout_of(D_V_PAD)" in text
+    assert "_tma_load(K, [b, h, kv_start, 0], K_full.index(K_stage), K_smem.index(K_stage))" in text
     assert "for piece in" not in text and '"fwd": ((0, 64, 64), (1, "BLOCK_KV", 64), (2, "BLOCK_KV"), (3, 64)),' in text
 
 
@@ -255,10 +255,10 @@ def test_a_wait_leaves_the_pieces_of_later_products_in_flight() -> None:
             "    %s = wgmma_wait %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg\n    consumer_release %k\n",
         ),
         (
-            "    %l_next_left_held = pin_before_wait %l_next_left : f32[BLOCK_Q, PARTIALS] @reg\n"
+            "    %l_next_left_held = pin_before_wait %l_next_left : f32[BLOCK_Q, _PARTIALS] @reg\n"
             "    %acc_next = wgmma_wait %acc_flight keep_alive(%weights_operand) : f32[BLOCK_Q, D_V] @reg\n"
             "    consumer_release %v\n",
-            "    %l_next_left_held = pin_before_wait %l_next_left : f32[BLOCK_Q, PARTIALS] @reg\n",
+            "    %l_next_left_held = pin_before_wait %l_next_left : f32[BLOCK_Q, _PARTIALS] @reg\n",
         ),
     )
     text = render(verify(module))["hopper.py"]

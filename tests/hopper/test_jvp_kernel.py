@@ -135,13 +135,13 @@ def test_software_pipeline_tangents_computes_while_products_run() -> None:
     assert lines("causal", "software-pipeline-tangents", "step") == [
         "%acc = arg carry : f32[BLOCK_Q, D_V] @reg",
         "%tlse = arg carry : f32[BLOCK_Q] @reg",
-        "%q_remat = rematerialize %q : T[BLOCK_Q, D_QK] @sram",
-        "%tq_remat = rematerialize %tq : T[BLOCK_Q, D_QK] @sram",
+        "%q_ADDR = rematerialize %q : T[BLOCK_Q, D_QK] @sram",
+        "%tq_ADDR = rematerialize %tq : T[BLOCK_Q, D_QK] @sram",
         "%k = consumer_wait %K_pipeline : T[BLOCK_KV, D_QK] @sram",
-        "%s_flight = wgmma %q_remat %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight",
+        "%s_flight = wgmma %q_ADDR %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight",
         "%tk = consumer_wait %tK_pipeline : T[BLOCK_KV, D_QK] @sram",
-        "%ts_part_flight = wgmma %tq_remat %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight",
-        "%ts_flight = wgmma %q_remat %tk over(D_QK) acc(%ts_part_flight) : f32[BLOCK_Q, BLOCK_KV] @flight",
+        "%ts_part_flight = wgmma %tq_ADDR %k over(D_QK) : f32[BLOCK_Q, BLOCK_KV] @flight",
+        "%ts_flight = wgmma %q_ADDR %tk over(D_QK) acc(%ts_part_flight) : f32[BLOCK_Q, BLOCK_KV] @flight",
         "%s = wgmma_wait %s_flight : f32[BLOCK_Q, BLOCK_KV] @reg",
         "%masked = mask %s where(kv_idx <= Nk - Nq + q_idx) : f32[BLOCK_Q, BLOCK_KV] @reg",
         (
@@ -193,10 +193,10 @@ def test_software_pipeline_tangents_changes_no_other_kernel() -> None:
 def test_row_sums_stay_partial_per_thread_and_are_not_pinned() -> None:
     """They may be negative, and values that are pinned before a wait must not be."""
     _, added = changed("plain", "software-pipeline-softmax", "defer-row-reduction", "step")
-    assert "%tp_sum = partial_reduce %tp over(BLOCK_KV) : f32[BLOCK_Q, PARTIALS] @reg" in added
+    assert "%tp_sum = partial_reduce %tp over(BLOCK_KV) : f32[BLOCK_Q, _PARTIALS] @reg" in added
     assert not any(isinstance(op, PinBeforeWait) for op in jvp_kernel(lowered("plain")).ops())
     assert any(
-        op.value == 0 and op.type.dims[1:] == ("PARTIALS",)
+        op.value == 0 and op.type.dims[1:] == ("_PARTIALS",)
         for op in jvp_kernel(lowered("plain")).ops()
         if isinstance(op, Init)
     )
@@ -392,13 +392,13 @@ def test_named_barriers_are_distinct() -> None:
     """They are those of the stages of four pipelines, and of work tiles. Barriers of Q and tQ are in shared memory."""
     text = render(lowered("causal"))["hopper.py"].partition("\ndef jvp_producer(")[2]
     found = {
-        re.sub(r"[a-z]+_stage", "stage", number)
-        for number in re.findall(r"\b(?:barrier_sync|barrier_arrive|barrier_arrive_early)\(([^,()]+), THREADS", text)
+        re.sub(r"\w+_stage", "stage", number)
+        for number in re.findall(r"\b(?:_barrier_sync|_barrier_arrive|_barrier_arrive_early)\(([^,()]+), THREADS", text)
     }
     assert found == {" + ".join(["5", *["STAGES"] * pipelines, "stage"]) for pipelines in range(5)}
     assert (
-        "mbarrier.wait(tq_empty.index(copy), tq_phase)" in text
-        and "mbarrier.arrive(tq_empty.index(WARP_GROUP), count=1)" in text
+        "mbarrier.wait(tQ_empty.index(copy), tQ_phase)" in text
+        and "mbarrier.arrive(tQ_empty.index(_WARP_GROUP), count=1)" in text
     )
 
 
@@ -406,4 +406,4 @@ def test_a_module_has_partial_sums_without_a_warp_specialized_forward() -> None:
     """The forward stays portable under this mask."""
     assert [k.name for k in lowered("allowed").warp_specialized] == [JVP]
     text = render(lowered("allowed"))["hopper.py"]
-    assert "def partial_sums(" in text and "def row_max(" not in text and "def row_sum(" not in text
+    assert "def _partial_sums(" in text and "def _row_max(" not in text and "def _row_sum(" not in text

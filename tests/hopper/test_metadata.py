@@ -109,8 +109,8 @@ def test_indices_of_listed_tiles_are_metadata_of_the_tiles() -> None:
     assert "listed(%KV_LIST_row) tile_indices(%KV_TILES_pipeline)" in text
     printed = render(lowered_with(DATA))["hopper.py"]
     assert (
-        printed.count("kv_tile = read_index(kv_tiles_smem.index(k_stage))") == 2
-        and printed.count("write_index(kv_tile, kv_tiles_smem.index(k_stage))") == 2
+        printed.count("kv_tile = _read_index(KV_TILES_smem.index(K_stage))") == 2
+        and printed.count("_write_index(kv_tile, KV_TILES_smem.index(K_stage))") == 2
     )
     consumer = printed.partition("def fwd_consumer(")[2].partition("@gluon.jit")[0]
     assert "KV_LIST" not in consumer and "kv_ahead" not in consumer
@@ -127,7 +127,7 @@ def test_tile_indices_are_no_metadata_where_the_tile_is_released_before_its_mask
     module = lowered_with(mask, [BIAS])
     assert (
         "write_tile_index " not in print_kernel(module.warp_specialized[0])
-        and "read_index(kv_tiles" not in render(module)["hopper.py"]
+        and "_read_index(kv_tiles" not in render(module)["hopper.py"]
     )
 
 
@@ -164,18 +164,7 @@ def test_names_of_helpers_in_kernels_are_reserved() -> None:
         assert len(helpers) > 10 and not [
             name for name in helpers if not name.startswith(("fwd", "bwd", "jvp")) and not name_problem(name)
         ]
-    for name in (
-        "score_column",
-        "release_k",
-        "load_k",
-        "work",
-        "ids_smem",
-        "k_stage",
-        "tk_stage",
-        "acc_part_flight",
-        "gl",
-        "tma",
-    ):
+    for name in ("score_column", "work", "_release_k", "IDS_smem", "K_stage", "acc_part_flight", "gl", "tma"):
         assert name_problem(name), name
 
 
@@ -282,8 +271,8 @@ def test_a_kernel_has_a_metadata_pipeline_for_each_tensor() -> None:
     assert len(pipelines) == 2 and row_vector_bytes(module, row) == 2 * 4 * row.block_kv * row.num_stages
     text = render(module)["hopper.py"].partition("\ndef jvp_producer(")[0]
     assert (
-        text.count("if k_loads >= STAGES:") == text.count("mbarrier.expect(k_full") == 2
-        and text.count("load_row_vector(") == 1 + 4
+        text.count("if K_loads >= STAGES:") == text.count("mbarrier.expect(K_full") == 2
+        and text.count("_load_row_vector(") == 1 + 4
     )
 
 
@@ -352,7 +341,7 @@ def test_full_and_partial_tiles_share_a_loop_where_masks_read_metadata_or_tiles_
         "document_kv",
         "s",
     ]
-    assert "document_kv = document_kv_smem.index(k_stage).load(gl.SliceLayout(0, SCORES))" in branch.splitlines()[6]
+    assert "document_kv = DOCUMENT_KV_smem.index(K_stage).load(gl.SliceLayout(0, SCORES))" in branch.splitlines()[6]
     assert (
         documents.count("for at in range(1, partial_tiles + full_tiles):")
         == listed.count("for at in range(1, partial")
@@ -360,7 +349,7 @@ def test_full_and_partial_tiles_share_a_loop_where_masks_read_metadata_or_tiles_
     )
     branch = listed.partition("                if at < partial_tiles:\n")[2].splitlines()
     assert branch[0].strip() == "kv_tile = kv_ahead" and branch[1].strip().startswith(
-        "kv_ahead = tile_at(KV_LIST_row, kv_full_end_at + at + 1"
+        "kv_ahead = _tile_at(KV_LIST_row, kv_full_end_at + at + 1"
     )
 
 

@@ -64,7 +64,7 @@ def test_each_pass_keeps_the_results(name: str) -> None:
 def test_splits_store_maxima_and_sums_where_a_spec_also_has_fp32() -> None:
     module = lower(mla_spec(dtype=["bf16", "fp32"], cache={"paged": {"page_size": 64}}))
     text = print_kernel(module.warp_specialized[0])
-    assert text.count("store %MAX_PARTIAL") == text.count("store %SUM_PARTIAL") == 1 and "LSE2_PARTIAL" not in text
+    assert text.count("store %M_PARTIAL") == text.count("store %L_PARTIAL") == 1 and "LSE2_PARTIAL" not in text
     for seed in range(3):
         compare_with_portable(module, seed)
 
@@ -103,11 +103,11 @@ def test_exchange_p_alternates_tiles_between_warp_groups() -> None:
     )
     assert (
         index_of(both, "%s_in_both = dot")
-        < index_of(both, "%p_peer_in_both = consumer_wait %P_pipeline")
+        < index_of(both, "%p_RECEIVED_in_both = consumer_wait %P_pipeline")
         < index_of(both, "%soft_in_both")
         < index_of(both, "producer_store %P_pipeline")
     )
-    assert "softmax_step %masked_in_both m(%m_peer_in_both)" in both[index_of(both, "%soft_in_both")]
+    assert "softmax_step %masked_in_both m(%m_RECEIVED_in_both)" in both[index_of(both, "%soft_in_both")]
     assert not [op for op in single if "softmax_step" in op or "%M_pipeline" in op]
     assert body("exchange-p", "copy_odd")[2:4] == [
         "producer_load %K_right_odd_pipeline %K[0, kv, right_v] page(%page_odd)",
@@ -124,11 +124,11 @@ def test_async_mma_chains_products_in_flight() -> None:
 def test_software_pipeline_weights_waits_for_a_product_after_the_softmax() -> None:
     for name, late in (("async-mma", False), ("software-pipeline-weights", True)):
         both = body(name, "both")
-        awaited = index_of(both, "%acc_next_peer_in_both = wgmma_wait")
+        awaited = index_of(both, "%acc_next_RECEIVED_in_both = wgmma_wait")
         assert (awaited > index_of(both, "%l_next_in_both =")) is late
         assert both[awaited + 1 : awaited + 3] == [
-            "consumer_release %p_peer_in_both",
-            "consumer_release %v_peer_in_both",
+            "consumer_release %p_RECEIVED_in_both",
+            "consumer_release %v_RECEIVED_in_both",
         ]
 
 
@@ -145,11 +145,11 @@ def test_strides_of_stored_tiles_are_not_rematerialized() -> None:
     """The compiler stores two elements at once where it knows that these strides are multiples of 16. Other scalars of
     a call are rematerialized, which hides their values from it."""
     text = render(target("decode_mla"))["hopper.py"]
-    assert "stride_lse2_partial_i = rematerialize(" in text and "stride_page_table_b = rematerialize(" in text
+    assert "stride_lse2_partial_i = _rematerialize(" in text and "stride_page_table_b = _rematerialize(" in text
     assert (
         "* stride_o_partial_n + left_v" in text
         and "* stride_o_partial_n + right_v" in text
-        and "stride_o_partial_n = rematerialize(" not in text
+        and "stride_o_partial_n = _rematerialize(" not in text
     )
 
 
@@ -297,21 +297,22 @@ def test_the_reason_for_a_portable_kernel_is_reported(fields: dict[str, object],
 SHOWN = {
     "rows past the end that are not zeroed": ("    zero_out_of_bounds %k_in_own\n", ""),
     "an accumulator that is not rescaled by the other warp group's factor": (
-        "%rescaled_peer_in_received = map expr(acc*alpha)",
-        "%rescaled_peer_in_received = map expr(acc + 0*alpha)",
+        "%rescaled_RECEIVED_in_received = map expr(acc*alpha)",
+        "%rescaled_RECEIVED_in_received = map expr(acc + 0*alpha)",
     ),
     "a tile of P released too early": (
         (
-            "    %acc_next_peer_in_both = wgmma_wait %acc_next_peer_in_both_flight : f32[BLOCK_Q, RIGHT_V] @reg\n"
-            "    consumer_release %p_peer_in_both\n"
+            "    %acc_next_RECEIVED_in_both = wgmma_wait %acc_next_RECEIVED_in_both_flight : "
+            "f32[BLOCK_Q, RIGHT_V] @reg\n"
+            "    consumer_release %p_RECEIVED_in_both\n"
         ),
         (
-            "    consumer_release %p_peer_in_both\n"
-            "    %acc_next_peer_in_both = wgmma_wait %acc_next_peer_in_both_flight : f32[BLOCK_Q, "
+            "    consumer_release %p_RECEIVED_in_both\n"
+            "    %acc_next_RECEIVED_in_both = wgmma_wait %acc_next_RECEIVED_in_both_flight : f32[BLOCK_Q, "
             "RIGHT_V] @reg\n"
         ),
     ),
-    "a maximum that is not the other warp group's": ("values(m=%m_peer_in_received, ", "values(m=%m_in_received, "),
+    "a maximum that is not the other warp group's": ("values(m=%m_RECEIVED_in_received, ", "values(m=%m_in_received, "),
     "row sums of only one warp group": (
         "expr(l_other + l_own) uses(l_own=%keys_left_l",
         "expr(0*l_other + l_own) uses(l_own=%keys_left_l",

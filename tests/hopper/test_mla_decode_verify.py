@@ -30,24 +30,25 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "overwrites a tile of %P_pipeline, which right 0 has not released",
     ),
     "weights of the other warp group that are not released": (
-        ("    consumer_release %p_peer_in_received\n", ""),
+        ("    consumer_release %p_RECEIVED_in_received\n", ""),
         "protocol",
         "overwrites a tile of %P_pipeline, which left 0 has not released",
     ),
     "weights released while a product reads them": (
         (
             (
-                "    %acc_next_peer_in_both = wgmma_wait %acc_next_peer_in_both_flight : f32[BLOCK_Q, RIGHT_V] @reg\n"
-                "    consumer_release %p_peer_in_both\n"
+                "    %acc_next_RECEIVED_in_both = wgmma_wait %acc_next_RECEIVED_in_both_flight : "
+                "f32[BLOCK_Q, RIGHT_V] @reg\n"
+                "    consumer_release %p_RECEIVED_in_both\n"
             ),
             (
-                "    consumer_release %p_peer_in_both\n"
-                "    %acc_next_peer_in_both = wgmma_wait %acc_next_peer_in_both_flight : "
+                "    consumer_release %p_RECEIVED_in_both\n"
+                "    %acc_next_RECEIVED_in_both = wgmma_wait %acc_next_RECEIVED_in_both_flight : "
                 "f32[BLOCK_Q, RIGHT_V] @reg\n"
             ),
         ),
         "protocol",
-        "right 0 releases a tile of %P_pipeline while %acc_next_peer_in_both_flight reads it",
+        "right 0 releases a tile of %P_pipeline while %acc_next_RECEIVED_in_both_flight reads it",
     ),
     "sums that are not exchanged": (
         (
@@ -59,10 +60,10 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
     ),
     "values read before their rows are zeroed": (
         (
-            "    %p_peer_in_received = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
+            "    %p_RECEIVED_in_received = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
             "    %v_early = consumer_wait %K_left_odd_pipeline : T[BLOCK_KV, LEFT_V] @sram\n"
             "    consumer_release %v_early\n"
-            "    %p_peer_in_received = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
+            "    %p_RECEIVED_in_received = consumer_wait %P_pipeline : T[BLOCK_Q, BLOCK_KV] @sram\n",
         ),
         "protocol",
         "zeroes rows of a tile of %K_left_odd_pipeline that left 0 reads|can wait for ever",
@@ -98,14 +99,14 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
     ),
     "a last tile whose rows nothing zeroes": (
         (
-            "    %v_peer_in_single = consumer_wait %K_right_even_pipeline : T[BLOCK_KV, RIGHT_V] @sram\n",
+            "    %v_RECEIVED_in_single = consumer_wait %K_right_even_pipeline : T[BLOCK_KV, RIGHT_V] @sram\n",
             (
-                "    %v_peer_in_single = consumer_wait %K_right_even_pipeline : T[BLOCK_KV, RIGHT_V] @sram\n"
-                "    zero_out_of_bounds %v_peer_in_single\n"
+                "    %v_RECEIVED_in_single = consumer_wait %K_right_even_pipeline : T[BLOCK_KV, RIGHT_V] @sram\n"
+                "    zero_out_of_bounds %v_RECEIVED_in_single\n"
             ),
         ),
         "zero-out-of-bounds",
-        "@right zeroes rows of tiles of %K_right_even_pipeline, and not those of %v_peer_in_both",
+        "@right zeroes rows of tiles of %K_right_even_pipeline, and not those of %v_RECEIVED_in_both",
     ),
     "row sums loaded after they are released": (
         (
@@ -121,7 +122,7 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "%acc_next_in_own_flight multiplies weights by a tile of %K_left_even_pipeline, and nothing zeroes",
     ),
     "the left columns by the right ones": (
-        ("wgmma %q_remat_in_own %k_in_own over(LEFT_V)", "wgmma %q_other_left %k_in_own over(LEFT_V)"),
+        ("wgmma %q_ADDR_in_own %k_in_own over(LEFT_V)", "wgmma %q_other_left %k_in_own over(LEFT_V)"),
         "types",
         "the product is f32",
     ),
@@ -162,7 +163,7 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "loads from where the portable @decode loads",
     ),
     "one half that is not stored": (
-        ("store %O_PARTIAL_head_right[q, right_v] %o_split_right check(q)\n", ""),
+        ("store %O_PARTIAL_head_right[q, right_v] %o_partial_right check(q)\n", ""),
         "same-tiles",
         "it stores 0 times at %O_PARTIAL",
     ),
@@ -172,7 +173,7 @@ REFUSED: dict[str, tuple[tuple[str, str], str, str]] = {
         "has other options than @step",
     ),
     "an odd iteration that yields other values": (
-        ("yield values(m=%m_peer_in_received, l", "yield values(l"),
+        ("yield values(m=%m_RECEIVED_in_received, l", "yield values(l"),
         "loop-bodies",
         "take and yield does not fit",
     ),

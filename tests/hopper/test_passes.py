@@ -122,8 +122,8 @@ def test_split_softmax_waits_for_the_product_between_halves() -> None:
         ),
         "%p_sum_right = reduce sum %soft_right over(HALF_KV) : f32[BLOCK_Q] @reg",
         "%l_next = map expr(before + p_sum) uses(before=%l_next_left, p_sum=%p_sum_right) : f32[BLOCK_Q] @reg",
-        "%soft_concat = concat_halves %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg",
-        "%p_cast = pack %soft_concat : T[BLOCK_Q, BLOCK_KV] @reg",
+        "%soft_all = concat_halves %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg",
+        "%p_cast = pack %soft_all : T[BLOCK_Q, BLOCK_KV] @reg",
         before[-1],
     ]
     for block in ("first", "last", "consumer", "producer", "entry"):
@@ -137,26 +137,26 @@ def test_defer_row_reduction_reduces_rows_after_the_loop() -> None:
     )
     changed = {block: [line for line in made[block] if line not in before[block]] for block in made}
     assert changed["consumer"] == [
-        "%l_init = init 0 : f32[BLOCK_Q, PARTIALS] @reg",
-        "%keys_l = reduce sum %keys.l over(PARTIALS) : f32[BLOCK_Q] @reg",
+        "%l_init = init 0 : f32[BLOCK_Q, _PARTIALS] @reg",
+        "%keys_l = reduce sum %keys.l over(_PARTIALS) : f32[BLOCK_Q] @reg",
         "%inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_l) : f32[BLOCK_Q] @reg",
         *(line.replace("%keys.l,", "%keys_l,") for line in before["consumer"] if line.startswith("%lse = map")),
     ]
     assert changed["step"] == [
-        "%l = arg carry : f32[BLOCK_Q, PARTIALS] @reg",
-        "%p_sum_left = partial_reduce %soft_left over(HALF_KV) : f32[BLOCK_Q, PARTIALS] @reg",
+        "%l = arg carry : f32[BLOCK_Q, _PARTIALS] @reg",
+        "%p_sum_left = partial_reduce %soft_left over(HALF_KV) : f32[BLOCK_Q, _PARTIALS] @reg",
         (
             "%l_next_left = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum_left) : "
-            "f32[BLOCK_Q, PARTIALS] @reg"
+            "f32[BLOCK_Q, _PARTIALS] @reg"
         ),
-        "%p_sum_right = partial_reduce %soft_right over(HALF_KV) : f32[BLOCK_Q, PARTIALS] @reg",
+        "%p_sum_right = partial_reduce %soft_right over(HALF_KV) : f32[BLOCK_Q, _PARTIALS] @reg",
         (
             "%l_next = map expr(before + p_sum) uses(before=%l_next_left, p_sum=%p_sum_right) : f32[BLOCK_Q, "
-            "PARTIALS] @reg"
+            "_PARTIALS] @reg"
         ),
     ]
     assert (
-        "%p_sum_in_first = partial_reduce %soft_in_first.p over(BLOCK_KV) : f32[BLOCK_Q, PARTIALS] @reg"
+        "%p_sum_in_first = partial_reduce %soft_in_first.p over(BLOCK_KV) : f32[BLOCK_Q, _PARTIALS] @reg"
         in changed["first"]
     )
 
@@ -191,7 +191,7 @@ def test_split_softmax_applies_dropout_to_each_half() -> None:
         "%p_kept_right = dropout %soft_right keep(%keep_halves.right) : f32[BLOCK_Q, HALF_KV] @reg",
         "%p_kept = concat_halves %p_kept_left %p_kept_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg",
     ]
-    assert not any("%soft_concat" in line for line in step)
+    assert not any("%soft_all" in line for line in step)
 
 
 def test_split_softmax_applies_dropout_to_whole_weights_that_another_op_reads() -> None:
@@ -202,7 +202,7 @@ def test_split_softmax_applies_dropout_to_whole_weights_that_another_op_reads() 
     )
     other = edited_module(made, (dropout, reader + dropout))
     step = print_kernel(SplitSoftmax().run(other).warp_specialized[0])
-    assert "%p_kept = dropout %soft_concat keep(%keep)" in step and "split_halves %keep" not in step
+    assert "%p_kept = dropout %soft_all keep(%keep)" in step and "split_halves %keep" not in step
 
 
 def test_split_softmax_does_not_split_short_tiles_and_other_sums() -> None:
@@ -225,14 +225,14 @@ def test_software_pipeline_softmax_moves_independent_ops_between_issue_and_wait(
 def test_legalize_gluon_adds_layout_conversions_pins_and_tma_stores() -> None:
     made = lines("legalize-gluon", "step")
     assert "%weights_operand = convert_layout %weights to(operand) : T[BLOCK_Q, BLOCK_KV] @reg" in made
-    assert made.index("%l_next_left_held = pin_before_wait %l_next_left : f32[BLOCK_Q, PARTIALS] @reg") + 1 == index_of(
-        made, "%acc_next"
-    )
-    assert "%soft_alpha_partials = convert_layout %soft.alpha to(partials) : f32[BLOCK_Q] @reg" in made
+    assert made.index(
+        "%l_next_left_held = pin_before_wait %l_next_left : f32[BLOCK_Q, _PARTIALS] @reg"
+    ) + 1 == index_of(made, "%acc_next")
+    assert "%soft_alpha_PARTIALS = convert_layout %soft.alpha to(partials) : f32[BLOCK_Q] @reg" in made
     assert made.index("%soft_base_deferred = pin_after_wait %soft.base : f32[BLOCK_Q] @reg") + 1 == index_of(
         made, "%soft_right"
     )
-    assert "%soft_alpha_acc = convert_layout %soft.alpha to(acc) : f32[BLOCK_Q] @reg" in made
+    assert "%soft_alpha_ACC = convert_layout %soft.alpha to(acc) : f32[BLOCK_Q] @reg" in made
     assert made[-1] == "yield values(m=%soft.m, l=%l_next, acc=%rescaled, weights=%p_cast)"
     consume = lines("legalize-gluon", "consume")
     assert (
@@ -254,7 +254,7 @@ def test_persistent_scheduler_adds_work_loops() -> None:
         "producer_tail %Work_pipeline",
     ]
     assert lines("persistent-scheduler", "producer") == [
-        "%fetched = work_loop %Work_pipeline of(@tile) body(@produce) fetches(yes)",
+        "%Fetched = work_loop %Work_pipeline of(@tile) body(@produce) fetches(yes)",
         *tails,
     ]
     assert lines("persistent-scheduler", "consumer") == ["%work = work_loop %Work_pipeline of(@tile) body(@consume)"]

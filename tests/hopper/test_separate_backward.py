@@ -176,9 +176,9 @@ def test_insert_pipelines_gives_the_tile_that_one_product_reads_one_stage(kernel
 def test_software_pipeline_gradients_issues_dp_first_and_releases_its_tile_while_scores_are_multiplied() -> None:
     assert lines("plain", "software-pipeline-gradients", "dk", "step")[3:] == [
         "%do = consumer_wait %dO_pipeline : T[BLOCK_Q, D_V] @sram",
-        "%dp_flight = wgmma %v_remat %do over(D_V) : f32[BLOCK_KV, BLOCK_Q] @flight",
+        "%dp_flight = wgmma %v_ADDR %do over(D_V) : f32[BLOCK_KV, BLOCK_Q] @flight",
         "%q = consumer_wait %Q_pipeline : T[BLOCK_Q, D_QK] @sram",
-        "%s_flight = wgmma %k_remat %q over(D_QK) : f32[BLOCK_KV, BLOCK_Q] @flight",
+        "%s_flight = wgmma %k_ADDR %q over(D_QK) : f32[BLOCK_KV, BLOCK_Q] @flight",
         "%dp = wgmma_wait %dp_flight : f32[BLOCK_KV, BLOCK_Q] @reg",
         "consumer_release %do",
         "%s = wgmma_wait %s_flight : f32[BLOCK_KV, BLOCK_Q] @reg",
@@ -234,8 +234,8 @@ def test_ping_pong_orders_products_of_scores_and_of_gradients(kernel: str, phase
 def test_legalize_gluon_loads_the_tile_for_delta_to_registers() -> None:
     removed, added = changed("plain", "ping-pong", "legalize-gluon", "dq", "consumer")
     product = "%product = map expr(do*o) uses(o=%o, do=%{}) : f32[BLOCK_Q, D_V] @reg"
-    assert product.format("do") in removed and product.format("do_acc") in added
-    assert "%do_acc = local_load %do : T[BLOCK_Q, D_V] @reg" in added
+    assert product.format("do") in removed and product.format("do_ACC") in added
+    assert "%do_ACC = local_load %do : T[BLOCK_Q, D_V] @reg" in added
     assert added[-2:] == ["tma_store %dQ[b, h, q, d_qk] %dq_out staging(%Q_pipeline)", "tma_store_wait %Q_pipeline"]
 
 
@@ -364,7 +364,7 @@ REFUSED = {
     ),
     "a local_load to another type": (
         ("plain", "dq"),
-        [("%do_acc = local_load %do : T[BLOCK_Q, D_V]", "%do_acc = local_load %do : f32[BLOCK_Q, D_V]")],
+        [("%do_ACC = local_load %do : T[BLOCK_Q, D_V]", "%do_ACC = local_load %do : f32[BLOCK_Q, D_V]")],
         "`types`: .*loads %do as f32.*; expected a tile of a stage",
     ),
 }
@@ -434,8 +434,8 @@ def test_threads_load_outputs_in_the_layout_of_the_accumulator() -> None:
         "    d_v = gl.arange(0, D_V, layout=gl.SliceLayout(0, ACC))\n"
     ) in text
     assert "(q_rows[:, None] * stride_o_n + d_v[None, :]),\n        mask=(q_start + q_rows < Nq)[:, None],\n" in text
-    assert "    do_acc = do.load(ACC)\n    product = do_acc.to(gl.float32) * o.to(gl.float32)\n" in text
-    assert "    o_do = row_vector(gl.sum(product, 1), SCORES)\n" in text
+    assert "    do_ACC = do.load(ACC)\n    product = do_ACC.to(gl.float32) * o.to(gl.float32)\n" in text
+    assert "    o_do = _row_vector(gl.sum(product, 1), SCORES)\n" in text
 
 
 def test_the_index_of_a_listed_tile_is_its_metadata() -> None:
@@ -445,8 +445,8 @@ def test_the_index_of_a_listed_tile_is_its_metadata() -> None:
         text.partition(f"\ndef dv_{warp_group}(")[2].partition("\n@gluon.jit")[0]
         for warp_group in ("producer", "consumer")
     )
-    assert "write_index(q_tile, q_tiles_smem.index(q_stage))\n" in producer
-    assert "q_tile = read_index(q_tiles_smem.index(q_stage))\n" in consumer
+    assert "_write_index(q_tile, Q_TILES_smem.index(Q_stage))\n" in producer
+    assert "q_tile = _read_index(Q_TILES_smem.index(Q_stage))\n" in consumer
 
 
 def test_programs_split_the_query_heads_of_a_group() -> None:

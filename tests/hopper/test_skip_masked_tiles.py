@@ -386,10 +386,10 @@ def test_hidden_tiles_are_waited_for_and_released_in_a_loop(name: str) -> None:
         line.strip()
         for line in skip[1 : next(i for i, s in enumerate(skip) if i and len(s) - len(s.lstrip()) <= indent)]
     ]
-    kinds = [line for line in body if line.startswith(("for ", "mbarrier.wait", "barrier_arrive"))]
+    kinds = [line for line in body if line.startswith(("for ", "mbarrier.wait", "_barrier_arrive"))]
     assert kinds[0] == "for _ in range(hidden_tiles):" and "warpgroup_mma" not in "".join(body)
-    ping_pong = ["barrier_arrive"] if name == WIDE else []  # lets the other instance issue its products
-    assert [line.split("(")[0] for line in kinds[1:]] == [*ping_pong, *("mbarrier.wait", "barrier_arrive") * 2]
+    ping_pong = ["_barrier_arrive"] if name == WIDE else []  # lets the other instance issue its products
+    assert [line.split("(")[0] for line in kinds[1:]] == [*ping_pong, *("mbarrier.wait", "_barrier_arrive") * 2]
     if name == WIDE:
         assert "if hidden_tiles < partial_tiles + full_tiles:" in text
 
@@ -406,14 +406,14 @@ def test_tiles_that_a_product_reads_are_released_without_a_branch() -> None:
     for name in ("causal_gqa", WIDE, TWO_CTAS):
         text = consumer_of(name)
         skipped, _, rest = text.rpartition("for _ in range(hidden_tiles):")[2].partition("warpgroup_mma(")
-        early = re.findall(r"barrier_arrive_early\((.*), THREADS\)", rest)
+        early = re.findall(r"_barrier_arrive_early\((.*), THREADS\)", rest)
         assert (
-            len([pipeline for pipeline in early if pipeline.endswith("STAGES + v_stage")])
-            == len([r for r in early if r.endswith("k_stage")])
+            len([pipeline for pipeline in early if pipeline.endswith("STAGES + V_stage")])
+            == len([r for r in early if r.endswith("K_stage")])
             > 0
         )
-        assert {pipeline.split()[-1] for pipeline in early} == {"k_stage", "v_stage"}
-        assert "barrier_arrive_early" not in skipped
-        assert not re.search(r" barrier_arrive\(.*\b[kv]_stage", rest)
+        assert {pipeline.split()[-1] for pipeline in early} == {"K_stage", "V_stage"}
+        assert "_barrier_arrive_early" not in skipped
+        assert not re.search(r" _barrier_arrive\(.*\b[KV]_stage", rest)
     kernel_text = render(lowered(TWO_CTAS))["hopper.py"]
-    assert "@p barrier.arrive $1, $2; mov.u32 $0, 0; }" in kernel_text.partition("def barrier_arrive_early(")[2]
+    assert "@p barrier.arrive $1, $2; mov.u32 $0, 0; }" in kernel_text.partition("def _barrier_arrive_early(")[2]

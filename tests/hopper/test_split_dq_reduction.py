@@ -17,7 +17,7 @@ def test_a_dq_reduction_warp_adds_every_second_tile_and_acquires_the_semaphore_f
     removed, added = changed("wide", "ping-pong", "split-dq-reduction", "write")
     assert (removed, added) == (
         [],
-        ["semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"],
+        ["semaphore_acquire %dQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)"],
     )
     assert [line.split()[0] for line in lines("split-dq-reduction", "write")] == [
         "semaphore_acquire",
@@ -57,14 +57,14 @@ def test_two_dq_reduction_warps_are_used_where_they_fit_and_one_is_too_slow(name
     ] == [instances]
 
 
-ACQUIRE = "    semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n"
-RELEASE = "    semaphore_release %DQ_SEMAPHORE[b, h, q_start]\n"
+ACQUIRE = "    semaphore_acquire %dQ_SEMAPHORE[b, h, q_start] order(cdiv(Nk, BLOCK_KV) - (kv_start // BLOCK_KV) - 1)\n"
+RELEASE = "    semaphore_release %dQ_SEMAPHORE[b, h, q_start]\n"
 REFUSED = {
     "three dQ reduction warps of two stages": (
         "warp_group @dq_reducer instances(2)",
         "warp_group @dq_reducer instances(3)",
         (
-            "`loop-bodies`: .*%write_total splits iterations by the 2 stages of %dQ_pipeline; expected as many "
+            "`loop-bodies`: .*%dQ_total splits iterations by the 2 stages of %dQ_pipeline; expected as many "
             "stages as the warp group has"
         ),
     ),
@@ -94,8 +94,8 @@ REFUSED = {
         "`loop-bodies`: .*waits for a tile and releases it",
     ),
     "an acquire of the semaphore of another tile": (
-        "semaphore_acquire %DQ_SEMAPHORE[b, h, q_start]",
-        "semaphore_acquire %DQ_SEMAPHORE[b, h, q_start + BLOCK_Q]",
+        "semaphore_acquire %dQ_SEMAPHORE[b, h, q_start]",
+        "semaphore_acquire %dQ_SEMAPHORE[b, h, q_start + BLOCK_Q]",
         "`types`: .*is not the only acquire of the semaphore of an add after it",
     ),
     "an acquire at another position in the order": (
@@ -236,22 +236,22 @@ def test_the_proof_agrees_with_a_search_of_every_order(
 
 def test_a_dq_reduction_warp_acquires_the_semaphore_before_it_waits_for_the_tile() -> None:
     text = render(lowered("wide"))["hopper.py"].partition("\ndef bwd_dq_reducer(")[2]
-    assert "            if dq_stage == WARP_GROUP:  # else the other dQ reduction warp adds the tile\n" in text
+    assert "            if dQ_stage == _WARP_GROUP:  # else the other dQ reduction warp adds the tile\n" in text
     assert (
-        text.index("semaphore_acquire(")
-        < text.index("mbarrier.wait(dq_full.index(dq_stage), dq_phase)")
-        < text.index("tma_reduce_add(DQ_ACC")
+        text.index("_semaphore_acquire(")
+        < text.index("mbarrier.wait(dQ_full.index(dQ_stage), dQ_phase)")
+        < text.index("_tma_reduce_add(")
     )
     # both dQ reduction warps advance the stage, after the add
-    after = "                )\n            dq_stage, dq_phase = next_stage(dq_stage, dq_phase, 2)\n"
-    assert text.count(after) == 2 and "order_seen" not in text  # full and partial tiles
-    assert "work_empty.index(stage), count=4)" in text and text.count("                bwd_dq_reducer,\n") == 2
+    after = "                )\n            dQ_stage, dQ_phase = _next_stage(dQ_stage, dQ_phase, 2)\n"
+    assert text.count(after) == 2 and "_order_seen" not in text  # full and partial tiles
+    assert "Work_empty.index(at), count=4)" in text and text.count("                bwd_dq_reducer,\n") == 2
 
 
 def test_a_single_dq_reduction_warp_reads_the_next_semaphore_ahead() -> None:
     text = render(lowered("narrow"))["hopper.py"]
     assert (
-        "def semaphore_value(counter):" in text
-        and "WARP_GROUP" not in text.partition("\ndef bwd_dq_reducer(")[2].partition("@gluon")[0]
+        "def _semaphore_value(counter):" in text
+        and "_WARP_GROUP" not in text.partition("\ndef bwd_dq_reducer(")[2].partition("@gluon")[0]
     )
-    assert "def semaphore_value(counter):" not in render(lowered("wide"))["hopper.py"]
+    assert "def _semaphore_value(counter):" not in render(lowered("wide"))["hopper.py"]

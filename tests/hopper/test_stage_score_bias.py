@@ -111,7 +111,7 @@ REFUSED = {
     ),
     "a local_load of another value": (
         "local_load %bias_tile",
-        "local_load %k_all_remat",
+        "local_load %k_all_ADDR",
         "`types`: .*expected a tile of a stage or its transpose, in registers",
     ),
     "a pipeline that instances share": (

@@ -180,7 +180,7 @@ def test_a_launch_uses_the_kernel_that_the_config_names() -> None:
 def test_two_blank_lines_separate_the_functions_of_both_kernels() -> None:
     """One kernel has partial row sums and the other has not, so both sum functions are printed."""
     lines = render(target(NAME))["hopper.py"].splitlines()
-    for name in ("def row_sum(", "def partial_sums(", "def fwd(", "def fwd_long("):
+    for name in ("def _row_sum(", "def _partial_sums(", "def fwd(", "def fwd_long("):
         (at,) = (i for i, line in enumerate(lines) if line.startswith(name))
         assert lines[at - 1].startswith("@gluon.jit") and lines[at - 3 : at - 1] == ["", ""], name
 

@@ -139,8 +139,8 @@ def test_literal_indices_are_allowed_only_in_partial_gradients():
     score = {"expr": "s + table[h, bucket[q_idx, kv_idx]]", "params": params}
     text = print_module(lower(make_spec({"name": "two", "head_dim": 16, "score": score})))
     assert print_module(verify(parse_module(text))) == text and "base %dTABLE[b, h, 1]" in text
-    error = refused(edit(print_module(target("document_gqa")), ("base %REMAINING[b, side]", "base %REMAINING[b, 0]")))
-    assert error.rule == "indexing" and "indexes 2 of %REMAINING by `0`; expected `side`" in error.reason
+    error = refused(edit(print_module(target("document_gqa")), ("base %KEYS_LEFT[b, side]", "base %KEYS_LEFT[b, 0]")))
+    assert error.rule == "indexing" and "indexes 2 of %KEYS_LEFT by `0`; expected `side`" in error.reason
 
 
 @cache

@@ -42,14 +42,14 @@ CHANGES = [
         "decode",
         "expr(select(l > 0, m*qk_scale + log2(l), -inf))",
         "expr(select(l > 0, m + log2(l), -inf))",
-        "%lse2_split is",
+        "%lse2_partial is",
     ),
-    ("decode_gqa", "decode", "m*qk_scale + log2(l), -inf", "m*qk_scale + log2(l), 0", "%lse2_split is"),
-    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc*inv_l**2)", "%o_split is"),
-    ("decode_gqa", "decode", "select(l > 0, 1/l, 0)", "select(l > 1, 1/l, 0)", "%o_split is"),
-    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc + inv_l)", "%o_split is"),
-    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(2*acc*inv_l)", "%o_split is"),
-    ("decode_paged_fp8_gqa", "decode", "expr(acc*inv_l)", "expr(-acc*inv_l)", "%o_split is"),
+    ("decode_gqa", "decode", "m*qk_scale + log2(l), -inf", "m*qk_scale + log2(l), 0", "%lse2_partial is"),
+    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc*inv_l**2)", "%o_partial is"),
+    ("decode_gqa", "decode", "select(l > 0, 1/l, 0)", "select(l > 1, 1/l, 0)", "%o_partial is"),
+    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(acc + inv_l)", "%o_partial is"),
+    ("decode_gqa", "decode", "expr(acc*inv_l)", "expr(2*acc*inv_l)", "%o_partial is"),
+    ("decode_paged_fp8_gqa", "decode", "expr(acc*inv_l)", "expr(-acc*inv_l)", "%o_partial is"),
     (
         "decode_gqa",
         "decode",
@@ -62,16 +62,16 @@ CHANGES = [
     ("decode_gqa", "combine", "expr(acc*inv_l)", "expr(-acc*inv_l)", "%o is"),
     ("decode_gqa", "combine", "expr(max(greatest, m))", "expr(max(greatest, m, 0))", "%m_next is"),
     ("decode_gqa", "combine", "%greatest = reduce max", "%greatest = reduce min", "%m_next is"),
-    ("decode_gqa", "combine", "expr(alpha*l + l_partial)", "expr(l + l_partial)", "%l_next is"),
-    ("decode_gqa", "combine", "%l_partial = reduce sum", "%l_partial = reduce max", "%l_next is"),
+    ("decode_gqa", "combine", "expr(alpha*l + l_sum)", "expr(l + l_sum)", "%l_next is"),
+    ("decode_gqa", "combine", "%l_sum = reduce sum", "%l_sum = reduce max", "%l_next is"),
     ("decode_gqa", "combine", "expr(acc*alpha + o_sum)", "expr(acc*alpha + 2*o_sum)", "%acc_next is"),
     ("decode_gqa", "combine", "expr(o_partial*weights)", "expr(o_partial + weights)", "%acc_next is"),
     ("decode_gqa", "combine", "other(-inf)", "other(0)", "%lse2_partial is 0 past the last split; expected -inf"),
     (
         "decode_gqa",
         "combine",
-        "d_v] check(combined, q)",
-        "d_v] check(combined, q) other(-inf)",
+        "d_v] check(KV_splits, q)",
+        "d_v] check(KV_splits, q) other(-inf)",
         "%o_partial is -inf past the last split",
     ),
     ("decode_gqa", "combine", "expr(exp2(-base + m))", "expr(exp2(-base + 2*m))", "%l_next is"),
@@ -79,15 +79,15 @@ CHANGES = [
     ("decode_gqa", "combine", "LN2*(m + log2(l)), -inf", "m + log2(l), -inf", "%lse is"),
     ("decode_gqa", "combine", "expr(acc*inv_l)", "expr(2*acc)", "%o is"),
     ("decode_sinks_paged_gqa", "combine", "expr(l*shrunk + exp2(", "expr(l + exp2(", "%o is"),
-    ("fp32", "decode", "expr(select(l > 0, m*qk_scale, -inf))", "expr(select(l > 0, m, -inf))", "%max_split is"),
-    ("fp32", "decode", "store %SUM_PARTIAL_head[q] %keys_partial.l", "store %SUM_PARTIAL_head[q] %inv_l", "%inv_l is"),
-    ("fp32", "combine", "expr(sum_partial*exp2(", "expr(sum_partial**2*exp2(", "%l_next is"),
+    ("fp32", "decode", "expr(select(l > 0, m*qk_scale, -inf))", "expr(select(l > 0, m, -inf))", "%m_partial is"),
+    ("fp32", "decode", "store %L_PARTIAL_head[q] %keys_partial.l", "store %L_PARTIAL_head[q] %inv_l", "%inv_l is"),
+    ("fp32", "combine", "expr(l_partial*exp2(", "expr(l_partial**2*exp2(", "%l_next is"),
     (
         "fp32",
         "combine",
-        "check(combined, q) : f32[BLOCK_SPLITS, BLOCK_Q]",
-        "check(combined, q) other(1) : f32[BLOCK_SPLITS, BLOCK_Q]",
-        "%sum_partial is 1 past",
+        "check(KV_splits, q) : f32[BLOCK_KV_splits, BLOCK_Q]",
+        "check(KV_splits, q) other(1) : f32[BLOCK_KV_splits, BLOCK_Q]",
+        "%l_partial is 1 past",
     ),
 ]
 
@@ -116,11 +116,11 @@ def test_each_split_has_its_own_place(kernel: str, name: str) -> None:
     from attngen.verify.combine import combine
 
     places = {
-        "decode": ("first_item + kv_split", "[hkv, first_item + kv_split]", "[hkv, kv_split]"),
-        "combine": ("combined + first_item", "_head[combined + first_item, q", "_head[combined, q"),
+        "decode": ("KV_split + first_item", "[hkv, KV_split + first_item]", "[hkv, KV_split]"),
+        "combine": ("KV_splits + first_item", "_head[KV_splits + first_item, q", "_head[KV_splits, q"),
     }
     expected, old, new = (place.replace("hkv", "h" if name == "fp32" else "hkv") for place in places[kernel])
-    for tensor in ("O_PARTIAL", *(("MAX_PARTIAL", "SUM_PARTIAL") if name == "fp32" else ("LSE2_PARTIAL",))):
+    for tensor in ("O_PARTIAL", *(("M_PARTIAL", "L_PARTIAL") if name == "fp32" else ("LSE2_PARTIAL",))):
         module = _changed(name, kernel, f"%{tensor}{old}", f"%{tensor}{new}")
         assert [
             reason
@@ -144,11 +144,8 @@ def test_a_split_is_stored_whole() -> None:
     """Its sum of weights is stored, too. Other rules would find the edit as well, so only this rule runs."""
     from attngen.verify.combine import combine
 
-    module = _changed("fp32", "decode", "store %SUM_PARTIAL_head[q]", "store %MAX_PARTIAL_head[q]")
-    said = (
-        "it stores MAX_PARTIAL, O_PARTIAL; expected O_PARTIAL and LSE2_PARTIAL, or O_PARTIAL, MAX_PARTIAL and "
-        "SUM_PARTIAL"
-    )
+    module = _changed("fp32", "decode", "store %L_PARTIAL_head[q]", "store %M_PARTIAL_head[q]")
+    said = "it stores M_PARTIAL, O_PARTIAL; expected O_PARTIAL and LSE2_PARTIAL, or O_PARTIAL, M_PARTIAL and L_PARTIAL"
     assert list(combine(module, module.kernel("decode"))) == [said]
 
 
@@ -157,8 +154,12 @@ def test_the_maximum_is_carried_by_its_name() -> None:
     at = text.index("kernel @combine ")
     end = text.index("\nkernel ", at + 1)
     renamed = text[at:end].replace("carry(m=", "carry(mx=").replace("%m =", "%mx =").replace("values(m=", "values(mx=")
-    renamed = renamed.replace("=%m,", "=%mx,").replace("=%m)", "=%mx)").replace("over_splits.m,", "over_splits.mx,")
-    with pytest.raises(VerifyError, match="rule `combine`: .*%over_splits carries mx, l, acc; expected m, l and sums"):
+    renamed = (
+        renamed.replace("=%m,", "=%mx,").replace("=%m)", "=%mx)").replace("over_KV_splits.m,", "over_KV_splits.mx,")
+    )
+    with pytest.raises(
+        VerifyError, match="rule `combine`: .*%over_KV_splits carries mx, l, acc; expected m, l and sums"
+    ):
         verify(parse_module(text[:at] + renamed + text[end:]))
 
 
@@ -169,13 +170,13 @@ def test_iterations_combine_all_splits() -> None:
     module = _changed(
         "decode_gqa",
         "combine",
-        "ranges(0 .. cdiv(num_splits, BLOCK_SPLITS))",
-        "ranges(1 .. cdiv(num_splits, BLOCK_SPLITS))",
+        "ranges(0 .. cdiv(num_KV_splits, BLOCK_KV_splits))",
+        "ranges(1 .. cdiv(num_KV_splits, BLOCK_KV_splits))",
     )
     assert [
         reason for reason in combine(module, module.kernel("combine")) if reason.endswith("and a loop over all splits")
     ]
-    with pytest.raises(VerifyError, match="%over_splits does not run over all tiles of combined"):
+    with pytest.raises(VerifyError, match="%over_KV_splits does not run over all tiles of KV_splits"):
         verify(module)
 
 

@@ -257,7 +257,7 @@ def test_parts_are_of_the_keys_of_documents() -> None:
     }
     start |= {"DOCUMENT_FIRST": np.array([[39_900, 39_950], [0, 0], [100, 100]]), "Nq": 4, "BLOCK_Q": 16}
     start |= {"DOCUMENT_END": np.array([[39_950, 40_000], [100, 100], [40_000, 40_000]])}
-    splits = {place["b"]: place["num_splits"] for place in _split_places(kernel, start)}
+    splits = {place["b"]: place["num_KV_splits"] for place in _split_places(kernel, start)}
     assert (splits[0], splits[1]) == (1, 1) and splits[2] > 30
 
 

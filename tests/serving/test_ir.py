@@ -87,7 +87,7 @@ def test_split_kv_counts_the_tiles_of_a_window() -> None:
     assert [line[0] for line in headers] == ["-", "+", "-", "+"]
     assert all(f"split_kv({work})" in line for line in headers[1::2]), headers
     assert (
-        "+ %kv_full_from = map expr(kv_full_first + portion(kv_full_end - kv_full_first, kv_split, num_splits))"
+        "+ %kv_full_from = map expr(kv_full_first + portion(kv_full_end - kv_full_first, KV_split, num_KV_splits))"
         in " ".join(made)
     )
     assert any(line.startswith("+ %keys_full = loop kv ranges(kv_full_from .. kv_full_to)") for line in made)
@@ -170,7 +170,7 @@ def test_a_remainder_bounds_the_last_key() -> None:
 def test_bounds_of_splits_have_32_bits() -> None:
     """A portion lies within its range, so no bound needs 64 bits."""
     lo, hi, other, i, parts = sympy.symbols("lo hi other i parts", integer=True)
-    assert to_triton(lo + portion(hi - lo, i, parts), lambda name: (name, ())) == "lo + portion(hi - lo, i, parts)"
+    assert to_triton(lo + portion(hi - lo, i, parts), lambda name: (name, ())) == "lo + _portion(hi - lo, i, parts)"
     assert "int64" in to_triton(other + portion(hi - lo, i, parts), lambda name: (name, ()))
 
 
@@ -213,9 +213,9 @@ def test_registers_of_kernels_that_split_kv() -> None:
 
 def test_a_warp_specialized_kernel_launches_dependents_after_its_last_load() -> None:
     (producer,) = re.findall(r"def decode_producer\((?s:.*?)\n\n\n", render(target("decode_mla"))["hopper.py"])
-    before, after = producer.split("    launch_dependents()")
-    assert "tma_load(" in before and "tma_load(" not in after and after.splitlines()[1] == "    reset(COUNTER)"
-    assert "launch_dependents()" not in render(target("causal_gqa"))["hopper.py"]
+    before, after = producer.split("    _launch_dependents()")
+    assert "_tma_load(" in before and "_tma_load(" not in after and after.splitlines()[1] == "    _reset(COUNTER)"
+    assert "_launch_dependents()" not in render(target("causal_gqa"))["hopper.py"]
 
 
 # ---------------------------------------------------------------------------------------------- on NumPy

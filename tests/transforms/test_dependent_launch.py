@@ -32,7 +32,7 @@ def test_decode_launches_dependents_and_combine_waits(name: str) -> None:
     assert old.startswith("- kernel @decode program_axis(q) pack_gqa grid(")
     assert new == old.replace("- kernel", "+ kernel").replace(" pack_gqa ", " pack_gqa launch_dependents ")
     text = print_module(DependentLaunch().run(before))
-    assert re.search(r"    grid_dependency_wait\n    %over_splits = loop combined ", text)
+    assert re.search(r"    grid_dependency_wait\n    %over_KV_splits = loop KV_splits ", text)
     assert print_module(parse_module(text)) == text
 
 
@@ -51,7 +51,7 @@ def test_launches_overlap_on_devices_that_support_it() -> None:
 
 
 WAIT = "    grid_dependency_wait\n"
-COMBINE_LOOP = re.compile(r"    %over_splits = loop combined .*\n")
+COMBINE_LOOP = re.compile(r"    %over_KV_splits = loop KV_splits .*\n")
 COMBINE_LAUNCH = "    launch @combine args("
 
 
@@ -63,7 +63,7 @@ def _late(text: str) -> str:
 @pytest.mark.parametrize(
     "rule, change, reason",
     [
-        ("dependent-launch", _late, "%over_splits may run before the previous launch has ended; expected it after"),
+        ("dependent-launch", _late, "%over_KV_splits may run before the previous launch has ended; expected it after"),
         (
             "dependent-launch",
             lambda text: edit(

@@ -83,34 +83,34 @@ def added(text, head_dim=512):
 def test_each_program_has_its_own_part_of_the_head_dim():
     """Results that are the same for all parts are stored by the first program."""
     assert added(FORWARD) == [
-        "kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), split_v in cdiv(D_V, SPLIT_V), h in Hq, b in B)",
-        "about Sums of values, one program per query tile; SPLIT_V columns each.",
-        "%acc_init = init 0 : f32[BLOCK_Q, SPLIT_V] @?",
-        "%o = map expr(x) uses(x=%keys.acc) : T[BLOCK_Q, SPLIT_V] @?",
-        "store %O[b, h, q, split_v] %o check(q)",
-        "store %DELTA[b, h, q] %keys.l check(q) first_along(split_v)",
-        "%acc = arg carry : f32[BLOCK_Q, SPLIT_V] @?",
-        "%v = load %V[b, h, kv, split_v] check(kv if partial) : T[BLOCK_KV, SPLIT_V] @?",
-        "%acc_next = dot %masked %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, SPLIT_V] @?",
+        "kernel @fwd grid(q in cdiv(Nq, BLOCK_Q), split_V in cdiv(D_V, D_V_split), h in Hq, b in B)",
+        "about Sums of values, one program per query tile; D_V_split columns each.",
+        "%acc_init = init 0 : f32[BLOCK_Q, D_V_split] @?",
+        "%o = map expr(x) uses(x=%keys.acc) : T[BLOCK_Q, D_V_split] @?",
+        "store %O[b, h, q, split_V] %o check(q)",
+        "store %DELTA[b, h, q] %keys.l check(q) first_along(split_V)",
+        "%acc = arg carry : f32[BLOCK_Q, D_V_split] @?",
+        "%v = load %V[b, h, kv, split_V] check(kv if partial) : T[BLOCK_KV, D_V_split] @?",
+        "%acc_next = dot %masked %v over(BLOCK_KV) acc(%acc) : f32[BLOCK_Q, D_V_split] @?",
     ]
 
 
 def test_a_tile_that_scores_need_stays_whole():
     """The program also loads its own part of the head_dim separately."""
     assert added(GRADIENT) == [
-        "kernel @dq grid(q in cdiv(Nq, BLOCK_Q), split_qk in cdiv(D_QK, SPLIT_QK), h in Hq, b in B)",
-        "%dq_init = init 0 : f32[BLOCK_Q, SPLIT_QK] @?",
-        "%dq_out = map expr(x) uses(x=%keys.dq) : T[BLOCK_Q, SPLIT_QK] @?",
-        "store %dQ[b, h, q, split_qk] %dq_out check(q)",
-        "%dq = arg carry : f32[BLOCK_Q, SPLIT_QK] @?",
-        "%k_own = load %K[b, h, kv, split_qk] check(kv if partial) columns_of(%k) : T[BLOCK_KV, SPLIT_QK] @?",
-        "%dq_next = dot %masked %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, SPLIT_QK] @?",
+        "kernel @dq grid(q in cdiv(Nq, BLOCK_Q), split_QK in cdiv(D_QK, D_QK_split), h in Hq, b in B)",
+        "%dq_init = init 0 : f32[BLOCK_Q, D_QK_split] @?",
+        "%dq_out = map expr(x) uses(x=%keys.dq) : T[BLOCK_Q, D_QK_split] @?",
+        "store %dQ[b, h, q, split_QK] %dq_out check(q)",
+        "%dq = arg carry : f32[BLOCK_Q, D_QK_split] @?",
+        "%k_own = load %K[b, h, kv, split_QK] check(kv if partial) columns_of(%k) : T[BLOCK_KV, D_QK_split] @?",
+        "%dq_next = dot %masked %k_own over(BLOCK_KV) acc(%dq) : f32[BLOCK_Q, D_QK_split] @?",
     ]
 
 
 def test_a_head_dim_that_is_no_power_of_two_is_checked():
-    assert "store %O[b, h, q, split_v] %o check(q, split_v)" in added(FORWARD, 320)
-    assert "%v = load %V[b, h, kv, split_v] check(kv if partial, split_v) : T[BLOCK_KV, SPLIT_V] @?" in added(
+    assert "store %O[b, h, q, split_V] %o check(q, split_V)" in added(FORWARD, 320)
+    assert "%v = load %V[b, h, kv, split_V] check(kv if partial, split_V) : T[BLOCK_KV, D_V_split] @?" in added(
         FORWARD, 320
     )
 
@@ -123,9 +123,9 @@ def test_narrow_accumulators_stay_whole(head_dim):
 @pytest.mark.parametrize(
     ("head_dim", "split"),
     [
-        ("512", {"fwd": "split_v", "dq": "split_qk", "dk": "split_qk", "dv": "split_v", "jvp": "split_v"}),
-        ("{qk: 512, v: 64}", {"dq": "split_qk", "dk": "split_qk"}),
-        ("{qk: 64, v: 264}", {"fwd": "split_v", "dv": "split_v", "jvp": "split_v"}),
+        ("512", {"fwd": "split_V", "dq": "split_QK", "dk": "split_QK", "dv": "split_V", "jvp": "split_V"}),
+        ("{qk: 512, v: 64}", {"dq": "split_QK", "dk": "split_QK"}),
+        ("{qk: 64, v: 264}", {"fwd": "split_V", "dv": "split_V", "jvp": "split_V"}),
         ("{qk: 256, v: 256}", {}),
     ],
 )
@@ -151,27 +151,27 @@ def test_decode_kernels_and_kernels_of_latents_stay_whole():
     [
         (
             FORWARD,
-            "in cdiv(D_V, SPLIT_V)",
+            "in cdiv(D_V, D_V_split)",
             "in 2",
             "split-d",
-            "expected one such axis, after tiles, in cdiv(D_V, SPLIT_V)",
+            "expected one such axis, after tiles, in cdiv(D_V, D_V_split)",
         ),
         (
             FORWARD,
-            " first_along(split_v)",
+            " first_along(split_V)",
             "",
             "indexing",
-            "rows of %DELTA that the other programs along split_v write, too",
+            "rows of %DELTA that the other programs along split_V write, too",
         ),
         (
             FORWARD,
-            "store %O[b, h, q, split_v] %o check(q)",
-            "store %O[b, h, q, split_v] %o check(q) first_along(split_v)",
+            "store %O[b, h, q, split_V] %o check(q)",
+            "store %O[b, h, q, split_V] %o check(q) first_along(split_V)",
             "split-d",
             "no index of its columns",
         ),
-        (FORWARD, "%V[b, h, kv, split_v]", "%V[b, h, kv, d_v]", "types", "the access is of [BLOCK_KV, D_V]"),
-        (GRADIENT, "%K[b, h, kv, split_qk]", "%Q[b, h, kv, split_qk]", "indexing", "indexes Nq of %Q by `kv`"),
+        (FORWARD, "%V[b, h, kv, split_V]", "%V[b, h, kv, d_v]", "types", "the access is of [BLOCK_KV, D_V]"),
+        (GRADIENT, "%K[b, h, kv, split_QK]", "%Q[b, h, kv, split_QK]", "indexing", "indexes Nq of %Q by `kv`"),
         (GRADIENT, "check(kv if partial) columns_of(%k)", "check(kv) columns_of(%k)", "split-d", "is no part of %k"),
         (GRADIENT, "columns_of(%k)", "columns_of(%q)", "split-d", "is no part of %q"),
         (
@@ -196,7 +196,7 @@ def test_a_wrong_part_of_the_head_dim_is_refused(text, old, new, rule, reason):
         ("BLOCK_D=512", "BLOCK_D=96", "BLOCK_D=96; expected a power of two from 128 to 512"),
         ("BLOCK_D=512", "BLOCK_D=64", "BLOCK_D=64; expected a power of two from 128 to 512"),
         ("BLOCK_D=512 ", "", "BLOCK_D=0; expected a power of two"),
-        ("check(q, split_v)", "check(q)", "does not check split_v"),
+        ("check(q, split_V)", "check(q)", "does not check split_V"),
     ],
 )
 def test_configs_that_leave_a_part_of_the_head_dim_out_are_refused(old, new, reason):
@@ -215,7 +215,7 @@ def test_a_kernel_that_does_not_split_the_head_dim_takes_no_block_d():
     with pytest.raises(VerifyError, match="its programs do not split columns"):
         module(FORWARD + configs)
     with pytest.raises(VerifyError, match="a store of the first program only, and no grid axis splits columns"):
-        module(edit(FORWARD, ("%keys.l check(q)", "%keys.l check(q) first_along(split_v)")))
+        module(edit(FORWARD, ("%keys.l check(q)", "%keys.l check(q) first_along(split_V)")))
 
 
 @pytest.mark.share(16)

@@ -53,7 +53,7 @@ BROKEN = [
     (
         "temperature_mha",
         "host-structure",
-        ", d_temperature=%InputGradients.d_temperature",
+        ", d_temperature=%Input_gradients.d_temperature",
         "",
         "it returns dQ, dK, dV; expected dQ, dK, dV, d_temperature",
     ),

@@ -155,7 +155,7 @@ def test_the_order_is_the_number_of_later_key_tiles_that_add_to_the_same_tile(ma
         data = some_data(mask, generator, n_q, n_kv)
         met = visits(kernel, sizes, data)
         for (q_start, kv_start), direction in product(met, directions):
-            place = {**sizes, "q_start": q_start, "kv_start": kv_start, "reversed_group": direction}
+            place = {**sizes, "q_start": q_start, "kv_start": kv_start, "reversed_L2_group": direction}
             numbers = counted(kernel, read(kernel, place, data), data)
             before = range(kv_start) if direction else range(kv_start + 1, n_kv)
             assert evaluate(order, numbers) == sum((q_start, other) in met for other in before), (
@@ -222,7 +222,7 @@ REFUSED = {
         ORDER,
         "order(kv_start // BLOCK_KV)",
         (
-            r"`semaphore-order`: kernel @bwd: %ordered_add_\d+ has the order `kv_start // BLOCK_KV`; expected "
+            r"`semaphore-order`: kernel @bwd: %_ordered_add_\d+ has the order `kv_start // BLOCK_KV`; expected "
             r"`cdiv\(Nk, BLOCK_KV\) - "
         ),
     ),
@@ -237,9 +237,9 @@ REFUSED = {
         "`semaphore-order`: .* expected a grid that starts with kv, reversed",
     ),
     "an order without a semaphore": (
-        f" semaphore(%DQ_SEMAPHORE[b, h, q_start]) {ORDER}",
+        f" semaphore(%dQ_SEMAPHORE[b, h, q_start]) {ORDER}",
         f" {ORDER}",
-        "`signature`: .*nothing is stored to %DQ_SEMAPHORE",
+        "`signature`: .*nothing is stored to %dQ_SEMAPHORE",
     ),
     "a semaphore without an order": (
         f" {ORDER}",
@@ -247,16 +247,16 @@ REFUSED = {
         "`types`: .* adds in no fixed order; expected a semaphore, and an order",
     ),
     "a semaphore in another tensor": (
-        "semaphore(%DQ_SEMAPHORE[b, h, q_start])",
+        "semaphore(%dQ_SEMAPHORE[b, h, q_start])",
         "semaphore(%LSE2[b, h, q_start])",
-        "`signature`: .*nothing is stored to %DQ_SEMAPHORE",
+        "`signature`: .*nothing is stored to %dQ_SEMAPHORE",
     ),
     "an order that is no integer": (
         ORDER,
         "order(0.5)",
         "`types`: .*has an order, or an index of its semaphore, that is no integer",
     ),
-    "sums that are only written": ("%DQ_SEMAPHORE = arg sum", "%DQ_SEMAPHORE = arg out", "`(signature|types)`: .*"),
+    "sums that are only written": ("%dQ_SEMAPHORE = arg sum", "%dQ_SEMAPHORE = arg out", "`(signature|types)`: .*"),
 }
 
 
@@ -275,13 +275,13 @@ REVERSED_GROUP = {
         "`signature`: .*the grid axis kv has reversed_group; expected swizzle_rows, and a kernel with ordered adds",
     ),
     "one order for both directions": (
-        "select(reversed_group > 0, (kv_start // BLOCK_KV), ",
+        "select(reversed_L2_group > 0, (kv_start // BLOCK_KV), ",
         "max(0, ",
         "`semaphore-order`: .*the number of programs that come before",
     ),
     "an order that no head has": (
-        "order(select(reversed_group > 0, (kv_start // BLOCK_KV)",
-        "order(select(reversed_group > 0, (kv_start // BLOCK_KV) + 1",
+        "order(select(reversed_L2_group > 0, (kv_start // BLOCK_KV)",
+        "order(select(reversed_L2_group > 0, (kv_start // BLOCK_KV) + 1",
         "`semaphore-order`: .*the number of programs that come before",
     ),
     "a grid without reversed_group": (
@@ -311,7 +311,7 @@ def test_a_grid_has_a_reversed_group_only_where_loops_start_later_and_the_number
     reversed_group = edit(
         kernels,
         ("swizzle_rows(16384)", "swizzle_rows(16384) reversed_group"),
-        (f"order({order})", f"order(select(reversed_group > 0, (kv_start // BLOCK_KV), {order}))"),
+        (f"order({order})", f"order(select(reversed_L2_group > 0, (kv_start // BLOCK_KV), {order}))"),
     )
     assert parse_module(head + at + reversed_group).kernel("bwd").grid[0].reversed_group
     with pytest.raises(
@@ -425,7 +425,7 @@ def test_heads_have_no_reversed_group_where_tiles_are_listed() -> None:
     """Of the earlier tiles, too, only the listed ones are visited, so a tile's number is not its order."""
     text = print_module(made("blocks, causal", "dce"))
     head, at, kernels = text.partition("\nkernel @bwd program_axis")
-    order = "order(select(reversed_group > 0, (kv_start // BLOCK_KV), kv_end_at - kv_next_at))"
+    order = "order(select(reversed_L2_group > 0, (kv_start // BLOCK_KV), kv_end_at - kv_next_at))"
     reversed_group = edit(
         kernels, ("swizzle_rows(32768)", "swizzle_rows(32768) reversed_group"), ("order(kv_end_at - kv_next_at)", order)
     )

@@ -34,7 +34,10 @@ TYPES = {
     "b1": "i1",
     **dict.fromkeys(QUANTISED.values(), "i16"),
 }
-FLAGS = {"DROPOUT": True, "INPUT_GRADIENTS": True}  # constants that a call sets: they are on, as in the heaviest kernel
+FLAGS = {
+    "DROPOUT": True,
+    "_INPUT_GRADIENTS": True,
+}  # constants that a call sets: they are on, as in the heaviest kernel
 _EXECUTABLE = 0x4  # ELF's SHF_EXECINSTR
 
 

@@ -59,7 +59,7 @@ class PrintedKernel(Protocol):
     params: list[str]
     not_specialized: list[str]
     dropout: bool  # has the flag DROPOUT: without dropout, a call compiles to a kernel that generates no random bits
-    # Has the flag INPUT_GRADIENTS: if a call needs no gradients of inputs, its kernel is compiled without them.
+    # Has the flag _INPUT_GRADIENTS: if a call needs no gradients of inputs, its kernel is compiled without them.
     sums_input_gradients: bool
 
 

@@ -164,7 +164,7 @@ class KernelContext(ProgramContext):
             if f"{op.var}_idx" in used:
                 steps.append(f"{op.var}_idx = {op.var}_start + {op.var}_off")
         options = ", disable_licm=True" * op.recompute
-        kind = op.var if op.var in ("split", "combined") else "own" if over_tiles and op.cls == "all" else op.cls
+        kind = op.var if op.var in ("split", "KV_splits") else "own" if over_tiles and op.cls == "all" else op.cls
         comment = self.kernel.block(op.body).about or LOOP_COMMENTS[kind]
         text.update(before=before, var=counter, start=lo, stop=stop, options=options, steps=steps, comment=comment)
 

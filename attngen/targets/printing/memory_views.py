@@ -49,7 +49,7 @@ class MemoryContext(ExpressionContext):
 
     @property
     def _loops_over_splits(self) -> bool:
-        return any(axis.var == "kv_split" for axis in self.kernel.grid)
+        return any(axis.var == "KV_split" for axis in self.kernel.grid)
 
     def _pages_by_tile(self, op: Loop) -> Gather | None:
         """The page numbers of a loop's tiles, if each tile lies in one page: then TMA reads the tiles."""
@@ -246,7 +246,7 @@ class MemoryContext(ExpressionContext):
         return " + ".join([*terms, offset] if offset else terms), f"({condition}){spread}" if spread else condition
 
     def _is_input_gradient(self, tensor: str) -> bool:
-        return tensor in {x.partials for x in self.module.input_gradients if x.reduction != "row"}
+        return tensor in {x.partials for x in self.module.input_gradients if x.reduction != "delta"}
 
     def _store(self, op: Store, cls: str) -> dict[str, Any]:
         input_gradient = self._is_input_gradient(self.kernel.accessed(op)[0].name)

@@ -1,8 +1,8 @@
 """Prints expressions as Triton source, with explicit broadcasts; terms of one axis are added before they are broadcast.
 
 Integers become fp32 while they are rows or columns, before they are broadcast: positions up to 2**24 are exact there.
-Integer divisions round down, as in Python: `_floor_div` and `_floor_mod` are functions of the generated module. Integers
-have 32 bits if a call's positions and parameters cannot exceed them, and 64 elsewhere.
+Integer divisions round down, as in Python: `_floor_div` and `_floor_mod` are functions of the generated module.
+Integers have 32 bits if a call's positions and parameters cannot exceed them, and 64 elsewhere.
 """
 
 from __future__ import annotations

@@ -62,16 +62,16 @@ class ProgramContext(MemoryContext):
         tiles = f"{own.var}_tiles"
         lines = [f"{tiles} = {self.scalar(own.extent)}"]
         position, rest = f"pid % {tiles}", f"pid // {tiles}"
-        many = "swizzle_heads" if own.swizzle_rows else own.swizzle  # heads of a group
+        many = "_swizzle_heads" if own.swizzle_rows else own.swizzle  # heads of a group
         if own.swizzle > 1 or own.swizzle_rows:
-            lines += [f"swizzle_heads = {self.scalar(own.heads)}"] if own.swizzle_rows else []
+            lines += [f"_swizzle_heads = {self.scalar(own.heads)}"] if own.swizzle_rows else []
             lines += [
                 f"first_head = pid // ({many} * {tiles}) * {many}",
-                f"heads_in_group = tl.minimum({many}, tl.num_programs(0) // {tiles} - first_head)  # of the swizzle",
-                f"in_group = pid - first_head * {tiles}",
-                "flat_head = first_head + in_group % heads_in_group",
+                f"_heads_in_group = tl.minimum({many}, tl.num_programs(0) // {tiles} - first_head)  # of the swizzle",
+                f"_in_group = pid - first_head * {tiles}",
+                "_flat_head = first_head + _in_group % _heads_in_group",
             ]
-            position, rest = "in_group // heads_in_group", "flat_head"
+            position, rest = "_in_group // _heads_in_group", "_flat_head"
         number = f"({f'{tiles} - 1 - {position}' if own.reversed else position})"
         if own.reversed_group:
             last_group = f"first_head + {many} >= tl.num_programs(0) // {tiles}"
@@ -105,10 +105,10 @@ class ProgramContext(MemoryContext):
         item, of_place, extents = self._split_place("place")
         before = [
             f"q_tiles = {self.scalar(self.kernel.grid[0].extent)}",
-            *self._by_sequences([("unit", "_split_size", ""), ("_, all_splits", "_splits_of", "B, unit")]),
+            *self._by_sequences([("unit", "_split_size", ""), ("_, _all_splits", "_splits_of", "B, unit")]),
         ]
-        lines = self._by_sequences([(f"b, kv_split, {', '.join(SPLIT_SYMBOLS)}", "_split_of", f"{item}, unit")])
-        return before, [*lines, *of_place], " * ".join(["all_splits", *extents])
+        lines = self._by_sequences([(f"b, KV_split, {', '.join(SPLIT_SYMBOLS)}", "_split_of", f"{item}, unit")])
+        return before, [*lines, *of_place], " * ".join(["_all_splits", *extents])
 
     def _split_place(self, place: str) -> tuple[str, list[str], list[str]]:
         """(the number of the split at `place`, lines that find its queries and heads, factors whose product is the
@@ -120,7 +120,7 @@ class ProgramContext(MemoryContext):
             ["q_tiles"],
         )
         for head in others:
-            if head.var not in ("kv_split", "b"):
+            if head.var not in ("KV_split", "b"):
                 extents.append(self.scalar(head.extent))
                 lines.append(f"{head.var} = {item} % {extents[-1]}")
                 item += f" // {extents[-1]}"

@@ -12,7 +12,7 @@ LOOP_COMMENTS = {
     "partial": "tiles that the mask or the end of a tensor cuts",
     "all": "query heads that share this key head",
     "split": "parts of this key head's gradients",
-    "combined": "splits of this sequence's keys",
+    "KV_splits": "splits of this sequence's keys",
     "own": "tiles of keys, each kept on chip during the loop over query tiles",
 }
 
@@ -39,7 +39,7 @@ class KernelView:
     # CONVERTS: the device has an instruction that converts pairs of 8-bit numbers. OVERLAPS: programs of two launches
     # run at the same time.
     flags: list[str]
-    # Has the flag INPUT_GRADIENTS: if a call needs no gradients of inputs, its kernel is compiled without them.
+    # Has the flag _INPUT_GRADIENTS: if a call needs no gradients of inputs, its kernel is compiled without them.
     sums_input_gradients: bool
     not_specialized: list[str]
     prologue: list[str]

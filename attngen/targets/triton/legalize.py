@@ -55,7 +55,7 @@ class LegalizeTriton(Pass):
 
 def _spare_registers(kernel: Kernel, op: Op, columns: dict[str, int]) -> Op:
     """A loop that recomputes its invariants if it has no registers to spare; other ops as they are."""
-    if not isinstance(op, Loop) or op.var == "combined":  # an accumulator of one row leaves registers for the rest
+    if not isinstance(op, Loop) or op.var == "KV_splits":  # an accumulator of one row leaves registers for the rest
         return op
     accumulators = [dims for dims in (kernel.type_of(ref).dims for _, ref in op.carry) if len(dims) == 2]
     halves = kernel.reads_quantised  # of one accumulator

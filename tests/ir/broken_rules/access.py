@@ -169,7 +169,7 @@ EDITS = {
     "indexing": [
         (
             "decode_gqa",
-            "base %O_PARTIAL[hkv, first_item + kv_split]",
+            "base %O_PARTIAL[hkv, KV_split + first_item]",
             "base %O_PARTIAL[hkv, part]",
             "indexes items of %O_PARTIAL by `part`",
         ),

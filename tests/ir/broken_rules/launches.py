@@ -177,8 +177,8 @@ EDITS = {
         ),
         (
             "causal_gqa",
-            "semaphore(%DKDV_SEMAPHORE[b, hkv, split // 2, kv_start])",
-            "semaphore(%DKDV_SEMAPHORE[b, hkv, 0, kv_start])",
+            "semaphore(%dKdV_SEMAPHORE[b, hkv, split // 2, kv_start])",
+            "semaphore(%dKdV_SEMAPHORE[b, hkv, 0, kv_start])",
             "has another semaphore than that of its pair, at [b, hkv, split // 2, kv_start] in one tensor",
         ),
     ],

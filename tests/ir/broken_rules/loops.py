@@ -20,7 +20,7 @@ EDITS = {
             "decode_gqa",
             "body(@combine) cls(all)",
             "body(@combine) cls(all) listed(%O_head)",
-            "%over_splits runs over a list, and has class `all`",
+            "%over_KV_splits runs over a list, and has class `all`",
         ),
         (
             "causal_gqa",
@@ -94,9 +94,9 @@ EDITS = {
     "split-axis": [
         (
             "decode_gqa",
-            "portion(kv_full_end, kv_split + 1, num_splits)",
-            "portion(kv_end, kv_split + 1, num_splits)",
-            "kv_split in num_splits split loops over @step",
+            "portion(kv_full_end, KV_split + 1, num_KV_splits)",
+            "portion(kv_end, KV_split + 1, num_KV_splits)",
+            "KV_split in num_KV_splits split loops over @step",
         ),
         (
             "causal_gqa",
@@ -138,17 +138,17 @@ EDITS = {
         ),
         (
             "decode_gqa",
-            "kv_split in num_splits, hkv in Hkv, b in B)",
-            "kv_split in num_splits, hkv in Hkv)",
+            "KV_split in num_KV_splits, hkv in Hkv, b in B)",
+            "KV_split in num_KV_splits, hkv in Hkv)",
             "it lacks the axis b",
         ),
     ],
     "split-d": [
         (
             "causal_d512_gqa",
-            "split_v in cdiv(D_V, SPLIT_V)",
-            "split_v in 2",
-            "one such axis, after tiles, in cdiv(D_V, SPLIT_V)",
+            "split_V in cdiv(D_V, D_V_split)",
+            "split_V in 2",
+            "one such axis, after tiles, in cdiv(D_V, D_V_split)",
         ),
         (
             "causal_d512_gqa",
@@ -170,8 +170,8 @@ EDITS = {
     "covers": [
         (
             "decode_gqa",
-            "portion(kv_full_end, kv_split + 1, num_splits)",
-            "portion(kv_full_end, kv_split, num_splits)",
+            "portion(kv_full_end, KV_split + 1, num_KV_splits)",
+            "portion(kv_full_end, KV_split, num_KV_splits)",
             "which is not proven to be all of",
         ),
         (

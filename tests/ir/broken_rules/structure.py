@@ -196,14 +196,14 @@ EDITS = {
         (
             "causal_gqa",
             "    %inv_l = map",
-            "    %in_group = map expr(1) : i32[] @reg\n    %inv_l = map",
-            "%in_group is a name that the printed kernel needs for itself",
+            "    %_in_group = map expr(1) : i32[] @reg\n    %inv_l = map",
+            "%_in_group is a name that the printed kernel needs for itself",
         ),
         (
             "causal_gqa",
             "    %inv_l = map",
-            "    %swizzle_heads = map expr(1) : i32[] @reg\n    %inv_l = map",
-            "%swizzle_heads is a name that the printed kernel needs for itself",
+            "    %_swizzle_heads = map expr(1) : i32[] @reg\n    %inv_l = map",
+            "%_swizzle_heads is a name that the printed kernel needs for itself",
         ),
         (
             "causal_gqa",

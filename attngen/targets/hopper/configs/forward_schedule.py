@@ -167,7 +167,7 @@ def keeps_column_bias(module: Module, kernel: Kernel) -> bool:
 def splits_mask(module: Module, kernel: Kernel, op: Mask, bounds: Sequence[Bool], others: Sequence[Bool]) -> bool:
     """True if the bounds of a mask become masks of their own, which a tile skips unless a bound cuts it.
 
-    others: the parts of the condition for which no cut is known.
+    others: the parts of the condition for which no unswitch condition is known.
 
     False if all tiles apply the mask: tiles that no bound cuts would pay for the branch, too (4% of the time of a
     dilated mask). False also where kernels spilled when they were compiled. With other parts, those had more than one

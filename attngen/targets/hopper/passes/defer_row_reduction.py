@@ -8,13 +8,13 @@ before:  %l_init = init 0 : f32[BLOCK_Q] @reg
          ...
          %p_sum = reduce sum %soft.p over(BLOCK_KV) : f32[BLOCK_Q] @reg
          %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q] @reg
-after:   %l_init = init 0 : f32[BLOCK_Q, PARTIALS] @reg
+after:   %l_init = init 0 : f32[BLOCK_Q, _PARTIALS] @reg
          %keys = pipelined_loop kv ... carry(m=%m_init, l=%l_init, acc=%acc_init) first(@first) step(@step) last(@last)
-         %keys_l = reduce sum %keys.l over(PARTIALS) : f32[BLOCK_Q] @reg
+         %keys_l = reduce sum %keys.l over(_PARTIALS) : f32[BLOCK_Q] @reg
          %inv_l = map expr(select(l > 0, 1/l, 0)) uses(l=%keys_l) : f32[BLOCK_Q] @reg
          ...
-         %p_sum = partial_reduce %soft.p over(BLOCK_KV) : f32[BLOCK_Q, PARTIALS] @reg
-         %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q, PARTIALS] @reg
+         %p_sum = partial_reduce %soft.p over(BLOCK_KV) : f32[BLOCK_Q, _PARTIALS] @reg
+         %l_next = map expr(alpha*l + p_sum) uses(l=%l, alpha=%soft.alpha, p_sum=%p_sum) : f32[BLOCK_Q, _PARTIALS] @reg
 
 A kernel is unchanged if its row sums do not start at 0, or if an iteration updates them by anything but a linear
 combination of row sums without a constant term, such as alpha*l + p_sum: the partial sums would not add up to the row

@@ -266,7 +266,7 @@ class _Side:
         tiles = {op.name: op for op in self.keys}
         for dot in self.scores:
             yield ConsumerWait(dot.b, _pipeline(tiles[dot.b], parity), tiles[dot.b].type)
-            remat = f"{self._field(dot.a)}_remat"
+            remat = f"{self._field(dot.a)}_ADDR"
             yield Rematerialize(remat, dot.a, self.kernel.type_of(dot.a))
             yield replace(dot, a=remat)
         yield from (
@@ -321,31 +321,39 @@ class _Side:
         """
         product, soft, keys = self.product, self.soft.name, {op.name: op for op in self.keys}
         row = replace(ROW, space="reg")
-        yield ConsumerWait("p_peer", "P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
+        yield ConsumerWait("p_RECEIVED", "P_pipeline", Type("T", ("BLOCK_Q", "BLOCK_KV"), "sram"))
         if continues:
-            yield ReadMetadata("m_peer", "M_pipeline", "p_peer", row)
-        yield ReadMetadata("alpha_peer", "ALPHA_pipeline", "p_peer", row)
+            yield ReadMetadata("m_RECEIVED", "M_pipeline", "p_RECEIVED", row)
+        yield ReadMetadata("alpha_RECEIVED", "ALPHA_pipeline", "p_RECEIVED", row)
         sums = [op.name for op in self.step if isinstance(op, Reduce)]
         for op in (*self._ops_named(self._row_sum()), *self._ops_named(str(product.acc))):
             assert isinstance(op, Map)
             added = {symbol(name): sympy.Integer(0) for name, ref in op.uses if ref in sums}
             uses = tuple(
-                (name, "alpha_peer" if ref == f"{soft}.alpha" else ref) for name, ref in op.uses if ref not in sums
+                (name, "alpha_RECEIVED" if ref == f"{soft}.alpha" else ref) for name, ref in op.uses if ref not in sums
             )
-            yield replace(op, name=self._peer_of(op.name), expr=op.expr.xreplace(added), uses=uses)
+            yield replace(op, name=self._received_of(op.name), expr=op.expr.xreplace(added), uses=uses)
         (other,) = (parity for parity in PARITY.values() if parity != self.parity)
-        yield ConsumerWait("v_peer", _pipeline(keys[product.b], other), keys[product.b].type)
+        yield ConsumerWait("v_RECEIVED", _pipeline(keys[product.b], other), keys[product.b].type)
         yield replace(
-            product, name=self._peer_of(product.name), a="p_peer", b="v_peer", acc=self._peer_of(str(product.acc))
+            product,
+            name=self._received_of(product.name),
+            a="p_RECEIVED",
+            b="v_RECEIVED",
+            acc=self._received_of(str(product.acc)),
         )
-        yield ConsumerRelease("_release_p_peer", "p_peer")
-        yield ConsumerRelease("_release_v_peer", "v_peer")
+        yield ConsumerRelease("_release_p_RECEIVED", "p_RECEIVED")
+        yield ConsumerRelease("_release_v_RECEIVED", "v_RECEIVED")
 
     def _carried_after_received(self) -> dict[str, str]:
         """Carried value -> the value after a tile whose P the other warp group has computed."""
         of_sums = next(field for field, ref in self.yielded.items() if ref == self.product.name)
         of_rows = next(field for field, ref in self.yielded.items() if ref == self._row_sum())
-        return {self.m: "m_peer", of_rows: self._peer_of(self._row_sum()), of_sums: self._peer_of(self.product.name)}
+        return {
+            self.m: "m_RECEIVED",
+            of_rows: self._received_of(self._row_sum()),
+            of_sums: self._received_of(self.product.name),
+        }
 
     def _row_sum(self) -> str:
         """The row sums that an iteration yields."""
@@ -362,9 +370,9 @@ class _Side:
 
     # ------------------------------------------------------------------ names
 
-    def _peer_of(self, name: str) -> str:
+    def _received_of(self, name: str) -> str:
         """The name of a value computed from the other warp group's weights."""
-        return f"{self._field(name)}_peer"
+        return f"{self._field(name)}_RECEIVED"
 
     def _field(self, field: str) -> str:
         return field.removesuffix(f"_{self.name}")

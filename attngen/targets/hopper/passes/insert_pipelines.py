@@ -120,7 +120,10 @@ def _with_pipelines(kernel: Kernel, piece: int) -> Kernel:
             made[block.name] = replace(
                 block, ops=tuple(_with_waits(block.ops, replacements, {op.name for op in streamed}))
             )
-    return replace(kernel, blocks=(*made.values(), Block("copy", copy_ops, about="the tiles of one iteration")))
+    return replace(
+        kernel,
+        blocks=(*made.values(), Block("copy", copy_ops, about="load the tiles that consumers use in one iteration")),
+    )
 
 
 def _has_one_stage(kernel: Kernel, tile: Load) -> bool:

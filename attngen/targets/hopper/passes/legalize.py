@@ -14,7 +14,7 @@ after:   %p_operand = convert_layout %p to(operand) : T[BLOCK_Q, BLOCK_KV] @reg
          tma_store_wait %Q_pipeline
 
 - Layouts: a value has the layout of scores by default, that of accumulators if D_V is one of its dimensions, and that
-  of partial sums if PARTIALS is. A row vector that accumulators or partial sums need is converted (`convert_layout`);
+  of partial sums if _PARTIALS is. A row vector that accumulators or partial sums need is converted (`convert_layout`);
   so is an operand of a product in registers.
 - Values that are computed from a tile in shared memory, such as delta from dO, are computed from a copy in registers
   (`local_load`).
@@ -108,7 +108,7 @@ def _convert_layouts(kernel: Kernel) -> Kernel:
             to = "partials" if PARTIALS in op.type.dims else "acc"
             types = {ref: kernel.type_of(ref) for _, ref in op.uses}
             names = {
-                ref: f"{ref.replace('.', '_')}_{to}"
+                ref: f"{ref.replace('.', '_')}_{to.upper()}"
                 for ref, of in types.items()
                 if of.space == "sram" or of.dims == ("BLOCK_Q",)
             }

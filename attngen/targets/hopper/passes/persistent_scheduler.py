@@ -20,7 +20,7 @@ after:   block @entry
            (arguments, pipelines)
            %Work_pipeline = pipeline stages(2) : i32[] @sram
          warp_group @producer ...
-           %fetched = work_loop %Work_pipeline of(@tile) body(@produce) fetches(yes)
+           %Fetched = work_loop %Work_pipeline of(@tile) body(@produce) fetches(yes)
            producer_tail %Q_pipeline; producer_tail %K_pipeline; producer_tail %V_pipeline
            producer_tail %Work_pipeline
          warp_group @consumer ...
@@ -74,11 +74,11 @@ from attngen.transforms.base import Pass
 
 WORK = "Work_pipeline"
 BODIES = {  # warp group -> the name of its `work_loop`, the name of the loop's body, and a sentence about the body
-    "producer": ("fetched", "produce", "load what consumers of this tile need"),
-    "consumer": ("work", "consume", "what each instance does for its rows of this tile"),
-    "left": ("work_left", "consume_left", "the left columns of outputs"),
-    "right": ("work_right", "consume_right", "the right columns of outputs"),
-    "dq_reducer": ("work_dq", "reduce_dq", "add the consumers' tiles of dQ to device memory"),
+    "producer": ("Fetched", "produce", "load the tiles that consumers of this work tile use"),
+    "consumer": ("work", "consume", "compute the instance's rows of this work tile"),
+    "left": ("work_left", "consume_left", "compute the left columns of the outputs"),
+    "right": ("work_right", "consume_right", "compute the right columns of the outputs"),
+    "dq_reducer": ("Work_dQ", "reduce_dq", "add the consumers' tiles of dQ to device memory"),
 }
 
 

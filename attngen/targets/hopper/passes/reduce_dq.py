@@ -30,12 +30,12 @@ after:   block @entry
            consumer_release %ds_all
            producer_store %dQ_pipeline %dq
          warp_group @dq_reducer ...
-           %write_total = loop q ranges(...) body(@write)
+           %dQ_total = loop q ranges(...) body(@write)
          block @write
            %dq_tile = consumer_wait %dQ_pipeline
            ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
            consumer_release %dq_tile
-           semaphore_release %DQ_SEMAPHORE[b, h, q_start]
+           semaphore_release %dQ_SEMAPHORE[b, h, q_start]
 
 Wide heads leave room for one stage of dO and one of dQ. Tiles of dQ are stored in pieces if tiles of K are.
 """
@@ -150,7 +150,7 @@ def _reduce(module: Module, kernel: Kernel) -> Kernel:
 def _reducer_loops(kernel: Kernel) -> tuple[Op, ...]:
     """The loops of the consumers, for the dQ reduction warp."""
     loops = (op for op in kernel.block("consumer").ops if isinstance(op, Loop))
-    return tuple(replace(loop, name=f"write_{loop.name}", carry=(), body="write", tiles=()) for loop in loops)
+    return tuple(replace(loop, name=f"dQ_{loop.name}", carry=(), body="write", tiles=()) for loop in loops)
 
 
 def _reducer_body(add: OrderedAdd, order: Sequence[Op], tile: Type) -> Block:

@@ -132,7 +132,7 @@ def merge_loops(kernel: Kernel, order: Callable[[tuple[Op, ...]], Iterable[Op]],
 
 def _with_addresses(tiles: Sequence[SliceRows | ConsumerWait], ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Compute the addresses of tiles that are waited for before the loop again in its body."""
-    names = {op.name: f"{op.name}_remat" if isinstance(op, ConsumerWait) else op.name for op in tiles}
+    names = {op.name: f"{op.name}_ADDR" if isinstance(op, ConsumerWait) else op.name for op in tiles}
     made = [
         Rematerialize(names[op.name], op.name, op.type) if isinstance(op, ConsumerWait) else op.with_operands(names)
         for op in tiles

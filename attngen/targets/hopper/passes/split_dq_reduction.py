@@ -7,20 +7,20 @@ delays all programs that come later in the semaphore's order. With two instances
 can acquire the semaphore before the tile is there. For the fused backward.
 
 before:  warp_group @dq_reducer instances(1) ...
-           %write_total = pipelined_loop q ... step(@write)
+           %dQ_total = pipelined_loop q ... step(@write)
          block @write
            %dq_tile = consumer_wait %dQ_pipeline
            ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
            consumer_release %dq_tile
-           semaphore_release %DQ_SEMAPHORE[b, h, q_start]
+           semaphore_release %dQ_SEMAPHORE[b, h, q_start]
 after:   warp_group @dq_reducer instances(2) ...
-           %write_total = pipelined_loop q ... step(@write) round_robin(%dQ_pipeline)
+           %dQ_total = pipelined_loop q ... step(@write) round_robin(%dQ_pipeline)
          block @write
-           semaphore_acquire %DQ_SEMAPHORE[b, h, q_start] order(...)
+           semaphore_acquire %dQ_SEMAPHORE[b, h, q_start] order(...)
            %dq_tile = consumer_wait %dQ_pipeline
            ordered_add %DQ_ACC[b, h, q, d_qk] %dq_tile ...
            consumer_release %dq_tile
-           semaphore_release %DQ_SEMAPHORE[b, h, q_start]
+           semaphore_release %dQ_SEMAPHORE[b, h, q_start]
 
 There are two of them if the pipeline of dQ has two stages, one for each, and if a tile has 64 queries or the kernel
 visits listed blocks. Otherwise there is one, which reads the semaphore of the next tile while TMA adds this one.

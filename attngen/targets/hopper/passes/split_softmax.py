@@ -24,8 +24,8 @@ after:   %soft = softmax_stats %masked m(%m) scale(%qk_scale) : f32[BLOCK_Q] @re
          %soft_right = softmax_weights %soft_halves.right base(%soft.base) scale(%qk_scale) : f32[BLOCK_Q, HALF_KV] @reg
          %p_sum_right = reduce sum %soft_right over(HALF_KV) : f32[BLOCK_Q] @reg
          %l_next = map expr(before + p_sum) uses(before=%l_next_left, p_sum=%p_sum_right) : f32[BLOCK_Q] @reg
-         %soft_concat = concat_halves %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg
-         %p_cast = pack %soft_concat : T[BLOCK_Q, BLOCK_KV] @reg
+         %soft_all = concat_halves %soft_left %soft_right over(BLOCK_KV) : f32[BLOCK_Q, BLOCK_KV] @reg
+         %p_cast = pack %soft_all : T[BLOCK_Q, BLOCK_KV] @reg
 
 Masks and modifiers come before both halves, on the whole tile. Dropout applies to each half after its weights, so
 dropout of the left half comes before the wait, too:
@@ -117,7 +117,7 @@ def _ordered(kernel: Kernel, parts: _Parts, ops: Sequence[Op]) -> list[Op]:
     2. The right half, and both halves concatenated.
     3. The ops that need the whole weights, such as the pack.
     """
-    concatenated = {f"{parts.softmax.name}.p": f"{parts.softmax.name}_concat"}
+    concatenated = {f"{parts.softmax.name}.p": f"{parts.softmax.name}_all"}
     of_weights = {
         name for name in nx.descendants(kernel.graph, parts.softmax.name) if _needs_weights(kernel, parts, name)
     }
@@ -168,7 +168,7 @@ def _right(parts: _Parts) -> list[Op]:
     soft, name, drop = parts.softmax, parts.softmax.name, parts.dropped
     half, added = _half(soft.type), symbol("before") + symbol(parts.term)
     uses = (("before", f"{parts.total.name}_left"), (parts.term, f"{parts.sum.name}_right"))
-    whole, concatenated = (drop.name, drop.name) if drop else (name, f"{name}_concat")
+    whole, concatenated = (drop.name, drop.name) if drop else (name, f"{name}_all")
     return [
         SoftmaxWeights(f"{name}_right", f"{name}_halves.right", f"{name}.base", half, soft.scale),
         replace(parts.sum, name=f"{parts.sum.name}_right", value=f"{name}_right", over=HALF_DIM[KEYS]),

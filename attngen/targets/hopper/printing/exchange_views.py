@@ -51,7 +51,7 @@ class ExchangeContext(LoopContext):
     # ------------------------------------------------------------------ exchanged tiles
 
     def _exchange_barrier(self, op: ProducerStore | ConsumerWait) -> str:
-        """The named barrier at which the writer of an exchanged tile arrives and its reader waits.
+        """The named barrier at which the warp group that stores an exchanged tile arrives and its reader waits.
 
         Each of the two warp groups has one for the tiles that it writes.
         """
@@ -241,7 +241,9 @@ class ExchangeContext(LoopContext):
             f"unit = _split_size(CACHE_SEQLENS, first_work, {args})",
             " * ".join([f"places = _total_splits(CACHE_SEQLENS, first_work, unit, {args})", *extents]),
         ]
-        lines = [f"b, kv_split, {', '.join(SPLIT_SYMBOLS)} = _split_of(CACHE_SEQLENS, first_work, {item}, unit, {args})"]
+        lines = [
+            f"b, KV_split, {', '.join(SPLIT_SYMBOLS)} = _split_of(CACHE_SEQLENS, first_work, {item}, unit, {args})"
+        ]
         return gluon(before), gluon([*lines, *of_place])
 
     # ------------------------------------------------------------------ coordinates and threads

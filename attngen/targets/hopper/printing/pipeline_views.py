@@ -199,7 +199,7 @@ class PipelineContext(ShapeContext):
             **text,
             "index": "0"
             if self.pipelines[wait.pipeline].exchange
-            else self._stage(wait.pipeline, "WARP_GROUP")["index"],
+            else self._stage(wait.pipeline, "_WARP_GROUP")["index"],
         }
 
     def _stage(self, name: str, copy: str = "") -> dict[str, Any]:
@@ -217,7 +217,7 @@ class PipelineContext(ShapeContext):
                 "counted": False,
                 "threads": "THREADS",
             }
-        stages, counter = self._stages(pipeline), self._counter(name) if copy == "WARP_GROUP" else short
+        stages, counter = self._stages(pipeline), self._counter(name) if copy == "_WARP_GROUP" else short
         stage = "" if stages == "1" else f"{counter}_stage"
         index = stage or "0"
         if pipeline.per_instance:
@@ -309,7 +309,7 @@ class PipelineContext(ShapeContext):
             return {**text, "stored": self._stored_pieces(op), "index": one, "waits": True}
         if self.shared[op.pipeline]:
             place = (
-                f"WARP_GROUP + {self.kernel.sharing_warp_group.instances} * {one}" if text["stage"] else "WARP_GROUP"
+                f"_WARP_GROUP + {self.kernel.sharing_warp_group.instances} * {one}" if text["stage"] else "_WARP_GROUP"
             )
             shape = ", ".join(self._dims(value.dims))
             tile = f"{text['pipeline']}_smem.index({place}).reshape([{shape}])"
@@ -318,7 +318,7 @@ class PipelineContext(ShapeContext):
                 f"_store_acc({tile}, {self.var(op.value)}, PARTS)" if wide else f"{tile}.store({self.var(op.value)})"
             )
             return {**text, "stored": [stored], "index": one, "waits": True}
-        tile = f"{text['pipeline']}_smem.index({one}).slice(WARP_GROUP * ROWS, ROWS, 0)"
+        tile = f"{text['pipeline']}_smem.index({one}).slice(_WARP_GROUP * ROWS, ROWS, 0)"
         return {**text, "stored": [f"{tile}.store(_unpack({self.var(op.value)}, dtype))"], "index": one, "waits": False}
 
     def _stored_pieces(self, op: ProducerStore) -> list[str]:
@@ -326,10 +326,10 @@ class PipelineContext(ShapeContext):
         the two instances."""
         (whole, rest), pipeline = self._parts(op.value), f"{self._short(op.pipeline)}_smem"
         shape = f"[{self._dims(self.kernel.type_of(op.value).dims)[0]}, {self.pipelines[op.pipeline].columns}]"
-        sums = [("4 * WARP_GROUP", f"gl.convert_layout({whole}_left, REST, assert_trivial=True)")]
+        sums = [("4 * _WARP_GROUP", f"gl.convert_layout({whole}_left, REST, assert_trivial=True)")]
         sums += [
-            ("4 * WARP_GROUP + 1", f"gl.convert_layout({whole}_right, REST, assert_trivial=True)"),
-            ("2 + WARP_GROUP", rest),
+            ("4 * _WARP_GROUP + 1", f"gl.convert_layout({whole}_right, REST, assert_trivial=True)"),
+            ("2 + _WARP_GROUP", rest),
         ]
         stores = [f"_store_acc({pipeline}.index({at}).reshape({shape}), {value}, REST)" for at, value in sums]
         return [f"{whole}_left, {whole}_right = _split_halves({whole})", *stores]
@@ -366,7 +366,7 @@ class PipelineContext(ShapeContext):
         wait = self.kernel.op(op.value)
         assert isinstance(wait, ConsumerWait)
         pipeline = self.pipelines[wait.pipeline]
-        index = self._stage(wait.pipeline, "WARP_GROUP")["index"]
+        index = self._stage(wait.pipeline, "_WARP_GROUP")["index"]
         at = "_opaque_zero()" if index == "0" else f"{index} + _opaque_zero()"
         return {
             "tiles": self._tiles_at(op.name, pipeline, at),
@@ -404,7 +404,7 @@ class PipelineContext(ShapeContext):
         if op.pipeline in self.shared:
             return {**self._shared_stage(op.pipeline), "var": self.var(op.name), "shared": True}
         short, pipeline = self._short(op.pipeline), self.pipelines[op.pipeline]
-        stage, in_phase = self._stage(op.pipeline, "WARP_GROUP"), self._alternates(op.pipeline)
+        stage, in_phase = self._stage(op.pipeline, "_WARP_GROUP"), self._alternates(op.pipeline)
         phase = (
             f"{self._counter(op.pipeline)}_{'stage' if in_phase else 'phase'}"
             if is_reused(self.kernel, op.pipeline)
@@ -440,7 +440,7 @@ class PipelineContext(ShapeContext):
             "pipeline": self._short(wait.pipeline),
             "early": product,
             "shared": False,
-            **self._stage(wait.pipeline, "WARP_GROUP"),
+            **self._stage(wait.pipeline, "_WARP_GROUP"),
         }
 
     def _producer_tail(self, op: ProducerTail, cls: str) -> dict[str, Any]:

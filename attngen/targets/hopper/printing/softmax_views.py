@@ -24,7 +24,7 @@ from attngen.targets.hopper.configs.fused_backward import is_signed
 from attngen.targets.printing.context import KernelContext, transposed
 
 # The layouts of the IR, and the constants of generated code that hold them.
-_LAYOUTS = {"scores": "SCORES", "acc": "ACC", "partials": "PARTIALS_LAYOUT", "operand": "OPERAND"}
+_LAYOUTS = {"scores": "SCORES", "acc": "ACC", "partials": "_PARTIALS_LAYOUT", "operand": "OPERAND"}
 
 
 class SoftmaxContext(KernelContext):
@@ -114,4 +114,4 @@ class SoftmaxContext(KernelContext):
         }
 
     def _partial_reduce(self, op: PartialReduce, cls: str) -> dict[str, Any]:
-        return {"var": self.var(op.name), "value": self.var(op.value), "layout": "PARTIALS_LAYOUT"}
+        return {"var": self.var(op.name), "value": self.var(op.value), "layout": "_PARTIALS_LAYOUT"}

@@ -108,7 +108,7 @@ class StoreContext(PipelineContext):
 
     def _tma_store_wait(self, op: TmaStoreWait, cls: str) -> dict[str, Any]:
         stores = (o for o in self.kernel.ops() if isinstance(o, TmaStore) and o.staging == op.staging)
-        return {"flag": "INPUT_GRADIENTS" * any(self._is_input_gradient(o.dst.tensor) for o in stores)}
+        return {"flag": "_INPUT_GRADIENTS" * any(self._is_input_gradient(o.dst.tensor) for o in stores)}
 
     def _tma_store(self, op: TmaStore, cls: str) -> dict[str, Any]:
         rows, columns = self._dims(self.kernel.type_of(op.value).dims)
@@ -117,7 +117,7 @@ class StoreContext(PipelineContext):
             [(f"{value}_left", place), (f"{value}_right", self._place(op.dst, column=half))] if half.isdigit() else []
         )
         widths, transposed = self._widths(self.kernel.type_of(op.value)), op.is_of_scores(self.kernel)
-        index = self._stage(op.staging, "WARP_GROUP")["index"] if transposed else "WARP_GROUP"
+        index = self._stage(op.staging, "_WARP_GROUP")["index"] if transposed else "_WARP_GROUP"
         stage = f"{self._short(op.staging)}_smem.index({index})"
         text = {
             "pipeline": self._short(op.staging),
@@ -125,7 +125,7 @@ class StoreContext(PipelineContext):
             "waits_until": self._reuse_comment(op),
             "value": value,
             "transposed": "yes" * transposed,
-            "flag": "INPUT_GRADIENTS" * self._is_input_gradient(op.dst.tensor),
+            "flag": "_INPUT_GRADIENTS" * self._is_input_gradient(op.dst.tensor),
             "order": self.scalar(op.order) if op.order is not None else "",
         }
         if widths:

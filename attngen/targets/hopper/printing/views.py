@@ -40,7 +40,7 @@ class WarpGroupView:
     prologue: list[str]
     nodes: list[Node]
     meets: bool  # its threads take part in the named barriers of reused stages
-    constants: list[str]  # THREADS; and WARP_GROUP, the number of the instance, if instances differ
+    constants: list[str]  # THREADS; and _WARP_GROUP, the number of the instance, if instances differ
 
 
 @dataclass

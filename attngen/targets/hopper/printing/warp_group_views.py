@@ -82,14 +82,18 @@ class WarpGroupContext(WgmmaContext):
             block.warp_group.warps,
             block.warp_group.registers,
             [name for name in given if name in words],
-            [t for t in ("BLOCK_Q", "BLOCK_KV", "STAGES", "DROPOUT", "INPUT_GRADIENTS") if t in words or t == "STAGES"],
+            [
+                t
+                for t in ("BLOCK_Q", "BLOCK_KV", "STAGES", "DROPOUT", "_INPUT_GRADIENTS")
+                if t in words or t == "STAGES"
+            ],
             prologue,
             nodes,
             bool(block.warp_group.rows) or any(isinstance(op, ProducerLoad) for op in self.kernel.within(block.name)),
             [
                 "THREADS",
                 *(
-                    ["WARP_GROUP"]
+                    ["_WARP_GROUP"]
                     if not self.of_latents and (block.warp_group.rows or block.warp_group.instances > 1)
                     else []
                 ),
@@ -111,7 +115,7 @@ class WarpGroupContext(WgmmaContext):
             needed = more  # also the names that their definitions read
         of_tile = [node for node in mine if work.text["fetches"] or node.text["var"] in needed]
         rows = self._own_rows(words) if block.warp_group and block.warp_group.rows else []
-        start = [f"{self._next_start()}, order_seen = -1, 0"] if self._polls_ahead(block) else []
+        start = [f"{self._next_start()}, _order_seen = -1, 0"] if self._polls_ahead(block) else []
         at = next((at for at, node in enumerate(body) if node.kind == "reload_tile"), len(body))
         before, axes = names_in([*of_tile, *body[:at]]), self._index_count()
         numbers = list(enumerate(work.text["numbers"]))
@@ -165,8 +169,8 @@ class WarpGroupContext(WgmmaContext):
             lines.append(
                 "OPERAND_OF_PARTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=PARTS, k_width=2)"
             )
-        if "PARTIALS_LAYOUT" in words:
-            lines.append("PARTIALS_LAYOUT: gl.constexpr = _partials_layout()")
+        if "_PARTIALS_LAYOUT" in words:
+            lines.append("_PARTIALS_LAYOUT: gl.constexpr = _partials_layout()")
         if f"{self.own}_off" in words or (f"{self.own}_idx" in words and not self.places_rows):
             lines.append(f"{self.own}_off = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))")
         if f"{self.own}_rows" in words:
@@ -189,7 +193,7 @@ class WarpGroupContext(WgmmaContext):
         """Lines that compute the positions of the rows that the consumer instance owns."""
         start, own = f"{self.own}_start", f"{self.own}_idx"
         placed = [f"{own} = {start} + {self.own}_off"] if own in words and not self.places_rows else []
-        return placed if self.of_latents else [f"{start} = {start} + WARP_GROUP * ROWS", *placed]
+        return placed if self.of_latents else [f"{start} = {start} + _WARP_GROUP * ROWS", *placed]
 
     def _counters(self, block: Block, words: set[str]) -> list[str]:
         """Lines that set up, for each pipeline that a warp group uses, its next stage and its phase or load count."""
@@ -220,7 +224,7 @@ class WarpGroupContext(WgmmaContext):
         return (
             lines
             if self.kernel.is_persistent or not self._polls_ahead(block)
-            else [*lines, f"{self._next_start()}, order_seen = -1, 0"]
+            else [*lines, f"{self._next_start()}, _order_seen = -1, 0"]
         )
 
     def _shared_counters(self, name: str, block: Block) -> list[str]:
@@ -257,7 +261,7 @@ class WarpGroupContext(WgmmaContext):
             "place": place,
             "early": False,
             **self._numbers(),
-            **self._stage(op.pipeline, "" if op.fetches else "WARP_GROUP"),
+            **self._stage(op.pipeline, "" if op.fetches else "_WARP_GROUP"),
         }
 
     def _index_count(self) -> int:
@@ -270,7 +274,7 @@ class WarpGroupContext(WgmmaContext):
             "pipeline": self._short(op.pipeline),
             "warps": self._warps(op),
             **self._numbers(),
-            **self._stage(op.pipeline, "WARP_GROUP"),
+            **self._stage(op.pipeline, "_WARP_GROUP"),
         }
 
     def _numbers(self) -> dict[str, Any]:

@@ -31,10 +31,10 @@ class WgmmaContext(StoreContext):
         if self._widths(op.type):
             return {"products": self._products(op, left[0], right)}
         if op.type.dims[0] == SLICE_DIM["BLOCK_Q"]:
-            left = [f"{self.var(op.a)}.slice(WARP_GROUP * {ROWS}, {ROWS}, 1).permute((1, 0))"]
+            left = [f"{self.var(op.a)}.slice(_WARP_GROUP * {ROWS}, {ROWS}, 1).permute((1, 0))"]
         if op.type.dims[1] == SLICE_DIM["D_QK"]:
             columns = self._dims(op.type.dims)[1]
-            right = [f"{self.var(op.b)}.slice(WARP_GROUP * {columns}, {columns}, 1)"]
+            right = [f"{self.var(op.b)}.slice(_WARP_GROUP * {columns}, {columns}, 1)"]
         shape = ", ".join(self._dims(op.type.dims))
         start = self.var(op.acc) if op.acc else f"gl.zeros([{shape}], gl.float32, {spread})"
         return {
@@ -53,8 +53,8 @@ class WgmmaContext(StoreContext):
         if op.type.dims[1] == SLICE_DIM["D_QK"]:
             columns, rows = widths[1], self._dims(op.type.dims)[0]
             right = [
-                f"{right[0]} if WARP_GROUP == 0 else {right[2]}",
-                f"{right[1]}.slice(WARP_GROUP * {columns}, {columns}, 1)",
+                f"{right[0]} if _WARP_GROUP == 0 else {right[2]}",
+                f"{right[1]}.slice(_WARP_GROUP * {columns}, {columns}, 1)",
             ]
             starts = [f"gl.zeros([{rows}, {n}], gl.float32, {layout})" for n, layout in zip(widths, ("PARTS", "REST"))]
         return [
@@ -87,7 +87,7 @@ class WgmmaContext(StoreContext):
     def _init(self, op: Init, cls: str) -> dict[str, Any]:
         text = super()._init(op, cls)
         del text["shape"]
-        layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "ACC", ("D_QK",): "ACC", (PARTIALS,): "PARTIALS_LAYOUT"}
+        layouts = {(): "gl.SliceLayout(1, SCORES)", ("D_V",): "ACC", ("D_QK",): "ACC", (PARTIALS,): "_PARTIALS_LAYOUT"}
         layouts |= {(dim,): "ACC" for dim in SIDES.values()}
         layout = layouts.get(op.type.unpadded[1:], "SCORES")
         rows, *columns = self._dims(op.type.dims)
